@@ -17,8 +17,8 @@ from pyorch.convert.pack_plan import checksum
 from pyorch.convert.packed_experts import chunks_of
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
-from pyorch.runtime.model_map import LayerInfo, ModelMap
-from pyorch.sidecars import container, packed_sizes, packs
+from pyorch.runtime.model_map import ByteRange, LayerInfo, ModelMap
+from pyorch.sidecars import packed_sizes, packs
 from pyorch.traces.routers import quantization
 
 # An expert that fewer samples selected is compared on all of them.
@@ -241,4 +241,4 @@ def _fitting(n: int, n_expert: int, n_ff: int) -> np.ndarray:
 
 
 def _read(path: str, offset: int, size: int) -> np.ndarray:
-    return np.frombuffer(container.read_bytes(path, offset, size), np.uint8)
+    return np.frombuffer(ByteRange(path, offset, size).read(), np.uint8)

@@ -7,8 +7,6 @@ computing for each shape of a model and number of threads.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import re
 import statistics
@@ -21,8 +19,7 @@ from pyorch.advise.probe import Shape, read_shape, write_probe
 from pyorch.bench import rounds
 from pyorch.bench.job import ENGINE, Config, Job, Measurement
 from pyorch.errors import PyorchError
-from pyorch.files import write_text
-from pyorch.runtime import disk
+from pyorch.runtime import disk, kept
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.settings import Settings
 
@@ -71,9 +68,9 @@ class Machine:
         self._map, self._n_threads, self._on_progress, self._again = model_map, n_threads, on_progress, again
 
     def disk(self) -> Disk:
-        kept = None if self._again else disk.kept_bandwidth(self._map)
-        if kept is not None:
-            return Disk(kept.bytes_per_second, "kept")
+        before = None if self._again else disk.kept_bandwidth(self._map)
+        if before is not None:
+            return Disk(before.bytes_per_second, "kept")
         self._on_progress("measuring the disk", 0, 0)
         if not has_holes(disk.paths_of(self._map)):
             return Disk(disk.measure_and_keep(self._map, seconds=DISK_SECONDS)[0].bytes_per_second, "measured")
@@ -88,9 +85,9 @@ class Machine:
 
     def compute(self) -> Compute:
         shape = read_shape(self._map)
-        kept_in = _kept_in(shape, self._n_threads)
-        if not self._again and (kept := _read(kept_in)) is not None:
-            return kept
+        name = _name(shape, self._n_threads)
+        if not self._again and (before := _read(name)) is not None:
+            return before
         self.load = os.getloadavg()[0]
         small, large = shape.sizes()
         with _directory_for_probes(None) as directory:
@@ -106,9 +103,7 @@ class Machine:
                     self._on_progress("measuring how fast this machine computes", done, total)
                     runs[n_blocks].append(self._measure(path))
         found = _extrapolated(shape, {n: _medians(measured) for n, measured in runs.items()})
-        if kept_in is not None:
-            with contextlib.suppress(PyorchError):
-                write_text(kept_in, json.dumps(asdict(found)) + "\n")
+        kept.keep(name, asdict(found))
         return found
 
     def _measure(self, path: Path) -> Measurement:
@@ -163,26 +158,19 @@ def _directory_for_probes(beside: Path | None):
         yield Path(path)
 
 
-def _kept_in(shape: Shape, n_threads: int) -> Path | None:
-    """Where the computing of this shape is kept, None where nothing can be."""
+def _name(shape: Shape, n_threads: int) -> str:
+    """Under which the computing of this shape is kept."""
     try:
         processor = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         processor = None
-    said = (_VERSION, n_threads, processor[1] if processor else "", shape.metadata, shape.tensors)
-    try:
-        cache = disk.cache_directory()
-        cache.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home
-        return None
-    return cache / f"compute-{hashlib.sha256(repr(said).encode()).hexdigest()[:24]}.json"
+    return kept.name_of(
+        "compute", (_VERSION, n_threads, processor[1] if processor else "", shape.metadata, shape.tensors))
 
 
-def _read(path: Path | None) -> Compute | None:
-    if path is None:
-        return None
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        kept = Compute(**json.loads(path.read_text(encoding="utf-8")))
-        if min(kept.decode_seconds, kept.prefill_seconds, kept.start_seconds) > 0:
-            return kept
+def _read(name: str) -> Compute | None:
+    with contextlib.suppress(TypeError):
+        found = Compute(**kept.read(name))
+        if min(found.decode_seconds, found.prefill_seconds, found.start_seconds) > 0:
+            return found
     return None

@@ -8,7 +8,6 @@ from pyorch.errors import PyorchError
 from pyorch.llama import logs, measure
 from pyorch.llama.measure import WIDE_UBATCH
 from pyorch.llama.memory import MemoryLimit, rest_bytes
-from pyorch.llama.originals import original
 from pyorch.runtime.model_map import MapInfo, ModelMap
 from pyorch.sizes import MiB
 
@@ -24,9 +23,7 @@ def context_bytes(model_map: ModelMap, n_ctx: int, n_threads: int) -> int:
     logs.install()  # what llama.cpp says of sizes is read, and not shown
     logs.set_quiet(True)
     try:
-        with measure.twin(original("llama_model_load_from_file"), model_map.path,
-                          llama.llama_model_default_params()) as twin:
-            return measure.context_bytes(original("llama_init_from_model"), twin, params, model_map)
+        return measure.sizes_of(model_map, llama.llama_model_default_params(), params).host
     except PyorchError:
         return model_map.kv_bytes(n_ctx) + _BUFFERS
 

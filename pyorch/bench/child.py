@@ -28,7 +28,7 @@ import numpy as np
 from pyorch.bench.job import ENGINE, Job, Measurement, Phase, Text, from_json, to_json
 from pyorch.library.bindings import decode_error
 from pyorch.llama import memory
-from pyorch.llama.logits import log_softmax
+from pyorch.llama.context import log_softmax
 
 if TYPE_CHECKING:
     from pyorch.llama.managed import ManagedModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pyorch.llama.logits import log_softmax
+from pyorch.llama.context import log_softmax
 
 
 def log_probabilities(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:

@@ -103,40 +103,31 @@ LEARNED = "learned"  # the policy that learns what can be kept in a file
 
 
 @functools.cache
-def policies() -> Choices:
-    """Which expert is evicted first."""
-    return _read("policy", lib.PYORCH_CHOICES_POLICY)
+def _choices(what: str, which: int) -> Choices:
+    found: list[Choice] = []
+    while raw := lib.pyorch_get_choice(which, len(found)):
+        found.append(Choice(string(raw.name), raw.value, string(raw.description), Needs(raw.needs), Needs(raw.uses),
+                            bool(raw.executable)))
+    return Choices(what, found)
 
 
-@functools.cache
-def predictors() -> Choices:
-    """What forecasts the experts of later layers."""
-    return _read("predictor", lib.PYORCH_CHOICES_PREDICTOR)
+policies = functools.partial(_choices, "policy", lib.PYORCH_CHOICES_POLICY)  # which expert is evicted first
+predictors = functools.partial(_choices, "predictor", lib.PYORCH_CHOICES_PREDICTOR)  # of experts of later layers
+speculation = functools.partial(_choices, "speculation", lib.PYORCH_CHOICES_SPECULATE)  # where forecasts are computed
+
+# How a router makes probabilities of its logits; the values are those of GGUF's expert_gating_func.
+gatings = functools.partial(_choices, "gating function", lib.PYORCH_CHOICES_GATING)
 
 
-@functools.cache
-def speculation() -> Choices:
-    """Where layers compute with forecasts."""
-    return _read("speculation", lib.PYORCH_CHOICES_SPECULATE)
-
-
-@functools.cache
 def substitution(setting: str) -> Choices:
     """Of a setting of substitution: its "mode", "weight", "order" or "miss"."""
     lists = {
         "mode": lib.PYORCH_CHOICES_SUBSTITUTE_MODE, "weight": lib.PYORCH_CHOICES_SUBSTITUTE_WEIGHT,
         "order": lib.PYORCH_CHOICES_SUBSTITUTE_ORDER, "miss": lib.PYORCH_CHOICES_ON_MISS,
     }
-    return _read(f"substitution {setting}", lists[setting])
+    return _choices(f"substitution {setting}", lists[setting])
 
 
-@functools.cache
-def gatings() -> Choices:
-    """How a router makes probabilities of its logits; the values are those of GGUF's expert_gating_func."""
-    return _read("gating function", lib.PYORCH_CHOICES_GATING)
-
-
-@functools.cache
 def default_policy() -> str:
     """The policy of an engine that was told nothing else."""
     return policies().named(lib.pyorch_default_config.policy)
@@ -146,11 +137,3 @@ def listed(names: Iterable[str], word: str = "or") -> str:
     """Names as a sentence has them: "a, b or c"."""
     *first, last = names
     return f"{', '.join(first)} {word} {last}" if first else last
-
-
-def _read(what: str, which: int) -> Choices:
-    found: list[Choice] = []
-    while raw := lib.pyorch_get_choice(which, len(found)):
-        found.append(Choice(string(raw.name), raw.value, string(raw.description), Needs(raw.needs), Needs(raw.uses),
-                            bool(raw.executable)))
-    return Choices(what, found)

@@ -156,3 +156,9 @@ class Context:
         memory = llama.llama_get_memory(self._context)
         for sequence, n_past in enumerate(self._n_past):
             llama.llama_memory_seq_rm(memory, sequence, n_past, -1)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities of one row of logits, float64[n_vocab]."""
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())

@@ -11,7 +11,6 @@ from pyorch.llama import measure, memory
 from pyorch.llama.device import bias_bytes, host_dense_bytes, margin_bytes
 from pyorch.llama.managed import ManagedModel, lock, models
 from pyorch.llama.measure import LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH
-from pyorch.llama.originals import original
 from pyorch.runtime import fatal
 from pyorch.settings.budget import AUTO
 from pyorch.sizes import format_bytes
@@ -38,15 +37,12 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
     # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
     mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
     dense_bytes = host_dense_bytes(managed.map, managed.device, managed.params) if mapped else 0
-    with managed.engine.capture(), measure.twin(
-        original("llama_model_load_from_file"), managed.path, managed.params
-    ) as twin:
+    with managed.engine.capture(), measure.twin(managed.path, managed.params) as twin:
 
         def need(n_ubatch: int) -> int:
             params.n_ubatch = n_ubatch
             beside = measure.chain_bytes(managed.map, n_ubatch) if managed.device is not None else 0
-            init = original("llama_init_from_model")
-            return measure.context_sizes(init, twin, params, managed.map, managed.device).host + beside
+            return measure.context_sizes(twin, params, managed.map, managed.device).host + beside
 
         if widen:
             params.n_ubatch = _widest_ubatch(need, params.n_batch, free, info.slots_bytes)
@@ -72,10 +68,8 @@ def plan_device(managed: ManagedModel, params: llama.llama_context_params, is_lo
     if managed.engine is None or device is None or managed.device_planned:
         return
     info, budget = managed.map.info, managed.plan.settings.vram_budget
-    with managed.engine.capture(), measure.twin(
-        original("llama_model_load_from_file"), managed.path, managed.params
-    ) as twin:
-        sizes = measure.context_sizes(original("llama_init_from_model"), twin, params, managed.map, device)
+    with managed.engine.capture():
+        sizes = measure.sizes_of(managed.map, managed.params, params, device)
     needed = sizes.device + measure.chain_bytes(managed.map, params.n_ubatch)
     if not is_loaded:
         needed += info.dense_bytes - host_dense_bytes(managed.map, device, managed.params) + bias_bytes(managed.map)
@@ -87,15 +81,6 @@ def plan_device(managed: ManagedModel, params: llama.llama_context_params, is_lo
         fatal.notice(f"note: {device.name} has {format_bytes(max(0, left))} left beside the other layers and the "
                      f"context: so much is for experts, not {format_bytes(given)}")
     managed.device_planned = True
-
-
-def try_context(managed: ManagedModel, params: llama.llama_context_params) -> None:
-    """Raises FormatError or BudgetError where llama.cpp refuses the model or a context; nothing is allocated.
-
-    For what loads the model beyond this module's reach, and would end the process.
-    """
-    with measure.twin(original("llama_model_load_from_file"), managed.path, managed.params) as twin:
-        measure.context_bytes(original("llama_init_from_model"), twin, params, managed.map)
 
 
 def _promised_bytes(managed: ManagedModel) -> int:

@@ -19,9 +19,8 @@ import llama_cpp._internals as internals
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import ExpertReadError, FormatError, PyorchError
-from pyorch.library.bindings import decode_error
+from pyorch.library.bindings import check, decode_error, ffi, lib
 from pyorch.llama import logs, measure
-from pyorch.llama.closed import closing
 from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device
 from pyorch.llama.managed import find, is_forked, loading, lock, models, refuse_lost
 from pyorch.llama.originals import original, replace
@@ -226,6 +225,46 @@ def _raise_decode_errors(method: Callable) -> Callable:
     return wrapper
 
 
+class ClosedLlama(llama_cpp.Llama):
+    """What a Llama becomes when its model is freed. All that it has left can be closed again.
+
+    llama_cpp hands null pointers to llama.cpp then, which ends the process. Whoever still holds the object, or a
+    generator that it made, gets an exception instead.
+    """
+
+    def __getattribute__(self, name: str) -> object:
+        if name in ("close", "__class__", "__dict__"):
+            return object.__getattribute__(self, name)
+        raise PyorchError("the model was closed: load it again")
+
+    def __repr__(self) -> str:
+        return "<closed llama_cpp.Llama>"
+
+    def close(self) -> None:
+        """Does nothing."""
+
+    def __del__(self) -> None:
+        pass
+
+
+def _close(close: Callable[[llama_cpp.Llama], None]) -> Callable[[llama_cpp.Llama], None]:
+    """Llama.close, after which nothing else can be done with the objects of managed models.
+
+    PyorchError inside a callback of an engine, and the model stays.
+    """
+
+    @functools.wraps(close)
+    def wrapper(self: llama_cpp.Llama) -> None:
+        managed = getattr(getattr(self, "_model", None), "model", None) in models
+        if managed:
+            check(lib.pyorch_engine_free(ffi.NULL))  # refused inside a callback, whose decode needs the model
+        close(self)
+        if managed:
+            self.__class__ = ClosedLlama
+
+    return wrapper
+
+
 def _install() -> None:
     logs.install()
     replace("llama_model_load_from_file", _load_from_file)
@@ -234,7 +273,7 @@ def _install() -> None:
     replace("llama_init_from_model", _init_context)
     replace("llama_free", _free_context)
     internals.LlamaModel.tokenize = _tokenize  # type: ignore[method-assign]
-    llama_cpp.Llama.close = closing(llama_cpp.Llama.close, lambda model: model in models)
+    llama_cpp.Llama.close = _close(llama_cpp.Llama.close)  # type: ignore[method-assign]
     internals.LlamaContext.decode = _raise_decode_errors(internals.LlamaContext.decode)  # type: ignore[method-assign]
     internals.LlamaContext.encode = _raise_decode_errors(internals.LlamaContext.encode)  # type: ignore[method-assign]
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import BudgetError, FormatError
 from pyorch.llama import logs
+from pyorch.llama.originals import original
 from pyorch.runtime import fatal
 from pyorch.runtime.devices import Device
 from pyorch.runtime.model_map import ModelMap
@@ -39,14 +40,14 @@ class ContextSizes:
 
 
 @contextlib.contextmanager
-def twin(load: Callable, path: str, params: llama.llama_model_params) -> Iterator[int]:
+def twin(path: str, params: llama.llama_model_params) -> Iterator[int]:
     """A model that has everything but memory for its weights."""
     params = llama.llama_model_params.from_buffer_copy(params)
     params.no_alloc = True
     params.load_mode = llama.LLAMA_LOAD_MODE_NONE
     logs.forget_errors()
     with logs.collect(), fatal.refused():
-        model = load(os.fsencode(path), params)
+        model = original("llama_model_load_from_file")(os.fsencode(path), params)
     if not model:
         raise FormatError(f"{path}: llama.cpp cannot load it: {logs.last_error()}")
     try:
@@ -56,13 +57,17 @@ def twin(load: Callable, path: str, params: llama.llama_model_params) -> Iterato
             llama.llama_model_free(model)
 
 
-def context_bytes(init: Callable, model: int, params: llama.llama_context_params, model_map: ModelMap) -> int:
-    """As context_sizes(), of a context that is wholly in host memory."""
-    return context_sizes(init, model, params, model_map, None).host
+def sizes_of(
+    model_map: ModelMap, model_params: llama.llama_model_params, params: llama.llama_context_params,
+    device: Device | None = None,
+) -> ContextSizes:
+    """As context_sizes(), of one context of a model that is loaded with these parameters."""
+    with twin(model_map.path, model_params) as model:
+        return context_sizes(model, params, model_map, device)
 
 
 def context_sizes(
-    init: Callable, model: int, params: llama.llama_context_params, model_map: ModelMap, device: Device | None
+    model: int, params: llama.llama_context_params, model_map: ModelMap, device: Device | None = None
 ) -> ContextSizes:
     """KV cache, compute buffers and work space of a context with these parameters; model: a twin, with dense layers on
     this device, None for none.
@@ -72,7 +77,7 @@ def context_sizes(
     logs.forget_errors()
     with logs.collect() as lines:
         with fatal.refused():
-            context = init(model, params)
+            context = original("llama_init_from_model")(model, params)
         if context:
             llama.llama_free(context)
     if not context:

@@ -18,7 +18,6 @@ from pyorch.llama import logs, measure, memory
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import host_dense_bytes, place
 from pyorch.llama.measure import NARROW_UBATCH
-from pyorch.llama.originals import original
 from pyorch.runtime.devices import Device, find_device, rates_for
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.model_map import ModelMap
@@ -260,6 +259,4 @@ def _context_bytes(
     context = llama.llama_context_default_params()
     context.n_ctx = settings.n_ctx or model_map.default_ctx
     context.n_ubatch = settings.n_ubatch or min(NARROW_UBATCH, context.n_batch)
-    with measure.twin(original("llama_model_load_from_file"), model_map.path, params) as twin:
-        init = original("llama_init_from_model")
-        return measure.context_sizes(init, twin, context, model_map, device).host
+    return measure.sizes_of(model_map, params, context, device).host

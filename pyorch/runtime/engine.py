@@ -269,7 +269,8 @@ class Engine:
         shape = len(self.n_expert), max(self.n_expert.values())
         flags, uses = np.empty(shape, np.uint8), np.empty(shape, np.uint64)
         layers = ffi.new("pyorch_stats[]", shape[0])
-        raw = given("pyorch_snapshot", flags=array("uint8_t", flags), uses=array("uint64_t", uses), layers=layers)
+        raw = given("pyorch_snapshot", n_layers=shape[0], n_expert=shape[1], flags=array("uint8_t", flags),
+                    uses=array("uint64_t", uses), layers=layers)
         check(lib.pyorch_get_snapshot(self.handle, raw))
         return Snapshot(flags, uses, [read(Stats, layer) for layer in layers], read(Stats, raw.stats))
 

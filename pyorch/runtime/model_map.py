@@ -67,7 +67,20 @@ class ByteRange:
     path: str
     offset: int
     size: int
-    type: str
+    type: str = ""
+
+    def read(self, at_most: int | None = None) -> bytes:
+        """Its bytes, or the first of them. FormatError where they are not all there, or cannot be read."""
+        size = self.size if at_most is None else min(self.size, at_most)
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                content = file.read(size)
+        except OSError as error:
+            raise FormatError(f"{self.path} cannot be read: {error.strerror}") from None
+        if len(content) < size:
+            raise FormatError(f"{self.path} is truncated: {size} bytes at offset {self.offset} are not all there")
+        return content
 
 
 def beside(model: str | os.PathLike[str], ending: str) -> Path:
@@ -150,20 +163,9 @@ class ModelMap:
     def read_expert(self, il: int, expert: int) -> bytes:
         """The bytes of all matrices of an expert, in the order of its roles, as Engine.offer() takes them.
 
-        FormatError as of expert_range(), and where the file ends before them or cannot be read.
+        FormatError as of expert_range() and ByteRange.read().
         """
-        parts = []
-        for role in range(len(self.layer(il).roles)):
-            place = self.expert_range(il, expert, role)
-            try:
-                with open(place.path, "rb") as file:
-                    file.seek(place.offset)
-                    parts.append(file.read(place.size))
-            except OSError as error:
-                raise FormatError(f"{place.path} cannot be read: {error.strerror}") from None
-            if len(parts[-1]) < place.size:
-                raise FormatError(f"{place.path} ends before expert {expert} of layer {il}")
-        return b"".join(parts)
+        return b"".join(self.expert_range(il, expert, role).read() for role in range(len(self.layer(il).roles)))
 
     def matrix_bytes(self, layer: LayerInfo, role: int) -> int:
         """Bytes of matrix `role` of any expert of a layer."""

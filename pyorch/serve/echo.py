@@ -23,10 +23,8 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import PyorchError
 from pyorch.library.numerics import np
 from pyorch.llama import measure, memory
-from pyorch.llama.context import Context
-from pyorch.llama.logits import log_softmax
+from pyorch.llama.context import Context, log_softmax
 from pyorch.llama.managed import ManagedModel
-from pyorch.llama.originals import original
 from pyorch.serve.failures import reason
 from pyorch.serve.routes import Answer, Request, as_json, refusal
 from pyorch.serve.vocabulary import Vocabulary
@@ -112,11 +110,8 @@ class Echo:
         params.type_k = params.type_v = llama.GGML_TYPE_F32
         params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         managed = self._managed
-        with managed.engine.capture(), measure.twin(
-            original("llama_model_load_from_file"), managed.path, managed.params
-        ) as twin:
-            init = original("llama_init_from_model")
-            return measure.context_sizes(init, twin, params, managed.map, managed.device).host
+        with managed.engine.capture():
+            return measure.sizes_of(managed.map, managed.params, params, managed.device).host
 
 
 def _read(body: dict[str, Any], vocabulary: Vocabulary) -> _Asked:

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import numbers
@@ -22,6 +22,10 @@ from pyorch.serve.routes import Answer, Request, as_json, refusal
 from pyorch.settings.budget import Budget
 from pyorch.settings.prefetch import AUTO, Prefetch
 from pyorch.settings.substitution import Substitution
+
+if TYPE_CHECKING:
+    from pyorch.sidecars.buddies import Buddies
+    from pyorch.sidecars.ghosts import Ghosts
 
 # What a layer has of its own, in pyorch.runtime.statistics.Stats.
 LAYER_COUNTS = [number.name for number in numbers("pyorch_stats") if is_of_layers(number.part)]
@@ -120,93 +124,54 @@ class Residency:
         unknown = sorted(set(settings) - set(changes))
         if unknown:
             raise PyorchError(f'setting "{unknown[0]}" is not known: use {", ".join(changes)}')
-        steps = [step for name in changes if name in settings for step in [changes[name](settings[name])]]
-        undo: list[Callable[[], None]] = []
+        values = {name: change.read(settings[name]) for name, change in changes.items() if name in settings}
+        undo: list[tuple[Callable, Any]] = []
         try:
-            for step in steps:
-                undo.append(step())
+            for name, value in values.items():
+                undo.append((changes[name].set, changes[name].now(value)))
+                changes[name].set(value)
         except PyorchError:
-            for back in reversed(undo):
-                back()
+            for put, before in reversed(undo):
+                put(before)
             raise
 
-    # Each reads a value, and gives what sets it; that gives what sets it back.
+    def _changes(self) -> dict[str, _Change]:
+        return {
+            "budget": _Change(self._read_budget, lambda _: self.engine.stats().budget_bytes,
+                              lambda n_bytes: self.engine.set_budget(n_bytes)),
+            "policy": _Change(lambda value: policies().choose(_text("policy", value)).name, lambda _: self._policy,
+                              self._set_policy),
+            "prefetch": _Change(self._read_prefetch, lambda _: Prefetch.parse(self._prefetch), self._set_prefetch),
+            "pin": _Change(lambda value: self._read_pins("pin", value, True), self._pins_now, self._set_pins),
+            "unpin": _Change(lambda value: self._read_pins("unpin", value, False), self._pins_now, self._set_pins),
+            "substitution": _Change(self._read_substitution, lambda _: (self._substitution, None, self._buddies),
+                                    self._set_substitution),
+        }
 
-    def _changes(self) -> dict[str, Callable[[Any], Callable[[], Callable[[], None]]]]:
-        return {"budget": self._budget, "policy": self._choose_policy, "prefetch": self._read_ahead, "pin": self._pin,
-                "unpin": self._unpin, "substitution": self._substitute}
-
-    def _budget(self, value: Any) -> Callable[[], Callable[[], None]]:
+    def _read_budget(self, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise PyorchError(f"budget {json.dumps(value)} is not understood: use bytes, or text such as \"40%\" or "
                               '"1.5GiB"')
-        n_bytes = Budget.parse(value).resolve(self._managed.map.info)
+        return Budget.parse(value).resolve(self._managed.map.info)
 
-        def step() -> Callable[[], None]:
-            before = self.engine.stats().budget_bytes
-            self.engine.set_budget(n_bytes)
-            return lambda: self.engine.set_budget(before)
+    def _set_policy(self, policy: str) -> None:
+        self.engine.set_policy(policy)
+        self._policy = policy
 
-        return step
-
-    def _choose_policy(self, value: Any) -> Callable[[], Callable[[], None]]:
-        policies().choose(_text("policy", value))
-
-        def set_to(policy: str) -> None:
-            self.engine.set_policy(policy)
-            self._policy = policy
-
-        def step() -> Callable[[], None]:
-            before = self._policy
-            set_to(value)
-            return lambda: set_to(before)
-
-        return step
-
-    def _read_ahead(self, value: Any) -> Callable[[], Callable[[], None]]:
+    def _read_prefetch(self, value: Any) -> Prefetch:
         prefetch = Prefetch.parse(_text("prefetch", value))
         check_prefetch(prefetch, len(self.engine.n_expert))
         if self._managed.speculating:
             raise PyorchError("layers compute with what the predictor forecasts (--speculate): it stays")
+        return prefetch
 
-        def set_to(prefetch: Prefetch) -> None:
-            apply_prefetch(prefetch, self.engine, self._managed.plan.sidecars)
-            self._prefetch = str(prefetch)
+    def _set_prefetch(self, prefetch: Prefetch) -> None:
+        apply_prefetch(prefetch, self.engine, self._managed.plan.sidecars)
+        self._prefetch = str(prefetch)
 
-        def step() -> Callable[[], None]:
-            before = Prefetch.parse(self._prefetch)
-            set_to(prefetch)
-            return lambda: set_to(before)
+    # Of pins: by layer and expert, whether it is to be pinned.
 
-        return step
-
-    def _pin(self, value: Any) -> Callable[[], Callable[[], None]]:
-        experts = self._experts("pin", value)
-        return lambda: self._each(experts, self.engine.pin, self.engine.unpin)
-
-    def _unpin(self, value: Any) -> Callable[[], Callable[[], None]]:
-        experts = self._experts("unpin", value)
-        return lambda: self._each(experts, self.engine.unpin, self.engine.pin)
-
-    def _each(self, experts: dict[int, list[int]], do: Callable, undo: Callable) -> Callable[[], None]:
-        done: list[tuple[int, list[int]]] = []
-
-        def back() -> None:
-            for il, ids in reversed(done):
-                undo(il, ids)
-
-        flags = {il: self.engine.residency(il).pinned for il in experts}
-        try:
-            for il, ids in experts.items():
-                changing = [i for i in ids if flags[il][i] != (do == self.engine.pin)]
-                do(il, changing)
-                done.append((il, changing))
-        except PyorchError:
-            back()
-            raise
-        return back
-
-    def _experts(self, name: str, value: Any) -> dict[int, list[int]]:
+    def _read_pins(self, name: str, value: Any, pinned: bool) -> dict[int, dict[int, bool]]:
         """Of {"3": [1, 2]}: experts by layer."""
         try:
             experts = {int(il): sorted({_index(i) for i in ids}) for il, ids in value.items()}
@@ -220,28 +185,41 @@ class Residency:
                 raise PyorchError(f"{name}: layer {il} has no routed experts")
             if ids and not 0 <= ids[0] <= ids[-1] < n_expert:
                 raise PyorchError(f"{name}: layer {il} has experts 0 to {n_expert - 1}, not {ids[0]} to {ids[-1]}")
-        return experts
+        return {il: dict.fromkeys(ids, pinned) for il, ids in experts.items()}
 
-    def _substitute(self, value: Any) -> Callable[[], Callable[[], None]]:
+    def _pins_now(self, of: dict[int, dict[int, bool]]) -> dict[int, dict[int, bool]]:
+        flags = {il: self.engine.residency(il).pinned for il in of}
+        return {il: {i: bool(flags[il][i]) for i in ids} for il, ids in of.items()}
+
+    def _set_pins(self, pins: dict[int, dict[int, bool]]) -> None:
+        now = self._pins_now(pins)
+        for il, wanted in pins.items():
+            self.engine.pin(il, [i for i, pinned in wanted.items() if pinned and not now[il][i]])
+            self.engine.unpin(il, [i for i, pinned in wanted.items() if not pinned and now[il][i]])
+
+    def _read_substitution(self, value: Any) -> tuple[Substitution | None, Ghosts | None, Buddies | None]:
         wanted = None if value is None else Substitution.parse(_text("substitution", value))
         if wanted is not None and not wanted.lossy:
             wanted = None
-        ghosts = find_ghosts(wanted, self._managed.plan.sidecars)
-        lists = self._buddies or find_buddies(wanted, self._managed.plan.settings.buddies, self._managed.plan.sidecars)
+        plan = self._managed.plan
+        ghosts = find_ghosts(wanted, plan.sidecars)
+        return wanted, ghosts, self._buddies or find_buddies(wanted, plan.settings.buddies, plan.sidecars)
 
-        def set_to(substitution: Substitution | None) -> None:
-            for il in self.engine.n_expert:
-                if ghosts is not None:
-                    ghosts.apply(self.engine, il)
-                apply_substitution(self.engine, il, substitution, lists)
-            self._substitution, self._buddies = substitution, lists
+    def _set_substitution(self, given: tuple[Substitution | None, Ghosts | None, Buddies | None]) -> None:
+        substitution, ghosts, lists = given
+        for il in self.engine.n_expert:
+            if ghosts is not None:
+                ghosts.apply(self.engine, il)
+            apply_substitution(self.engine, il, substitution, lists)
+        self._substitution, self._buddies = substitution, lists
 
-        def step() -> Callable[[], None]:
-            before = self._substitution
-            set_to(wanted)
-            return lambda: set_to(before)
 
-        return step
+class _Change(NamedTuple):
+    """A setting: what reads a new value, what says which one stands where that is to be set, and what sets one."""
+
+    read: Callable[[Any], Any]
+    now: Callable[[Any], Any]
+    set: Callable[[Any], None]
 
 
 def _text(name: str, value: Any) -> str:

@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
-from pyorch.llama import logs
-from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device, try_context
+from pyorch.llama import logs, measure
+from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device
 from pyorch.llama.managed import ManagedModel, loading
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
@@ -142,7 +142,8 @@ def _planned(path: str, settings: Settings, server: Flags, placed: bool) -> Iter
                 plan_context(record, params, widen)
                 ubatch = params.n_ubatch
             else:
-                try_context(record, params)
+                # What llama.cpp refuses would end the process when llama-server asks for it.
+                measure.sizes_of(record.map, record.params, params)
             server.default(llama_server.UBATCH, "-ub", ubatch)
             # llama-server does not compute more at once than a batch.
             server.default(llama_server.BATCH, "-b", max(2048, server.number(llama_server.UBATCH, 512)))

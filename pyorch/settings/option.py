@@ -54,17 +54,15 @@ def option(
     metavar: str | None = None, default_text: str = "", plain: str = "",
 ) -> Any:
     """A field that is an option."""
-    return dataclasses.field(default=default, metadata={
-        "read": read, "kind": kind, "group": group, "help": help, "flag": flag, "metavar": metavar,
-        "default_text": default_text, "plain": plain,
-    })
+    declared = Option("", default, read, kind, group, help, flag, metavar, default_text, plain)
+    return dataclasses.field(default=default, metadata={"option": declared})
 
 
 def options(cls: type) -> dict[str, Option]:
     """The options among the fields of a dataclass, by name."""
     return {
-        field.name: Option(field.name, field.default, **field.metadata)
-        for field in dataclasses.fields(cls) if "read" in field.metadata
+        field.name: dataclasses.replace(field.metadata["option"], name=field.name)
+        for field in dataclasses.fields(cls) if "option" in field.metadata
     }
 
 

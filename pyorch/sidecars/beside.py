@@ -6,8 +6,9 @@ What reads a kind is imported then, too: a server without sidecars need not wait
 from __future__ import annotations
 
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pyorch.library.numerics import np
 from pyorch.runtime.model_map import ModelMap
@@ -27,33 +28,29 @@ class Sidecars:
         self.map = model_map
         self._paths = model_map.sidecars()
 
+    def _read(self, kind: str, cls: str) -> Any:
+        """By the class of pyorch.sidecars that reads a kind; None where there is no such file."""
+        path = self._paths.get(kind)
+        if path is None:
+            return None
+        return getattr(import_module(f"pyorch.sidecars.{kind}"), cls).read(path, self.map)
+
     @cached_property
     def predictor(self) -> PredictorFile:
         """What predictors are made with; without a file, nothing."""
         from pyorch.sidecars.predictor import PredictorFile
 
-        path = self._paths.get("predictor")
-        return PredictorFile.read(path, self.map) if path is not None else PredictorFile()
+        return self._read("predictor", "PredictorFile") or PredictorFile()
 
     @cached_property
     def buddies(self) -> Buddies | None:
         """The buddy lists, None where there are none."""
-        path = self._paths.get("buddies")
-        if path is None:
-            return None
-        from pyorch.sidecars.buddies import Buddies
-
-        return Buddies.read(path, self.map)
+        return self._read("buddies", "Buddies")
 
     @cached_property
     def ghosts(self) -> Ghosts | None:
         """What estimates the outputs of absent experts, None where there is nothing."""
-        path = self._paths.get("ghosts")
-        if path is None:
-            return None
-        from pyorch.sidecars.ghosts import Ghosts
-
-        return Ghosts.read(path, self.map)
+        return self._read("ghosts", "Ghosts")
 
     @cached_property
     def plan(self) -> Plan | None:

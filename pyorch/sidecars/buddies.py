@@ -128,61 +128,43 @@ class Buddies:
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> Buddies:
         """Reads and checks a sidecar. Raises FormatError, also for lists that cannot be this model's."""
-        metadata, arrays = container.read(path, KIND, VERSION, model_map)
-        path = os.fspath(path)
-        expected = [layer.il for layer in model_map.layers]
-        if metadata.get("layers") != expected:
-            raise FormatError(f"{path} has buddies for other layers than the {len(expected)} of {model_map.path} "
-                              "with routed experts")
-        alpha = metadata.get("alpha")
-        if (not isinstance(alpha, list) or len(alpha) != len(expected)
-                or not all(isinstance(value, float) and 0 < value <= 1 for value in alpha)):
-            raise FormatError(f"{path} has no alpha in (0, 1] for each layer: {alpha}")
-        if metadata.get("similarity") not in SIMILARITIES or not isinstance(metadata.get("n_tokens"), int):
-            raise FormatError(f"{path} does not say what its lists were made from: make it again")
-        layers = {layer.il: _layer(path, layer.il, layer.n_expert, arrays) for layer in model_map.layers}
-        return cls(layers, dict(zip(expected, alpha)), metadata["similarity"], metadata["n_tokens"])
+        file = container.Sidecar(path, KIND, VERSION, model_map)
+        file.check_layers(model_map.layers)
+        alpha, similarity, n_tokens = (file.metadata.get(name) for name in ("alpha", "similarity", "n_tokens"))
+        file.check(isinstance(alpha, list) and len(alpha) == len(model_map.layers)
+                   and all(isinstance(value, float) and 0 < value <= 1 for value in alpha),
+                   f"there is no alpha in (0, 1] for each layer, but {alpha}")
+        file.check(similarity in SIMILARITIES and isinstance(n_tokens, int),
+                   "it does not say what its lists were made from")
+        layers = {layer.il: _layer(file, layer.il, layer.n_expert) for layer in model_map.layers}
+        return cls(layers, dict(zip(layers, alpha)), similarity, n_tokens)
 
 
-_ARRAYS = {
-    "ids": np.int32, "q": np.float32, "scale": np.float32, "activations": np.int64,
-    "tae_percentiles": np.float32, "margin_percentiles": np.float32,
-}
+_ARRAYS = ("ids", "q", "scale", "activations", "tae_percentiles", "margin_percentiles")
 
 
-def _layer(path: str, il: int, n_expert: int, arrays: dict[str, np.ndarray]) -> LayerBuddies:
-    found = {name: arrays.get(f"blk.{il}.{name}") for name in _ARRAYS}
-    for name, dtype in _ARRAYS.items():
-        if found[name] is None or found[name].dtype != dtype:
-            raise FormatError(f"{path}: layer {il} has no {name} of type {np.dtype(dtype)}")
-    k_max = found["ids"].shape[-1]
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("ids", "q", "scale"), (n_expert, k_max))
-    shapes |= {"activations": (n_expert,), "tae_percentiles": (N_PERCENTILES,), "margin_percentiles": (N_PERCENTILES,)}
-    for name, shape in shapes.items():
-        if found[name].shape != shape:
-            raise FormatError(f"{path}: {name} of layer {il} has the shape {list(found[name].shape)}, "
-                              f"the model needs {list(shape)}")
-    left = arrays.get(f"blk.{il}.left")
-    if left is not None and (left.dtype != np.float32 or left.shape != found["ids"].shape or (left < 0).any()
-                             or (left > 1).any()):
-        raise FormatError(
-            f"{path}: what buddies of layer {il} leave are no numbers from 0 to 1 for each: make it again")
-    layer = LayerBuddies(il, **{name: np.array(array) for name, array in found.items()},
-                         left=None if left is None else np.array(left))
-    _check(path, layer)
-    return layer
+def _layer(file: container.Sidecar, il: int, n_expert: int) -> LayerBuddies:
+    """FormatError for arrays of other shapes, and for the first expert whose list cannot be."""
+    ids = file.of_layer(il, "ids", np.int32, n_expert, None)
 
+    def floats(name: str, *shape: int, nan: bool = False) -> np.ndarray:
+        return np.array(file.of_layer(il, name, np.float32, *shape, nan=nan))
 
-def _check(path: str, layer: LayerBuddies) -> None:
-    """Raises FormatError for the first expert whose list cannot be."""
-    ids, q, scale = layer.ids, layer.q, layer.scale
-    n_expert, k_max = ids.shape
+    left = floats("left", *ids.shape, nan=True) if f"blk.{il}.left" in file.arrays else None
+    layer = LayerBuddies(
+        il, np.array(ids), floats("q", *ids.shape, nan=True), floats("scale", *ids.shape, nan=True),
+        np.array(file.of_layer(il, "activations", np.int64, n_expert)), floats("tae_percentiles", N_PERCENTILES),
+        floats("margin_percentiles", N_PERCENTILES), left,
+    )
+    file.check(left is None or not ((left < 0) | (left > 1)).any(),
+               f"what buddies of layer {il} leave are no numbers from 0 to 1 for each")
+    q, scale = layer.q, layer.scale
     ended = ids == -1
 
     def refuse(wrong: np.ndarray, what: str) -> None:
         rows = np.flatnonzero(wrong.any(axis=1))
         if len(rows):
-            raise FormatError(f"{path}: the buddies of expert {rows[0]} of layer {layer.il} {what}")
+            raise FormatError(f"{file.path}: the buddies of expert {rows[0]} of layer {il} {what}")
 
     refuse((ids < -1) | (ids >= n_expert), f"are not all numbers from 0 to {n_expert - 1}")
     refuse(ended[:, :-1] & ~ended[:, 1:], "go on after the end of the list")
@@ -195,7 +177,6 @@ def _check(path: str, layer: LayerBuddies) -> None:
     refuse(q.sum(axis=1, dtype=np.float64, keepdims=True) > 1 + 1e-4, "have scores q that sum up to more than 1")
     refuse(np.isinf(scale), "have an infinite scale")
     percentiles = np.stack([layer.tae_percentiles, layer.margin_percentiles])
-    if not np.isfinite(percentiles).all() or (np.diff(percentiles) < 0).any():
-        raise FormatError(f"{path}: the percentiles of layer {layer.il} are not numbers in ascending order")
-    if (layer.activations < 0).any():
-        raise FormatError(f"{path}: the activations of layer {layer.il} are not all 0 or more")
+    file.check((np.diff(percentiles) >= 0).all(), f"the percentiles of layer {il} are not in ascending order")
+    file.check((layer.activations >= 0).all(), f"the activations of layer {il} are not all 0 or more")
+    return layer

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_target, publish, staging
 from pyorch.library.numerics import np
-from pyorch.runtime.model_map import SIDECARS, ModelMap, beside
+from pyorch.runtime.model_map import SIDECARS, LayerInfo, ModelMap, beside
 
 if TYPE_CHECKING:
     import gguf
@@ -60,9 +61,8 @@ def fingerprint(model_map: ModelMap) -> str:
         for index, role in sorted(enumerate(layer.roles), key=lambda pair: _ROLES.index(pair[1].name)):
             where = model_map.expert_range(layer.il, 0, index)
             digest.update(f"\nblk.{layer.il}.{role.name} {role.type} {layer.n_expert}*{where.size}\n".encode())
-            digest.update(read_bytes(where.path, where.offset, min(where.size, _SAMPLE_BYTES)))
-        router = model_map.tensor_range(f"blk.{layer.il}.ffn_gate_inp.weight")
-        digest.update(read_bytes(router.path, router.offset, router.size))
+            digest.update(where.read(_SAMPLE_BYTES))
+        digest.update(model_map.tensor_range(f"blk.{layer.il}.ffn_gate_inp.weight").read())
     return digest.hexdigest()
 
 
@@ -148,6 +148,35 @@ def read(
     return {key.removeprefix(prefix): value for key, value in contents.items() if key.startswith(prefix)}, arrays
 
 
+class Sidecar:
+    """What a sidecar holds, see read(): each thing as it has to be, or a FormatError that says what is wrong."""
+
+    def __init__(self, path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap) -> None:
+        self.path = os.fspath(path)
+        self.metadata, self.arrays = read(path, kind, version, model_map)
+        self._kind, self._map = kind, model_map
+
+    def check(self, fits: bool, what: str) -> None:
+        """FormatError, which says what is wrong, unless it fits."""
+        if not fits:
+            raise FormatError(f"{self.path}: {what}: make it again")
+
+    def check_layers(self, layers: Sequence[LayerInfo]) -> None:
+        """FormatError where it is of other layers than these."""
+        self.check(self.metadata.get("layers") == [layer.il for layer in layers],
+                   f"it has {self._kind} for other layers than the {len(layers)} of {self._map.path} with routed "
+                   "experts")
+
+    def of_layer(self, il: int, name: str, dtype: Any, *shape: int | None, nan: bool = False) -> np.ndarray:
+        """An array of a layer, of this type and shape, None for any size. nan: some of it may be no number."""
+        found = self.arrays.get(f"blk.{il}.{name}")
+        self.check(found is not None and found.dtype == dtype, f"layer {il} has no {name} of type {np.dtype(dtype)}")
+        self.check(found.ndim == len(shape) and all(n in (None, m) for m, n in zip(found.shape, shape)),
+                   f"{name} of layer {il} has the shape {list(found.shape)}, the model needs {list(shape)}")
+        self.check(nan or np.isfinite(found).all(), f"{name} of layer {il} does not hold numbers only")
+        return found
+
+
 def _contents(path: Path, prefixes: tuple[str, ...], until: str) -> tuple[Metadata, dict[str, np.ndarray]]:
     """The metadata whose keys begin so, and all arrays; see read()."""
     try:
@@ -231,16 +260,3 @@ def _value_type(value: object) -> gguf.GGUFValueType:
         if isinstance(value, kind):
             return value_type
     raise TypeError(f"a sidecar cannot hold {value!r}")
-
-
-def read_bytes(path: str, offset: int, size: int) -> bytes:
-    """A piece of a file. FormatError where it is not all there, or cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(offset)
-            content = file.read(size)
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
-    if len(content) < size:
-        raise FormatError(f"{path} is truncated: {size} bytes at offset {offset} are not all there")
-    return content

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from pyorch.errors import FormatError
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
@@ -81,42 +80,27 @@ class Ghosts:
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> Ghosts:
         """Reads and checks a sidecar. Raises FormatError, also for ghosts that cannot be this model's."""
-        metadata, arrays = container.read(path, KIND, VERSION, model_map)
-        path = os.fspath(path)
-        expected = [layer.il for layer in model_map.layers]
-        if metadata.get("layers") != expected:
-            raise FormatError(f"{path} has ghosts for other layers than the {len(expected)} of {model_map.path} with "
-                              "routed experts: make it again")
-        if not all(isinstance(metadata.get(name), int) for name in ("n_inputs", "sacred")):
-            raise FormatError(f"{path} does not say what its ghosts were fitted on: make it again")
-        layers = {layer.il: _layer(path, layer.il, layer.n_expert, arrays) for layer in model_map.layers}
-        return cls(layers, metadata["n_inputs"], metadata["sacred"])
+        file = container.Sidecar(path, KIND, VERSION, model_map)
+        file.check_layers(model_map.layers)
+        fitted = [file.metadata.get(name) for name in ("n_inputs", "sacred")]
+        file.check(all(isinstance(n, int) for n in fitted), "it does not say what its ghosts were fitted on")
+        return cls({layer.il: _layer(file, layer.il, layer.n_expert) for layer in model_map.layers}, *fitted)
 
 
 _ARRAYS: dict[str, Any] = {"rank": np.int32, "mean": np.float16, "down": np.float16, "up": np.float16,
                            "error": np.float32, "energy": np.float32}
 
 
-def _layer(path: str, il: int, n_expert: int, arrays: dict[str, np.ndarray]) -> LayerGhosts:
-    found = {name: arrays.get(f"blk.{il}.{name}") for name in _ARRAYS}
-    rank, mean = found["rank"], found["mean"]
-    if rank is None or rank.dtype != np.int32 or rank.shape != (n_expert,) or (rank < -1).any():
-        raise FormatError(f"{path}: layer {il} has no ranks of {n_expert} ghosts: make it again")
+def _layer(file: container.Sidecar, il: int, n_expert: int) -> LayerGhosts:
+    rank = file.of_layer(il, "rank", np.int32, n_expert)
+    file.check((rank >= -1).all(), f"layer {il} has no ranks of {n_expert} ghosts")
     n_rows = int(np.maximum(rank, 0).sum(dtype=np.int64))
-    n_out = mean.shape[-1] if mean is not None else 0
-    n_in = found["down"].shape[-1] if found["down"] is not None else n_out
-    if n_rows == 0:  # a file holds no empty arrays
-        found["down"], found["up"] = np.zeros((0, n_in), np.float16), np.zeros((0, n_out), np.float16)
-    shapes = {"mean": (n_expert, n_out), "down": (n_rows, n_in), "up": (n_rows, n_out), "error": (n_expert,),
-              "energy": (n_expert,)}
-    for name, shape in shapes.items():
-        values = found[name]
-        if values is None or values.dtype != _ARRAYS[name] or values.shape != shape:
-            what = "nothing" if values is None else f"the shape {list(values.shape)}"
-            raise FormatError(f"{path}: {name} of layer {il} has {what}, its ranks need {list(shape)}: make it again")
-        if not np.isfinite(values).all():
-            raise FormatError(f"{path}: {name} of layer {il} does not hold numbers only: make it again")
-    if (found["error"] < 0).any() or (found["energy"] < 0).any():
-        raise FormatError(f"{path}: the errors of layer {il} are not all 0 or more: make it again")
-    return LayerGhosts(np.array(rank), found["mean"], found["down"], found["up"], np.array(found["error"]),
-                       np.array(found["energy"]))
+    mean = file.of_layer(il, "mean", np.float16, n_expert, None)
+    n_out = mean.shape[1]
+    down = up = np.zeros((0, n_out), np.float16)  # a file holds no empty arrays
+    if n_rows:
+        down = file.of_layer(il, "down", np.float16, n_rows, None)
+        up = file.of_layer(il, "up", np.float16, n_rows, n_out)
+    error, energy = (file.of_layer(il, name, np.float32, n_expert) for name in ("error", "energy"))
+    file.check((error >= 0).all() and (energy >= 0).all(), f"the errors of layer {il} are not all 0 or more")
+    return LayerGhosts(np.array(rank), mean, down, up, np.array(error), np.array(energy))

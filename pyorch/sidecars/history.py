@@ -114,28 +114,34 @@ class ExpertMaps:
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> ExpertMaps:
         """Reads and checks a sidecar. FormatError also for contents that cannot be this model's."""
-        metadata, arrays = container.read(path, KIND, VERSION, model_map)
-        path = os.fspath(path)
-        layers = _layers(model_map)
-        if metadata.get("layers") != [layer.il for layer in layers]:
-            raise FormatError(f"{path} has maps of other layers than the {len(layers)} of {model_map.path} "
-                              "with routed experts")
-        sizes = [metadata.get(name) for name in ("capacity", "distance", "n_requests")]
-        if not all(isinstance(size, int) and 1 <= size < 1 << 31 for size in sizes):
-            raise FormatError(f"{path} does not say what its maps were made for: make it again")
+        file = container.Sidecar(path, KIND, VERSION, model_map)
+        file.check_layers(_layers(model_map))
+        sizes = [file.metadata.get(name) for name in ("capacity", "distance", "n_requests")]
+        file.check(all(isinstance(size, int) and 1 <= size < 1 << 31 for size in sizes),
+                   "it does not say what its maps were made for")
         store = cls.for_model(model_map, *sizes)
+
+        def checked(name: str, most: int, *shape: int) -> np.ndarray:
+            found = file.arrays.get(name)
+            if found is None:
+                return np.empty((0, *shape), np.float32)
+            file.check(found.dtype == np.float32 and found.shape[1:] == shape and len(found) <= most,
+                       f"{name} has the shape {list(found.shape)}, the model needs up to {most} of {list(shape)}")
+            file.check(np.isfinite(found).all() and (name == "embeddings" or found.min() >= 0),
+                       f"{name} has values that cannot be")
+            return found
+
         shape = store.n_layers, store.n_expert
-        maps = _checked(path, arrays, "maps", shape, store.capacity)
-        embeddings = _checked(path, arrays, "embeddings", (store.n_embd,), store.capacity)
-        if len(embeddings) != len(maps):
-            raise FormatError(f"{path} has {len(maps)} maps and {len(embeddings)} embeddings: make it again")
+        maps = checked("maps", store.capacity, *shape)
+        embeddings = checked("embeddings", store.capacity, store.n_embd)
+        file.check(len(embeddings) == len(maps), f"it has {len(maps)} maps and {len(embeddings)} embeddings")
         try:
             for embedding, map in zip(embeddings, maps):
                 store.add(map, embedding)
-            for counts in _checked(path, arrays, "requests", shape, store.request_capacity):
+            for counts in checked("requests", store.request_capacity, *shape):
                 store.add_request(counts)
         except PyorchError as error:
-            raise FormatError(f"{path}: {error}") from None
+            raise FormatError(f"{file.path}: {error}") from None
         return store
 
     def _sizes(self) -> tuple[int, int]:
@@ -188,18 +194,6 @@ def _layers(model_map: ModelMap):
 
 def _n_embd(model_map: ModelMap) -> int:
     return model_map.hparam("embedding_length", 0)
-
-
-def _checked(path: str, arrays: dict[str, np.ndarray], name: str, shape: tuple[int, ...], most: int) -> np.ndarray:
-    found = arrays.get(name)
-    if found is None:
-        return np.empty((0, *shape), np.float32)
-    if found.dtype != np.float32 or found.shape[1:] != shape or len(found) > most:
-        raise FormatError(f"{path}: {name} has the shape {list(found.shape)}, the model needs "
-                          f"up to {most} of {list(shape)}")
-    if not np.isfinite(found).all() or (name != "embeddings" and found.min() < 0):
-        raise FormatError(f"{path}: {name} has values that cannot be: make it again")
-    return found
 
 
 def _floats(name: str, values: np.ndarray, shape: tuple[int, ...]):

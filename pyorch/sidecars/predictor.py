@@ -119,37 +119,26 @@ class PredictorFile:
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> PredictorFile:
         """Raises FormatError for a sidecar that is damaged, or of another model or version."""
-        metadata, arrays = container.read(path, KIND, VERSION, model_map)
-        n_embd = model_map.hparam("embedding_length")
-        for name, array in arrays.items():
-            if not np.isfinite(array).all():
-                raise FormatError(f"{os.fspath(path)}: {name} does not hold numbers only")
-        hybrid = metadata.get("hybrid")
+        file = container.Sidecar(path, KIND, VERSION, model_map)
+        for name, values in file.arrays.items():
+            file.check(np.isfinite(values).all(), f"{name} does not hold numbers only")
+        metadata, n_layers = file.metadata, len(model_map.layers)
+        hybrid, distance, compute_ms = (metadata.get(name) for name in ("hybrid", "distance", "compute_ms"))
+        n_tokens, curve = metadata.get("n_tokens", 0), file.arrays.get("estimator.curve")
+        file.check(hybrid is None or (isinstance(hybrid, list) and len(hybrid) == n_layers),
+                   f"it does not choose a predictor for each of {n_layers} layers with experts, but says {hybrid!r}")
+        file.check(distance is None or (isinstance(distance, int) and 1 <= distance <= n_layers),
+                   f"a prefetch distance of {distance!r} layers cannot be")
+        file.check(isinstance(n_tokens, int) and n_tokens >= 0, f"default vectors of {n_tokens!r} tokens cannot be")
+        file.check(compute_ms is None or (isinstance(compute_ms, (int, float)) and 0 < compute_ms < float("inf")),
+                   f"a compute time of {compute_ms!r} ms cannot be")
+        file.check(curve is None or (curve.ndim == 2 and curve.shape[1] == 2),
+                   "the course of the estimator's training is no list of pairs")
         if hybrid is not None:
-            if not isinstance(hybrid, list):
-                raise FormatError(
-                    f"{os.fspath(path)}: it does not choose a predictor for each layer, but says {hybrid!r}"
-                )
-            if len(hybrid) != len(model_map.layers):
-                raise FormatError(f"{os.fspath(path)}: it chooses predictors for {len(hybrid)} layers, the model has "
-                                  f"{len(model_map.layers)} with experts")
             hybrid = {layer.il: bool(estimated) for layer, estimated in zip(model_map.layers, hybrid)}
-        distance, n_tokens = metadata.get("distance"), metadata.get("n_tokens", 0)
-        if distance is not None and not (isinstance(distance, int) and 1 <= distance <= len(model_map.layers)):
-            raise FormatError(f"{os.fspath(path)}: a prefetch distance of {distance!r} layers cannot be")
-        if not isinstance(n_tokens, int) or n_tokens < 0:
-            raise FormatError(f"{os.fspath(path)}: default vectors of {n_tokens!r} tokens cannot be")
-        compute_ms = metadata.get("compute_ms")
-        if compute_ms is not None and not (isinstance(compute_ms, (int, float)) and 0 < compute_ms < float("inf")):
-            raise FormatError(f"{os.fspath(path)}: a compute time of {compute_ms!r} ms cannot be")
-        curve = arrays.get("estimator.curve")
-        if curve is not None and (curve.ndim != 2 or curve.shape[1] != 2):
-            raise FormatError(f"{os.fspath(path)}: the course of the estimator's training is no list of pairs")
-        return cls(
-            _default_vectors(path, model_map, arrays, n_tokens, n_embd),
-            _estimator(path, model_map, arrays, n_embd), hybrid, distance, curve,
-            compute_ms,
-        )
+        n_embd = model_map.hparam("embedding_length")
+        return cls(_default_vectors(file, model_map, n_tokens, n_embd), _estimator(file, model_map, n_embd), hybrid,
+                   distance, curve, compute_ms)
 
     def apply(self, engine: Engine) -> None:
         """Gives the engine what predictors are made with. PyorchError if it does not fit."""
@@ -162,27 +151,23 @@ class PredictorFile:
 
 
 def _default_vectors(
-    path: str | os.PathLike[str], model_map: ModelMap, arrays: dict[str, np.ndarray], n_tokens: int, n_embd: int
+    file: container.Sidecar, model_map: ModelMap, n_tokens: int, n_embd: int
 ) -> DefaultVectors | None:
-    if not any(name.endswith(".default_vectors") for name in arrays):
+    if not any(name.endswith(".default_vectors") for name in file.arrays):
         return None
     vectors, counts = {}, {}
     for layer in model_map.layers:
-        found, used = arrays.get(f"blk.{layer.il}.default_vectors"), arrays.get(f"blk.{layer.il}.counts")
-        if found is None or used is None or found.shape != (layer.n_expert, n_embd) or used.shape != (layer.n_expert,):
-            raise FormatError(f"{os.fspath(path)}: layer {layer.il} has no default vectors of {layer.n_expert} experts "
-                              f"with {n_embd} values")
+        found, used = (file.arrays.get(f"blk.{layer.il}.{name}") for name in ("default_vectors", "counts"))
+        file.check(found is not None and used is not None and found.shape == (layer.n_expert, n_embd)
+                   and used.shape == (layer.n_expert,),
+                   f"layer {layer.il} has no default vectors of {layer.n_expert} experts with {n_embd} values")
         vectors[layer.il], counts[layer.il] = np.asarray(found, np.float32), np.asarray(used, np.int64)
     return DefaultVectors(vectors, counts, n_tokens)
 
 
-def _estimator(
-    path: str | os.PathLike[str], model_map: ModelMap, arrays: dict[str, np.ndarray], n_embd: int
-) -> Estimator | None:
-    names = [field.name for field in dataclasses.fields(Estimator)]
-    found = {
-        name: np.asarray(arrays[f"estimator.{name}"], np.float32) for name in names if f"estimator.{name}" in arrays
-    }
+def _estimator(file: container.Sidecar, model_map: ModelMap, n_embd: int) -> Estimator | None:
+    found = {name: np.asarray(file.arrays[f"estimator.{name}"], np.float32)
+             for name in Estimator.__dataclass_fields__ if f"estimator.{name}" in file.arrays}
     if not found:
         return None
     try:
@@ -193,6 +178,6 @@ def _estimator(
         fits = False
     if (not fits or estimator.in_weight.shape[1] != n_embd or n_layers >= len(model_map.layers)
             or any(layer.n_expert != n_expert for layer in model_map.layers[1 : n_layers + 1])):
-        raise FormatError(f"{os.fspath(path)}: the estimator's matrices do not fit together or not the model: "
+        raise FormatError(f"{file.path}: the estimator's matrices do not fit together or not the model: "
                           "train it again with pyorch train-predictor")
     return estimator

@@ -11,7 +11,6 @@ from pyorch.errors import PyorchError
 from pyorch.library.choices import gatings
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.routers import Router
-from pyorch.sidecars import container
 
 # Where llama.cpp does not ask the file for the gating function. Others are a softmax if the file does not say.
 _GATING = {"llama4": "sigmoid", "gpt-oss": "softmax-selected"}
@@ -54,7 +53,7 @@ def _tensor(model_map: ModelMap, name: str) -> np.ndarray | None:
     except PyorchError:
         return None
     kind = quantization(where.type)
-    blocks = np.frombuffer(container.read_bytes(where.path, where.offset, where.size), np.uint8)
+    blocks = np.frombuffer(where.read(), np.uint8)
     rows = gguf.quants.dequantize(blocks.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1]), kind)
     return rows.astype(np.float32, copy=False).reshape(-1)
 

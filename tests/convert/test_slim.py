@@ -25,7 +25,7 @@ from pyorch.convert.expert_outputs import LayerExperts
 from pyorch.convert.packed_experts import chunks_of
 from pyorch.convert.slim import write_slim
 from pyorch.errors import FormatError, PyorchError
-from pyorch.llama import build
+from pyorch.llama import managed
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
@@ -246,7 +246,7 @@ def test_verify_eval_and_tune_compare_with_all_experts_in_memory(
 ) -> None:
     """And say that it is not llama.cpp's own load. What they find is what they find with the whole model."""
     told: list[str] = []
-    monkeypatch.setattr(build.fatal, "notice", told.append)
+    monkeypatch.setattr(managed.fatal, "notice", told.append)
     pair = tmp_path / "pair.gguf"
     for name in ("gguf", "experts.gguf"):
         pair.with_name(f"pair.{name}").symlink_to(slim.with_name(f"slim.{name}"))

@@ -15,7 +15,6 @@ from pyorch.convert import pack as packing
 from pyorch.llama import measure, memory
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
-from pyorch.llama.originals import original
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import RESIDENT
 from pyorch.sizes import GiB
@@ -37,9 +36,8 @@ def context_bytes(path: Path, n_ubatch: int) -> int:
     """Of the context that logits() computes in."""
     model_params, params = llama.llama_model_default_params(), llama.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = N_CTX, N_BATCH, n_ubatch
-    load, init = (original(name) for name in ("llama_model_load_from_file", "llama_init_from_model"))
-    with ModelMap(path) as model_map, measure.twin(load, str(path), model_params) as twin:
-        return measure.context_bytes(init, twin, params, model_map)
+    with ModelMap(path) as model_map, measure.twin(str(path), model_params) as twin:
+        return measure.context_sizes(twin, params, model_map).host
 
 
 def test_where_buffers_leave_less_than_the_floor_the_ubatch_is_narrower(

@@ -27,8 +27,8 @@ def context_params(n_ctx: int, n_ubatch: int) -> llama.llama_context_params:
 @pytest.mark.parametrize(("n_ctx", "n_ubatch"), [(256, 32), (4096, 512), (4096, 2048)])
 def test_the_measured_context_is_what_llama_cpp_allocates(small_moe: Path, n_ctx: int, n_ubatch: int) -> None:
     params, model_params = context_params(n_ctx, n_ubatch), llama.llama_model_default_params()
-    with ModelMap(small_moe) as model_map, measure.twin(LOAD, str(small_moe), model_params) as twin:
-        measured = measure.context_bytes(INIT, twin, params, model_map)
+    with ModelMap(small_moe) as model_map, measure.twin(str(small_moe), model_params) as twin:
+        measured = measure.context_sizes(twin, params, model_map).host
         work = measure.work_bytes(model_map, n_ubatch)
         kv = model_map.kv_bytes(n_ctx)
     with logs.collect() as lines:
@@ -60,14 +60,14 @@ def test_a_context_that_llama_cpp_refuses_is_refused_with_its_reason(small_moe: 
     params.type_k, params.type_v = llama.GGML_TYPE_F16, llama.GGML_TYPE_Q4_0
     params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED  # which a quantized V needs
     model_params = llama.llama_model_default_params()
-    with ModelMap(small_moe) as model_map, measure.twin(LOAD, str(small_moe), model_params) as twin:
+    with ModelMap(small_moe) as model_map, measure.twin(str(small_moe), model_params) as twin:
         with pytest.raises(BudgetError, match="llama.cpp refuses this context: .+"):
-            measure.context_bytes(INIT, twin, params, model_map)
+            measure.context_sizes(twin, params, model_map).host
 
 
 def test_a_twin_of_a_broken_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(FormatError, match=str(path)):
-        with measure.twin(LOAD, str(path), llama.llama_model_default_params()):
+        with measure.twin(str(path), llama.llama_model_default_params()):
             pass

@@ -17,7 +17,7 @@ from processes import python
 
 from pyorch.convert import pack as packing
 from pyorch.errors import PyorchError
-from pyorch.llama import build
+from pyorch.llama import managed
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.sidecars import container, packs
@@ -38,8 +38,8 @@ def packed(model: Path) -> Path:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What people are told about packs that are refused."""
     lines: list[str] = []
-    monkeypatch.setattr(build.fatal, "notice", lines.append)
-    monkeypatch.setattr(build, "_noted", set())
+    monkeypatch.setattr(managed.fatal, "notice", lines.append)
+    monkeypatch.setattr(managed, "_noted", set())
     return lines
 
 

@@ -11,7 +11,7 @@ import llama_cpp.llama_cpp as llama
 import pytest
 
 from pyorch.errors import BudgetError, PyorchError
-from pyorch.llama.build import build
+from pyorch.llama.managed import build
 from pyorch.llama.plan import EnginePlan, make_plan
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import RESIDENT, Budget

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from pyorch.errors import PyorchError
-from pyorch.planning.hits import interval_counts, mean_hits, pattern_probabilities
 from pyorch.planning.makespan import POOLS, Delays, hit_patterns, makespan
-from pyorch.planning.planner import LayerCosts, Planner
+from pyorch.planning.planner import LayerCosts, Planner, interval_counts, mean_hits, pattern_probabilities
 from pyorch.planning.ranks import (
     even_inclusion,
     fading_uses,

@@ -356,7 +356,7 @@ def test_a_list_that_cannot_be_is_refused(
 
 @pytest.mark.parametrize("what, array, edit", [
     ("what buddies of layer 3 leave", "left", lambda left: left + 2),
-    ("what buddies of layer 3 leave", "left", lambda left: left[:, :4]),
+    ("left of layer 3 has the shape", "left", lambda left: left[:, :4]),
     ("ids of layer 3 has the shape", "ids", lambda ids: ids[:63]),
     ("q of layer 3 has the shape", "q", lambda q: q[:, :4]),
     ("no ids of type int32", "ids", lambda ids: ids.astype(np.int64)),
@@ -377,7 +377,7 @@ def test_metadata_that_does_not_fit_the_model_is_refused(buddies: Buddies, model
     good = {"layers": list(range(8)), "alpha": [0.5] * 8, "similarity": "both", "n_tokens": 1}
     for bad in ({"layers": [0, 1]}, {"alpha": [0.5]}, {"alpha": [1.5] * 8}, {"similarity": "love"}, {"n_tokens": "1"}):
         container.write(path, KIND, VERSION, model_map, good | bad, {"x": np.zeros(1, np.float32)})
-        with pytest.raises(FormatError, match=f"^{path} ") as refused:
+        with pytest.raises(FormatError, match=f"^{path}: ") as refused:
             Buddies.read(path, model_map)
         assert "\n" not in str(refused.value)
 

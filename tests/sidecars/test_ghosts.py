@@ -341,9 +341,9 @@ def changed(layer: int, **change) -> Ghosts:
 
 
 @pytest.mark.parametrize("ghosts, why", [
-    (changed(2, rank=np.full(64, 7, np.int32)), "down of layer 2 has the shape .* its ranks need"),
+    (changed(2, rank=np.full(64, 7, np.int32)), "down of layer 2 has the shape .* the model needs"),
     (changed(2, rank=np.full(64, -2, np.int32)), "layer 2 has no ranks of 64 ghosts"),
-    (changed(2, rank=np.zeros(3, np.int32)), "layer 2 has no ranks of 64 ghosts"),
+    (changed(2, rank=np.zeros(3, np.int32)), "rank of layer 2 has the shape"),
     (changed(3, error=np.full(64, np.nan)), "error of layer 3 does not hold numbers only"),
     (changed(3, energy=np.full(64, -1.0)), "errors of layer 3 are not all 0 or more"),
     (dataclasses.replace(random_ghosts(1), layers={0: random_ghosts(1).layers[0]}), "for other layers than the 8"),
