@@ -145,16 +145,7 @@ def continued(target: Path) -> Iterator[tuple[Path, int]]:
         except OSError as error:
             raise PyorchError(f"{part} cannot be written: {error.strerror}") from None
         try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise PyorchError(f"another process is writing {target}: wait until it has ended") from None
-            # Between its opening and its lock another process may have finished it.
-            same = False
-            with contextlib.suppress(FileNotFoundError):
-                same = os.path.samestat(os.stat(part), os.fstat(descriptor))
-            if same:
+            if take(descriptor, part, target):
                 try:
                     with terminable():
                         yield part, descriptor
@@ -163,6 +154,22 @@ def continued(target: Path) -> Iterator[tuple[Path, int]]:
                 return
         finally:
             os.close(descriptor)
+
+
+def take(descriptor: int, path: Path, target: Path) -> bool:
+    """Locks an open file, in which `target` is written, until it is closed or its process has ended.
+
+    False where path is another file by now: between its opening and its lock another process may have finished it.
+    PyorchError while somebody holds it.
+    """
+    with contextlib.suppress(OSError):  # a file system without locks
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PyorchError(f"another process is writing {target}: wait until it has ended") from None
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    return False
 
 
 def _remove_empty(part: Path, descriptor: int) -> None:

@@ -57,7 +57,6 @@ class Shape:
     """What the header says.
 
     metadata: key, value, type and type of elements. active_bytes: of weights that a decoded token reads, by block.
-    outer_bytes: outside of the blocks.
     """
 
     arch: str
@@ -67,7 +66,6 @@ class Shape:
     tensors: tuple[_Tensor, ...]
     moe_blocks: tuple[int, ...]
     active_bytes: tuple[float, ...]
-    outer_bytes: int
 
     def sizes(self) -> tuple[int, int]:
         """Blocks of the smaller and of the larger probe; the same number where the model has no more."""
@@ -95,9 +93,8 @@ def read_shape(model_map: ModelMap) -> Shape:
         if tensor.block is not None:
             share = n_used / n_expert if tensor.is_of_experts and len(tensor.shape) > 2 else 1.0
             active[tensor.block] += share * tensor.n_bytes
-    outer = sum(tensor.n_bytes for tensor in tensors if tensor.block is None and tensor.name != "token_embd.weight")
     return Shape(arch, n_expert, n_used, tuple(metadata), tuple(tensors),
-                 tuple(layer.il for layer in model_map.decoded_layers), tuple(active), outer)
+                 tuple(layer.il for layer in model_map.decoded_layers), tuple(active))
 
 
 def write_probe(shape: Shape, path: Path, n_blocks: int, filled: bool = False) -> None:

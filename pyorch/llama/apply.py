@@ -106,48 +106,33 @@ def check_substitution(
 
 def apply_substitution(
     engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None, hops: np.ndarray | None = None,
-    placed: bool = False,
+    placed: bool = False, ghosts: Ghosts | None = None,
 ) -> None:
     """Sets what the engine does with absent experts of a layer; None: nothing, it fetches them.
 
     hops: uint8[n_expert], to where each expert of the layer is; what kappa weighs. placed: None of them is needed for
-    that, because other servers compute experts: those are one hop away. Raises as check_substitution() does.
+    that, because other servers compute experts: those are one hop away. ghosts: see find_ghosts(). Raises as
+    check_substitution() does.
     """
     settings = substitution or OFF
     check_substitution(settings, il, buddies, hops, placed)
+    if ghosts is not None:
+        ghosts.apply(engine, il)
     layer = buddies.layers[il] if buddies is not None else None
     if settings.mode == "buddies":
         lists = layer.cut(buddies.alpha[il] if settings.alpha is None else settings.alpha, settings.k)
         engine.set_buddies(il, lists.ids, lists.q, lists.scale, hops, lists.left)
-    gates = {
-        "tau": None if settings.tau is None else _threshold(settings.tau, layer, "tae_percentiles"),
-        "gamma": None if settings.gamma is None else _threshold(settings.gamma, layer, "margin_percentiles"),
-        "beta": settings.beta,
-        "bonus": settings.bonus,
-        "max_error": settings.max_error,
+    given = {
+        "prefill": settings.prefill, "search_rank": settings.rank, "max_per_token": settings.rho,
+        "max_all_layers": settings.rho_token, "temperature": settings.temperature, "read_ms": settings.read_ms,
+        "eta": settings.eta, "kappa": settings.kappa, "reuse": settings.reuse, "seed": settings.seed,
+        "sacred": settings.sacred, "among": settings.among, "beta": settings.beta, "bonus": settings.bonus,
+        "max_error": settings.max_error, "tau": _threshold(settings.tau, layer, "tae_percentiles"),
+        "gamma": _threshold(settings.gamma, layer, "margin_percentiles"),
+        **{field: choices.substitution(name)[getattr(settings, name)].value for field, name in (
+            ("mode", "mode"), ("weight", "weight"), ("order", "order"), ("on_miss", "miss"))},
     }
-    engine.set_substitution(
-        il,
-        {
-            "mode": choices.substitution("mode")[settings.mode].value,
-            "prefill": settings.prefill,
-            "search_rank": settings.rank or 0,
-            "max_per_token": settings.rho or 0,
-            "max_all_layers": settings.rho_token or 0,
-            "weight": choices.substitution("weight")[settings.weight].value,
-            "order": choices.substitution("order")[settings.order].value,
-            "on_miss": choices.substitution("miss")[settings.miss].value,
-            "temperature": settings.temperature,
-            "read_ms": settings.read_ms or 0,
-            "eta": settings.eta,
-            "kappa": settings.kappa,
-            "reuse": settings.reuse,
-            "seed": settings.seed,
-            "sacred": settings.sacred or 0,
-            "among": settings.among or 0,
-            **{name: value for name, value in gates.items() if value is not None},
-        },
-    )
+    engine.set_substitution(il, {name: value for name, value in given.items() if value is not None})
 
 
 def find_ghosts(substitution: Substitution | None, sidecars: Sidecars) -> Ghosts | None:
@@ -160,13 +145,6 @@ def find_ghosts(substitution: Substitution | None, sidecars: Sidecars) -> Ghosts
     if sidecars.ghosts is None:
         raise PyorchError(f"there are no ghosts beside {sidecars.map.path}: make them with `pyorch ghosts`")
     return sidecars.ghosts
-
-
-def apply_ghosts(engine: Engine, il: int, substitution: Substitution | None, sidecars: Sidecars) -> None:
-    """Gives the engine the ghosts of a layer, if a substitution needs them. Raises as find_ghosts() does."""
-    ghosts = find_ghosts(substitution, sidecars)
-    if ghosts is not None:
-        ghosts.apply(engine, il)
 
 
 def find_buddies(
@@ -190,7 +168,7 @@ def find_buddies(
     return buddies if isinstance(buddies, Buddies) else Buddies.read(buddies, sidecars.map)
 
 
-def _threshold(value: float | Percentile, layer: LayerBuddies | None, distribution: str) -> float:
+def _threshold(value: float | Percentile | None, layer: LayerBuddies | None, distribution: str) -> float | None:
     if not isinstance(value, Percentile):
         return value
     percentiles = getattr(layer, distribution)

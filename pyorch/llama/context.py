@@ -9,12 +9,10 @@ from collections.abc import Sequence
 import llama_cpp
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import ExpertReadError, PyorchError
-from pyorch.library.bindings import decode_error
+from pyorch.errors import PyorchError
 from pyorch.library.numerics import np
-from pyorch.llama.managed import refuse_lost
+from pyorch.llama.managed import decoding
 from pyorch.llama.memory import physical_cores
-from pyorch.runtime.callbacks import raise_held
 from pyorch.runtime.engine import FORKED
 
 
@@ -112,19 +110,11 @@ class Context:
                 self._batch.seq_id[i][j] = sequence
                 n_past[sequence] += 1
             self._batch.logits[i] = i in wanted
-        decode_error()  # of an earlier decode
-        refuse_lost(self._model, self._context)
-        status = llama.llama_decode(self._context, self._batch)
-        if status != 0:
-            self._forget()
-        raise_held()
-        if status != 0:
-            reason = decode_error()
-            if reason:
-                raise ExpertReadError(reason)
-        refuse_lost(self._model, self._context)
-        if status != 0:
-            raise PyorchError(f"llama_decode returned {status} for a batch of {len(tokens)} tokens")
+        with decoding(self._model, self._context):
+            status = llama.llama_decode(self._context, self._batch)
+            if status != 0:
+                self._forget()
+                raise PyorchError(f"llama_decode returned {status} for a batch of {len(tokens)} tokens")
         self._n_past = n_past
         if not wanted:
             return np.empty((0, self._n_vocab), np.float32)

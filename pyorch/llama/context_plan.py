@@ -50,10 +50,10 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
         while (widen and params.n_ubatch > LEAST_UBATCH
                and memory.rest_bytes(free, dense_bytes, needed) < info.floor_bytes):
             needed = need(params.n_ubatch // 2)
-    plan = memory.plan(info, free, dense_bytes, context_bytes=needed)
-    managed.engine.set_budget(plan.budget_bytes)
+    budget = memory.budget_beside(info, free, dense_bytes, context_bytes=needed)
+    managed.engine.set_budget(budget)
     if managed.division.planner is not None:
-        managed.division = managed.division.at(plan.budget_bytes)
+        managed.division = managed.division.at(budget)
         managed.engine.set_pools(managed.division.pools)
     return needed
 

@@ -18,11 +18,11 @@ import llama_cpp
 import llama_cpp._internals as internals
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import ExpertReadError, FormatError, PyorchError
-from pyorch.library.bindings import check, decode_error, ffi, lib
+from pyorch.errors import FormatError, PyorchError
+from pyorch.library.bindings import check, ffi, lib
 from pyorch.llama import logs, measure
 from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device
-from pyorch.llama.managed import find, is_forked, loading, lock, models, refuse_lost
+from pyorch.llama.managed import decoding, find, is_forked, loading, lock, models
 from pyorch.llama.originals import original, replace
 from pyorch.runtime import fatal
 from pyorch.runtime.callbacks import raise_held
@@ -208,19 +208,8 @@ def _raise_decode_errors(method: Callable) -> Callable:
     def wrapper(self: internals.LlamaContext, batch: internals.LlamaBatch) -> None:
         if is_forked(self.model.model):
             raise PyorchError(FORKED)
-        decode_error()  # of an earlier decode
-        refuse_lost(self.model.model, self.ctx)
-        try:
+        with decoding(self.model.model, self.ctx):
             method(self, batch)
-            refuse_lost(self.model.model, self.ctx)
-        except RuntimeError:
-            reason = decode_error()
-            if reason:
-                raise ExpertReadError(reason) from None
-            refuse_lost(self.model.model, self.ctx)
-            raise
-        finally:
-            raise_held()
 
     return wrapper
 

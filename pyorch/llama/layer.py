@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.llama.apply import apply_ghosts, apply_prefetch, apply_substitution
+from pyorch.llama.apply import apply_prefetch, apply_substitution, find_ghosts
 from pyorch.llama.managed import ManagedModel
 from pyorch.runtime.statistics import Stats
 from pyorch.settings.prefetch import AUTO, Prefetch
@@ -95,7 +95,7 @@ class Layer:
         """All of it, or, where something is refused, nothing: a layer is never left with a part."""
         if not isinstance(wanted, LayerSettings):
             raise TypeError(f"the settings of a layer are a pyorch.LayerSettings, not {wanted!r}")
-        before, engine, sidecars = self._settings, self._engine, self._record.plan.sidecars
+        before, engine = self._settings, self._engine
         added = sorted(wanted.pinned - before.pinned)
         with contextlib.ExitStack() as undo:
             engine.pin(self.il, added)
@@ -104,11 +104,11 @@ class Layer:
             self._limit(wanted, before)
             if wanted.substitution != before.substitution:
                 undo.callback(apply_substitution, engine, self.il, before.substitution, self.buddies, self._hops)
-                apply_ghosts(engine, self.il, wanted.substitution, sidecars)
-                apply_substitution(engine, self.il, wanted.substitution, self.buddies, self._hops)
+                ghosts = find_ghosts(wanted.substitution, self._record.plan.sidecars)
+                apply_substitution(engine, self.il, wanted.substitution, self.buddies, self._hops, ghosts=ghosts)
             if wanted.prefetch != before.prefetch:
                 prefetch = self._record.plan.prefetch if wanted.prefetch is None else Prefetch.parse(wanted.prefetch)
-                apply_prefetch(prefetch, engine, sidecars, self.il)
+                apply_prefetch(prefetch, engine, self._record.plan.sidecars, self.il)
             undo.pop_all()
         engine.unpin(self.il, sorted(before.pinned - wanted.pinned))
         self._settings = wanted
@@ -136,8 +136,8 @@ class Layer:
 
         hops: uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
         """
-        apply_ghosts(self._engine, self.il, substitution, self._record.plan.sidecars)
-        apply_substitution(self._engine, self.il, substitution, buddies, hops)
+        ghosts = find_ghosts(substitution, self._record.plan.sidecars)
+        apply_substitution(self._engine, self.il, substitution, buddies, hops, ghosts=ghosts)
         self.buddies, self._hops = buddies, hops
         self._settings = dataclasses.replace(self._settings, substitution=substitution)
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import DeviceError, PyorchError
+from pyorch.errors import DeviceError, ExpertReadError, PyorchError
+from pyorch.library.bindings import decode_error
 from pyorch.llama.apply import apply_prefetch, apply_substitution, set_uses
 from pyorch.llama.plan import Division, EnginePlan, make_plan
 from pyorch.runtime import fatal
+from pyorch.runtime.callbacks import raise_held
 from pyorch.runtime.devices import Device
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
@@ -52,9 +54,8 @@ def build(plan: EnginePlan) -> Engine | None:
         apply_prefetch(plan.prefetch, engine, plan.sidecars)
         engine.set_speculation("decode" if settings.speculate else "none")
         for layer in plan.map.layers:
-            if plan.ghosts is not None:
-                plan.ghosts.apply(engine, layer.il)
-            apply_substitution(engine, layer.il, settings.substitution, plan.buddies, placed=plan.placed)
+            apply_substitution(
+                engine, layer.il, settings.substitution, plan.buddies, placed=plan.placed, ghosts=plan.ghosts)
     except PyorchError:
         engine.close()
         raise
@@ -155,7 +156,7 @@ def is_forked(model: int) -> bool:
     return managed is not None and managed.forked
 
 
-def refuse_lost(model: int, context: int) -> None:
+def _refuse_lost(model: int, context: int) -> None:
     """DeviceError where the llama_model * computes on a device of another process, and that is gone.
 
     Before a decode, which might ask it for memory, and that ends the process; and after one that went well: who reads
@@ -168,3 +169,24 @@ def refuse_lost(model: int, context: int) -> None:
     llama.llama_synchronize(context)
     if device.is_lost():
         raise DeviceError(f"{managed.lost()}; load the model again, with it or without --device")
+
+
+@contextlib.contextmanager
+def decoding(model: int, context: int) -> Iterator[None]:
+    """A decode that fails inside raises the engine's sentence (ExpertReadError), or that the device is lost.
+
+    A failure inside is a RuntimeError or a PyorchError, which stands where neither knows more.
+    """
+    decode_error()  # of an earlier decode
+    _refuse_lost(model, context)
+    try:
+        yield
+        _refuse_lost(model, context)
+    except (RuntimeError, PyorchError):
+        reason = decode_error()
+        if reason:
+            raise ExpertReadError(reason) from None
+        _refuse_lost(model, context)
+        raise
+    finally:
+        raise_held()

@@ -134,24 +134,15 @@ def margin_bytes(limit: MemoryLimit) -> int:
     return 96 * MiB + limit.limit_bytes * 3 // 100
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What memory is for. budget_bytes is the rest, at most what all experts occupy."""
-
-    limit: MemoryLimit
-    dense_bytes: int  # still to be loaded
-    context_bytes: int  # KV cache and compute buffers, still to be allocated
-    margin_bytes: int
-    budget_bytes: int
-
-
 def rest_bytes(limit: MemoryLimit, dense_bytes: int, context_bytes: int) -> int:
     """What is left for experts, below 0 if nothing is."""
     return limit.free_bytes - dense_bytes - context_bytes - margin_bytes(limit)
 
 
-def plan(info: MapInfo, limit: MemoryLimit, dense_bytes: int, context_bytes: int) -> Plan:
-    """Divides what is free under the limit. Raises BudgetError if less than the floor is left for experts."""
+def budget_beside(info: MapInfo, limit: MemoryLimit, dense_bytes: int, context_bytes: int) -> int:
+    """Bytes for experts of what is free under the limit, at most what all of them occupy; dense weights and a context
+    of so many bytes are still to come. BudgetError if less than the floor is left.
+    """
     margin = margin_bytes(limit)
     rest = rest_bytes(limit, dense_bytes, context_bytes)
     if rest < info.floor_bytes:
@@ -168,7 +159,7 @@ def plan(info: MapInfo, limit: MemoryLimit, dense_bytes: int, context_bytes: int
             f"{format_bytes(sum(needs.values()), round_up=True)} ({terms}): "
             "allow it more memory, or use a smaller context or ubatch"
         )
-    return Plan(limit, dense_bytes, context_bytes, margin, min(rest, info.slots_bytes))
+    return min(rest, info.slots_bytes)
 
 
 def cache_bytes() -> int:

@@ -132,7 +132,7 @@ def _budget(
     notes: tuple[str, ...] = ()
     if budget == AUTO:
         # Each context will take its share; then the budget is set to the rest.
-        memory.plan(info, memory.memory_limit(), host_dense_bytes(model_map, device, params), context_bytes=0)
+        memory.budget_beside(info, memory.memory_limit(), host_dense_bytes(model_map, device, params), context_bytes=0)
         n_bytes = info.floor_bytes
     elif budget == RESIDENT:
         n_bytes = info.slots_bytes if info.slim else None

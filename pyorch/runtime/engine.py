@@ -153,11 +153,8 @@ class Engine:
     def set_observer(self, observer: Callable[[Any], None] | None, copy: bool = True) -> None:
         """Shows each routing decision to the observer, between router and experts; None removes it.
 
-        It runs on a compute thread: it must return quickly, and not decode. What it raises is printed.
-
-        Args:
-            copy: False: not a Routing but a RoutingView, whose arrays are made when they are asked for, and valid
-                during the call only.
+        It runs on a compute thread: it must return quickly, and not decode. What it raises is printed. copy: False: not
+        a Routing but a RoutingView, whose arrays are made when they are asked for, and valid during the call only.
         """
         callback = observer_callback(observer, copy) if observer is not None else ffi.NULL
         check(lib.pyorch_set_observer(self.handle, callback, ffi.NULL))
@@ -293,14 +290,12 @@ class Engine:
         self, predictor: str, distance: int = 1, min_precision: float | None = 0.0, automatic: bool = False,
         il: int = -1,
     ) -> None:
-        """What reads experts ahead while a layer decodes, for up to `distance` layers later; "none": nothing.
+        """What reads experts of a layer (-1: of all) ahead while up to `distance` layers before it decode; one of
+        pyorch.library.choices.predictors().
 
-        Args:
-            predictor: one of pyorch.library.choices.predictors().
-            min_precision: guesses that come true less often than this, as counted while running, are not read. None:
-                those are read that gain more than they cost.
-            automatic: only while what guesses save is worth the processor's time of the predictions.
-            il: the experts of one layer, -1: of all.
+        min_precision: guesses that come true less often than this, as counted while running, are not read. None: those
+        are read that gain more than they cost. automatic: only while what guesses save is worth the processor's time of
+        the predictions.
         """
         kind = predictors().choose(predictor, self.simulated).value
         least = _WHAT_PAYS if min_precision is None else min_precision
@@ -387,13 +382,11 @@ class Engine:
         self, il: int, ids: np.ndarray, q: np.ndarray, scale: np.ndarray | None = None, hops: np.ndarray | None = None,
         left: np.ndarray | None = None,
     ) -> None:
-        """The buddies of each expert of a layer, best first.
+        """The buddies of each expert of a layer, best first: ids int32[n_expert, k_max], -1 after the last.
 
-        Args:
-            ids: int32[n_expert, k_max], -1 after the last. q, scale: float32 of the same shape; scale is the
-                factor of the buddy's output, nan where it is not known.
-            hops: uint8[n_expert], to where an expert is. None: 1 for one that another server computes, else 0.
-            left: float32, what a buddy with its factor leaves of the squared output, 0 to 1; nan where it is not known.
+        q, scale, left: float32 of the same shape; scale is the factor of the buddy's output, left what a buddy with it
+        leaves of the squared output, 0 to 1; nan where they are not known. hops: uint8[n_expert], to where an expert
+        is. None: 1 for one that another server computes, else 0.
         """
         for name, values, shape in (
             ("priorities", q, ids.shape), ("scales", scale, ids.shape), ("errors", left, ids.shape),
@@ -409,14 +402,8 @@ class Engine:
         self, il: int, rank: np.ndarray, mean: np.ndarray, down: np.ndarray, up: np.ndarray, error: np.ndarray,
         energy: np.ndarray,
     ) -> None:
-        """What estimates the outputs of a layer's experts; see pyorch.sidecars.ghosts.LayerGhosts.
-
-        Args:
-            rank: int32[n_expert], -1: no ghost. mean: float32[n_expert, n_out]. down, up: float32[sum of ranks, n_in]
-                and [sum of ranks, n_out]. error, energy: float32[n_expert].
-
-        Raises PyorchError for ghosts of other experts.
-        """
+        """What estimates the outputs of a layer's experts, as pyorch.sidecars.ghosts.LayerGhosts has it. PyorchError
+        for ghosts of other experts."""
         (n_expert, n_out), (n_rows, n_in) = mean.shape, down.shape
         if up.shape != (n_rows, n_out) or any(values.shape != (n_expert,) for values in (rank, error, energy)):
             raise PyorchError(f"the arrays of ghosts of {n_expert} experts do not fit together")
@@ -431,11 +418,8 @@ class Engine:
 
     def simulate_cache(self, read_layers: float, seed: int = 0) -> None:
         """From now on substitution takes for resident what would be in a cache with the engine's budget and policy, in
-        simulated time, empty at first.
-
-        read_layers: so many times as long as a layer of a token computes, an expert is read. seed: 0: reads take their
-        bytes' time; else from half to one and a half of it. REQUIRES: nothing is being decoded.
-        """
+        simulated time, empty at first. An expert is read for so many times as long as a layer of a token computes.
+        REQUIRES: nothing is being decoded."""
         check(lib.pyorch_simulate_cache(self.handle, read_layers, seed))
         self.simulates_cache = True
 
@@ -452,15 +436,10 @@ class Engine:
     def listen(
         self, token: str, model: str, address: str = LOOPBACK, port: int = 0, n_threads: int = 1
     ) -> int:
-        """Computes experts for other servers from now on.
+        """Computes experts for other servers from now on, and returns the port; for 0 it is a free one.
 
-        Args:
-            token: what they must know. model: the fingerprint that theirs must have
-                (pyorch.sidecars.container.fingerprint).
-            port: 0: a free one. n_threads: that compute for others.
-
-        Returns:
-            The port. A layer is computed once a context of the model was made.
+        token: what they must know. model: the fingerprint that theirs must have
+        (pyorch.sidecars.container.fingerprint). A layer is computed once a context of the model was made.
         """
         texts = _texts(address=address, token=token, model=model)
         config = given("pyorch_listen_config", port=port, n_threads=n_threads, **texts)
@@ -475,14 +454,8 @@ class Engine:
         return read(Served, call(lib.pyorch_get_served, self.handle, out="pyorch_served"))
 
     def connect(self, address: str, port: int, token: str, model: str, timeout: float = 2.0) -> int:
-        """Joins a server that listens; whenever it is lost, it is joined again.
-
-        Args:
-            timeout: seconds. A server that is silent for so long is lost.
-
-        Returns:
-            Its number, for set_placement(). PyorchError with the reason where it cannot be joined now.
-        """
+        """Joins a server that listens, and returns its number, for set_placement(). One that is silent for so many
+        seconds is lost, and joined again. PyorchError with the reason where it cannot be joined now."""
         texts = _texts(address=address, token=token, model=model)
         config = given("pyorch_peer_config", port=port, timeout_ms=round(timeout * 1000), **texts)
         peer = ffi.new("int32_t *")
@@ -499,15 +472,11 @@ class Engine:
         return read(Peer, call(lib.pyorch_get_peer, self.handle, peer, out="pyorch_peer_info"))
 
     def set_placement(self, il: int, peers: Sequence[int] | Sequence[Sequence[int]] | np.ndarray) -> None:
-        """Who can compute each expert of a layer: numbers of connect(), or HERE.
+        """Who can compute each expert of a layer: int[n_expert] or int[n_expert, n_places], numbers of connect().
 
-        Args:
-            peers: int[n_expert] or int[n_expert, n_places]. HERE ends a list, and where it is empty, this server
-            computes.
-                Of several that are there, the one is asked that has least to do in the ubatch. An expert that is
-                resident here is computed here.
-
-        At any time: a ubatch under way keeps to what it began with.
+        HERE ends a list, and where it is empty, this server computes. Of several that are there, the one is asked that
+        has least to do in the ubatch. An expert that is resident here is computed here. At any time: a ubatch under way
+        keeps to what it began with.
         """
         ids = np.asarray(peers, np.int32)
         if ids.ndim not in (1, 2):

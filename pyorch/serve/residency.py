@@ -208,9 +208,7 @@ class Residency:
     def _set_substitution(self, given: tuple[Substitution | None, Ghosts | None, Buddies | None]) -> None:
         substitution, ghosts, lists = given
         for il in self.engine.n_expert:
-            if ghosts is not None:
-                ghosts.apply(self.engine, il)
-            apply_substitution(self.engine, il, substitution, lists)
+            apply_substitution(self.engine, il, substitution, lists, ghosts=ghosts)
         self._substitution, self._buddies = substitution, lists
 
 

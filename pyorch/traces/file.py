@@ -24,7 +24,6 @@ that was cut off is whole up to its last complete record; slots whose record is 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import io
 import json
 import os
@@ -35,7 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.files import check_target
+from pyorch.files import check_target, take
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import fingerprint
 
@@ -170,7 +169,8 @@ class TraceWriter:
             flags = 0 if append else os.O_CREAT | os.O_NOFOLLOW
             self._file: io.FileIO | None = open(
                 os.open(self._written, os.O_RDWR | os.O_CLOEXEC | flags, 0o666), "r+b", buffering=0)
-            self._lock()
+            if not take(self._file.fileno(), self._written, self.path):
+                raise PyorchError(f"another process has just written {self.path}: write again")
             if not append:
                 begun = os.pread(self._file.fileno(), len(MAGIC), 0)
                 if begun and begun != MAGIC:
@@ -254,21 +254,6 @@ class TraceWriter:
                 os.replace(self._written, self.path)
             elif not self.n_records:
                 self._written.unlink()
-
-    def _lock(self) -> None:
-        """Until the file is closed, or its process has ended. PyorchError while somebody else writes it."""
-        busy = False
-        try:
-            fcntl.flock(self._file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy = True
-        except OSError:
-            pass  # a file system without locks
-        # Between its opening and its lock another process may have finished it: it has another name then.
-        if busy or not (self._written.exists() and os.path.samestat(os.stat(self._written),
-                                                                    os.fstat(self._file.fileno()))):
-            self._file.close()
-            raise PyorchError(f"another process is writing {self.path}: wait until it has ended")
 
     def _begin(self) -> int:
         content = json.dumps(dataclasses.asdict(self.header)).encode()

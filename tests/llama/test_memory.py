@@ -12,7 +12,7 @@ import pytest
 
 from pyorch.errors import BudgetError
 from pyorch.llama import memory
-from pyorch.llama.memory import memory_limit, plan
+from pyorch.llama.memory import budget_beside, memory_limit
 from pyorch.runtime.model_map import MapInfo
 from pyorch.settings.budget import Budget
 from pyorch.sizes import GiB, KiB, MiB
@@ -168,17 +168,17 @@ def test_the_peak_is_this_programs_and_not_its_parents() -> None:
 
 def test_the_automatic_budget_is_what_dense_weights_context_and_margin_leave() -> None:
     limit = memory.MemoryLimit("test", 4 * GiB, 3 * GiB)
-    planned = plan(INFO, limit, dense_bytes=500 * MiB, context_bytes=400 * MiB)
-    assert planned.budget_bytes == 3 * GiB - 900 * MiB - memory.margin_bytes(limit)
+    planned = budget_beside(INFO, limit, dense_bytes=500 * MiB, context_bytes=400 * MiB)
+    assert planned == 3 * GiB - 900 * MiB - memory.margin_bytes(limit)
 
 
 def test_the_automatic_budget_is_at_most_all_experts() -> None:
-    assert plan(INFO, memory.MemoryLimit("test", 64 * GiB, 60 * GiB), 0, 0).budget_bytes == INFO.slots_bytes
+    assert budget_beside(INFO, memory.MemoryLimit("test", 64 * GiB, 60 * GiB), 0, 0) == INFO.slots_bytes
 
 
 def test_a_limit_that_leaves_less_than_the_floor_is_refused_with_the_numbers() -> None:
     with pytest.raises(BudgetError) as refused:
-        plan(INFO, memory.MemoryLimit("cgroup /job", GiB, 900 * MiB), dense_bytes=500 * MiB, context_bytes=150 * MiB)
+        budget_beside(INFO, memory.MemoryLimit("cgroup /job", GiB, 900 * MiB), 500 * MiB, 150 * MiB)
     assert str(refused.value) == (
         "OLMoE does not fit: 900 MiB are free under the limit of 1024 MiB (cgroup /job), but it still needs 991 MiB "
         "(500 MiB for dense weights, 150 MiB for the context, 214 MiB for the fewest experts, "
