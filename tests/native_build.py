@@ -14,15 +14,15 @@ from processes import HANG_SECONDS
 ROOT = Path(__file__).parent.parent
 
 
-def built_tests() -> Path:
-    """The build tree, in which the programs of native/tests are up to date."""
+def built_tests(target: str = "native-tests") -> Path:
+    """The build tree, in which the programs of native/tests are up to date, or one of them."""
     trees = sorted(tree.parent for tree in ROOT.glob("build/py3-*/CTestTestfile.cmake"))
     if not trees:
         pytest.skip("needs the build tree of an editable install: make setup")
     if not os.access(trees[0], os.W_OK):
         pytest.skip(f"needs a build tree that can be written: {trees[0]}")
     with FileLock(trees[0] / "native-tests.lock"):  # ninja does not expect another one in its tree
-        done = _run("cmake", "--build", trees[0], "--target", "native-tests")
+        done = _run("cmake", "--build", trees[0], "--target", target)
     assert done.returncode == 0, done.stdout + done.stderr
     return trees[0]
 

@@ -33,7 +33,7 @@ _ffi.cdef("""
 
 @functools.cache
 def _lib() -> Any:
-    return _ffi.dlopen(str(built_tests() / "bin" / "libpyorch-parts.so"))
+    return _ffi.dlopen(str(built_tests("pyorch-parts") / "bin" / "libpyorch-parts.so"))
 
 
 def _pointer(value: Any) -> Any:

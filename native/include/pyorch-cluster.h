@@ -19,17 +19,16 @@ extern "C" {
 // Numbers travel as they are, and so does the token: between machines that is for a network that nobody else listens
 // to, or for a process beside it that encrypts.
 
-typedef struct pyorch_listen_config {
+typedef struct pyorch_endpoint {
     const char * address;
-    const char * token;     // what others must know, 1 to 255 bytes
-    const char * model;     // fingerprint of the model, at most 127 bytes; others must have the same
-    int32_t      port;      // 0: a free one
-    int32_t      n_threads; // that compute for others
-} pyorch_listen_config;
+    const char * token; // what others must know, 1 to 255 bytes
+    const char * model; // fingerprint of the model, at most 127 bytes; others must have the same
+    int32_t      port;  // where one listens, 0: a free one
+} pyorch_endpoint;
 
-// Answers other servers from now on. port: where it listens. A layer is computed once a context of the model was made.
+// Answers other servers from now on. n_threads: that compute for them. port: where it listens. A layer is computed once a context of the model was made.
 // Experts are held under the engine's budget. PYORCH_INVALID if it listens already.
-pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_listen_config * config, int32_t * port);
+pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_endpoint * at, int32_t n_threads, int32_t * port);
 
 // Ends that, and all connections; nothing where it does not listen.
 pyorch_status pyorch_stop_listening(pyorch_engine * engine);
@@ -48,17 +47,9 @@ typedef struct pyorch_served {
 // Since it listens. PYORCH_INVALID if it does not.
 pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served);
 
-typedef struct pyorch_peer_config {
-    const char * address;
-    const char * token;
-    const char * model; // fingerprint
-    int32_t      port;
-    int32_t      timeout_ms; // a server that is silent for so long is lost
-} pyorch_peer_config;
-
-// Joins a server that listens, and whenever it is lost, again. peer: its number, from 0. PYORCH_IO with the reason
-// where it cannot be joined now.
-pyorch_status pyorch_connect(pyorch_engine * engine, const pyorch_peer_config * config, int32_t * peer);
+// Joins a server that listens, and whenever it is lost, again. timeout_ms: a server that is silent for so long is lost.
+// peer: its number, from 0. PYORCH_IO with the reason where it cannot be joined now.
+pyorch_status pyorch_connect(pyorch_engine * engine, const pyorch_endpoint * at, int32_t timeout_ms, int32_t * peer);
 
 // What it had a place for is computed here from now on. Its number is not used again.
 pyorch_status pyorch_disconnect(pyorch_engine * engine, int32_t peer);

@@ -14,10 +14,6 @@ extern "C" {
 
 // A request for one of the routes. Valid during the call.
 typedef struct pyorch_exchange {
-    const char * method;
-    const char * route; // the path that was given to pyorch_server_add_route
-    const char * path;  // that, behind --api-prefix
-    const char * query;
     const char * headers; // "name: value\n" of each
     const char * body;
     uint64_t     body_size;
@@ -35,15 +31,17 @@ typedef void (*pyorch_answer_fn)(void * user, const pyorch_exchange * exchange);
 void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, const char * type, const char * location,
     const char * data, uint64_t data_size);
 
-// Adds a route of the server that runs next: "GET" or "POST", and its path.
-// first: nonzero: llama-server answers only what is not answered here, and its answer is not seen; data is empty then
-// and status 0.
-void pyorch_server_add_route(
-    const char * method, const char * path, int32_t first, pyorch_answer_fn answer, void * user);
+typedef enum pyorch_server_when {
+    PYORCH_SERVER_BEHIND = 0, // llama-server's own answer is shown, where it has the route
+    PYORCH_SERVER_FIRST  = 1, // llama-server answers only what is not answered here; data is empty and status 0
+    PYORCH_SERVER_FAILED =
+        2, // only what llama-server answers with a status of 500 or more is shown, and may be replaced;
+           // of a stream, each part that speaks of an error, without what was asked
+} pyorch_server_when;
 
-// Of the server that runs next: what llama-server answers to a POST at one of its paths with a status of 500 or more is
-// shown, and may be replaced; of a stream, each part that speaks of an error, without what was asked.
-void pyorch_server_explain(const char * path, pyorch_answer_fn answer, void * user);
+// Adds a route of the server that runs next: "GET" or "POST", and its path.
+void pyorch_server_add_route(
+    const char * method, const char * path, int32_t when, pyorch_answer_fn answer, void * user);
 
 // Requests for this path, with --api-prefix in front, need no API key.
 void pyorch_server_make_public(const char * path);

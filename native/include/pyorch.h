@@ -687,7 +687,7 @@ typedef struct pyorch_substitution {
     double   beta;          // none where at least this share of the requested experts is absent (above 1: off)
     double   read_ms;       // above 0: beta adapts, so that a token reads no longer than this
     double   eta;           // of the router's logit in the priority
-    double   kappa;         // of the hops in the priority
+    double   kappa;         // of the hops in the priority: one to an expert that another server computes, else none
     double   reuse;         // factor for each time that a buddy was chosen in the ubatch, 1: none
     uint64_t seed;          // of random substitution
     int32_t  sacred; // so many of a token's experts, those of the highest weight, are never replaced nor left out
@@ -705,10 +705,9 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
 
 // ids, q, scale, error: [n_expert][k_max], best first; ids -1 after the last; scale and error may be NULL, or nan where
 // they are not known. error: what a buddy, times its scale, leaves of the squared output of the expert that it stands in
-// for, 0 to 1: for PYORCH_MISS_AUTO with PYORCH_WEIGHT_FITTED. hops: [n_expert] to where an expert is; NULL: 1 for one
-// that another server computes, else 0. PYORCH_INVALID for ids that do not exist.
+// for, 0 to 1: for PYORCH_MISS_AUTO with PYORCH_WEIGHT_FITTED. PYORCH_INVALID for ids that do not exist.
 pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
-    const int32_t * ids, const float * q, const float * scale, const float * error, const uint8_t * hops);
+    const int32_t * ids, const float * q, const float * scale, const float * error);
 
 // Counters of ubatches that substitution may touch. A slot is one of the n_expert_used of a token.
 typedef struct pyorch_substitution_counts {

@@ -8,7 +8,6 @@
 #include "ui.h"
 
 #include <algorithm>
-#include <map>
 #include <memory>
 
 int  llama_server(int argc, char ** argv);
@@ -20,12 +19,7 @@ namespace {
 struct Route {
     std::string      method;
     std::string      path;
-    bool             first;
-    pyorch_answer_fn answer;
-    void *           user;
-};
-
-struct Explanation {
+    int              when; // pyorch_server_when
     pyorch_answer_fn answer;
     void *           user;
 };
@@ -36,11 +30,10 @@ Connections & connections() {
     return *all;
 }
 
-std::vector<Route>                 routes;
-std::map<std::string, Explanation> explanations; // by path
-ggml_backend_dev_t                 device = nullptr;
-std::mutex                         serving;        // guards:
-const server_http_context *        http = nullptr; // while the server runs
+std::vector<Route>          routes;
+ggml_backend_dev_t          device = nullptr;
+std::mutex                  serving;        // guards:
+const server_http_context * http = nullptr; // while the server runs
 
 // What llama-server answers at the path, where it has it. REQUIRES: its routes were all added.
 server_http_context::handler_t own_handler(const std::string & path) {
@@ -50,17 +43,12 @@ server_http_context::handler_t own_handler(const std::string & path) {
 }
 
 // Shows the request and the answer, which may be replaced.
-void show(pyorch_answer_fn answer, void * user, const char * method, const std::string & path,
-    const server_http_req & request, server_http_res & response) {
+void show(const Route & route, const server_http_req & request, server_http_res & response) {
     std::string headers;
     for (const auto & [name, value] : request.headers) {
         headers += name + ": " + value + "\n";
     }
     const pyorch_exchange exchange = {
-        method,
-        path.c_str(),
-        request.path.c_str(),
-        request.query_string.c_str(),
         headers.c_str(),
         request.body.data(),
         request.body.size(),
@@ -70,33 +58,39 @@ void show(pyorch_answer_fn answer, void * user, const char * method, const std::
         connections().is_local(),
         &response,
     };
-    answer(user, &exchange);
+    route.answer(route.user, &exchange);
+}
+
+const Route * find_route(const std::string & path, bool for_failures) {
+    const auto found = std::find_if(routes.begin(), routes.end(), [&](const Route & route) {
+        return route.path == path && (route.when == PYORCH_SERVER_FAILED) == for_failures;
+    });
+    return found != routes.end() ? &*found : nullptr;
 }
 
 // What llama-server itself answers, with why where it failed. In a stream, that is one of its parts.
 server_http_res_ptr own_answer(
     const server_http_context::handler_t & own, const std::string & path, const server_http_req & request) {
-    auto       response = own(request);
-    const auto found    = explanations.find(path);
-    if (found == explanations.end()) {
+    auto          response = own(request);
+    const Route * explains = find_route(path, true);
+    if (!explains) {
         return response;
     }
-    const Explanation explanation = found->second;
-    if (response->is_stream()) {
-        response->next = [explanation, path, next = std::move(response->next)](std::string & part) {
+    if (response->is_stream()) { // which may outlive the routes
+        response->next = [explains = *explains, next = std::move(response->next)](std::string & part) {
             const bool more = next(part);
             if (part.find("\"error\"") != std::string::npos) {
                 const std::function<bool()> never = [] { return false; };
                 server_http_res             failed;
                 failed.status = 500;
                 failed.data   = part;
-                show(explanation.answer, explanation.user, "POST", path, { {}, {}, path, "", "", {}, never }, failed);
+                show(explains, { {}, {}, explains.path, "", "", {}, never }, failed);
                 part = failed.data;
             }
             return more;
         };
     } else if (response->status >= 500) {
-        show(explanation.answer, explanation.user, "POST", path, request, *response);
+        show(*explains, request, *response);
     }
     return response;
 }
@@ -104,30 +98,24 @@ server_http_res_ptr own_answer(
 server_http_res_ptr answer(const Route & route, const server_http_req & request) {
     connections().tell(-1, Connections::RECEIVED);
     const auto own      = own_handler(route.path);
-    const bool first    = own && route.first;
+    const bool first    = own && route.when == PYORCH_SERVER_FIRST;
     auto       response = own && !first ? own(request) : std::make_unique<server_http_res>();
     if (!own || first) {
         response->status = first ? 0 : 404;
     }
-    show(route.answer, route.user, route.method.c_str(), route.path, request, *response);
+    show(route, request, *response);
     return response->status ? std::move(response) : own_answer(own, route.path, request);
 }
 
-bool has_route(const std::string & path) {
-    return std::any_of(routes.begin(), routes.end(), [&](const Route & route) { return route.path == path; });
-}
-
 void add_routes(const server_http_context & context) {
-    for (const auto & explanation : explanations) {
-        const std::string & path = explanation.first;
-        if (!has_route(path)) {
-            context.post(path,
-                [&path](const server_http_req & request) { return own_answer(own_handler(path), path, request); });
-            context.handlers.erase(path); // as below
-        }
-    }
     for (const Route & route : routes) {
-        const auto handler = [&route](const server_http_req & request) { return answer(route, request); };
+        if (route.when == PYORCH_SERVER_FAILED && find_route(route.path, false)) {
+            continue; // whose answer comes by own_answer(), too
+        }
+        const auto handler = [&route](const server_http_req & request) {
+            return route.when == PYORCH_SERVER_FAILED ? own_answer(own_handler(route.path), route.path, request) :
+                                                        answer(route, request);
+        };
         route.method == "POST" ? context.post(route.path, handler) : context.get(route.path, handler);
         context.handlers.erase(route.path); // the server enters its own there
     }
@@ -164,12 +152,8 @@ void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, cons
 }
 
 void pyorch_server_add_route(
-    const char * method, const char * path, int32_t first, pyorch_answer_fn answer, void * user) {
-    routes.push_back({ method, path, first != 0, answer, user });
-}
-
-void pyorch_server_explain(const char * path, pyorch_answer_fn answer, void * user) {
-    explanations[path] = { answer, user };
+    const char * method, const char * path, int32_t when, pyorch_answer_fn answer, void * user) {
+    routes.push_back({ method, path, when, answer, user });
 }
 
 void pyorch_server_make_public(const char * path) { llama_server_hooks.public_paths.insert(path); }
@@ -195,7 +179,6 @@ int32_t pyorch_server_run(int32_t argc, char ** argv) {
     http                       = nullptr;
     llama_server_hooks.context = nullptr;
     routes.clear();
-    explanations.clear();
     device = nullptr;
     return status;
 }

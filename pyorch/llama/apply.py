@@ -86,17 +86,15 @@ def speculative(prefetch: Prefetch, sidecars: Sidecars) -> Prefetch:
 
 
 def check_substitution(
-    settings: Substitution, il: int, buddies: Buddies | None, hops: np.ndarray | None, placed: bool = False
+    settings: Substitution, il: int, buddies: Buddies | None, placed: bool = False
 ) -> None:
-    """PyorchError for settings that need what there is not: lists, scales of outputs in them, hops.
-
-    placed: other servers compute experts, so the engine itself knows hops.
-    """
+    """PyorchError for settings that need what there is not: lists, scales of outputs in them, or, where they weigh hops
+    (kappa), other servers that compute experts (placed)."""
     if settings.needs_buddies and buddies is None:
         raise PyorchError(f"this lossy setting needs buddy lists in layer {il}: make them with `pyorch buddies`")
-    if settings.kappa and hops is None and not placed:
-        raise PyorchError("lossy setting by_hops (kappa) weighs the hops to where experts are, and nobody said how "
-                          "many there are: leave it out")
+    if settings.kappa and not placed:
+        raise PyorchError("lossy setting by_hops (kappa) weighs the hops to other servers that compute experts, and "
+                          "there are none: leave it out")
     if settings.weight == "fitted" and settings.mode == "buddies" and not buddies.layers[il].has_scales:
         raise PyorchError(
             f"lossy setting weight=fitted needs scales of outputs, and the buddy lists of layer {il} "
@@ -105,23 +103,19 @@ def check_substitution(
 
 
 def apply_substitution(
-    engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None, hops: np.ndarray | None = None,
-    placed: bool = False, ghosts: Ghosts | None = None,
+    engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None, ghosts: Ghosts | None = None,
+    placed: bool = False,
 ) -> None:
-    """Sets what the engine does with absent experts of a layer; None: nothing, it fetches them.
-
-    hops: uint8[n_expert], to where each expert of the layer is; what kappa weighs. placed: None of them is needed for
-    that, because other servers compute experts: those are one hop away. ghosts: see find_ghosts(). Raises as
-    check_substitution() does.
-    """
+    """Sets what the engine does with absent experts of a layer; None: nothing, it fetches them. ghosts: see
+    find_ghosts(). Raises as check_substitution() does."""
     settings = substitution or OFF
-    check_substitution(settings, il, buddies, hops, placed)
+    check_substitution(settings, il, buddies, placed)
     if ghosts is not None:
         ghosts.apply(engine, il)
     layer = buddies.layers[il] if buddies is not None else None
     if settings.mode == "buddies":
         lists = layer.cut(buddies.alpha[il] if settings.alpha is None else settings.alpha, settings.k)
-        engine.set_buddies(il, lists.ids, lists.q, lists.scale, hops, lists.left)
+        engine.set_buddies(il, lists.ids, lists.q, lists.scale, lists.left)
     given = {
         "prefill": settings.prefill, "search_rank": settings.rank, "max_per_token": settings.rho,
         "max_all_layers": settings.rho_token, "temperature": settings.temperature, "read_ms": settings.read_ms,

@@ -65,8 +65,7 @@ class LayerSettings:
 class Layer:
     """A block with routed experts."""
 
-    # Who misspells `settings` is told.
-    __slots__ = ("_engine", "_hops", "_record", "_settings", "buddies", "il", "n_expert")
+    __slots__ = ("_engine", "_record", "_settings", "buddies", "il", "n_expert")  # who misspells `settings` is told
 
     def __init__(self, record: ManagedModel, il: int, n_expert: int) -> None:
         self.il = il
@@ -75,7 +74,6 @@ class Layer:
         self._record = record
         self._settings = LayerSettings(substitution=record.plan.settings.substitution)
         self.buddies = record.plan.buddies
-        self._hops: np.ndarray | None = None
 
     def __repr__(self) -> str:
         return f"<pyorch.llama.layer.Layer {self.il}: {self.n_expert} experts, {self._settings}>"
@@ -103,9 +101,9 @@ class Layer:
             undo.callback(self._limit, before, wanted)
             self._limit(wanted, before)
             if wanted.substitution != before.substitution:
-                undo.callback(apply_substitution, engine, self.il, before.substitution, self.buddies, self._hops)
+                undo.callback(apply_substitution, engine, self.il, before.substitution, self.buddies)
                 ghosts = find_ghosts(wanted.substitution, self._record.plan.sidecars)
-                apply_substitution(engine, self.il, wanted.substitution, self.buddies, self._hops, ghosts=ghosts)
+                apply_substitution(engine, self.il, wanted.substitution, self.buddies, ghosts)
             if wanted.prefetch != before.prefetch:
                 prefetch = self._record.plan.prefetch if wanted.prefetch is None else Prefetch.parse(wanted.prefetch)
                 apply_prefetch(prefetch, engine, self._record.plan.sidecars, self.il)
@@ -129,16 +127,11 @@ class Layer:
         """Frees resident experts that are neither pinned nor in use."""
         self._engine.evict(self.il, experts)
 
-    def substitute(
-        self, substitution: Substitution | None, buddies: Buddies | None, hops: np.ndarray | None = None
-    ) -> None:
-        """Sets settings.substitution, and the lists that it chooses from.
-
-        hops: uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
-        """
+    def substitute(self, substitution: Substitution | None, buddies: Buddies | None) -> None:
+        """Sets settings.substitution, and the lists that it chooses from."""
         ghosts = find_ghosts(substitution, self._record.plan.sidecars)
-        apply_substitution(self._engine, self.il, substitution, buddies, hops, ghosts=ghosts)
-        self.buddies, self._hops = buddies, hops
+        apply_substitution(self._engine, self.il, substitution, buddies, ghosts)
+        self.buddies = buddies
         self._settings = dataclasses.replace(self._settings, substitution=substitution)
 
     def stats(self) -> Stats:

@@ -208,15 +208,13 @@ class Model:
                            "(--ctx N, in Python n_ctx=N), or the prompt shorter")
 
     def substitute(
-        self, substitution: Substitution | str | None, buddies: Buddies | str | os.PathLike[str] | None = None,
-        hops: Mapping[int, np.ndarray] | None = None,
+        self, substitution: Substitution | str | None, buddies: Buddies | str | os.PathLike[str] | None = None
     ) -> None:
         """Lets resident experts stand in for absent ones in all layers (lossy); None: no longer.
 
         Args:
             substitution: or its settings as text, such as "max_replaced=3,min_entropy=p15".
             buddies: the lists, or their file. Default: those in use, else the sidecar beside the model.
-            hops: by il, uint8[n_expert], to where each expert is; for kappa (BuddyMoE eq. 3).
 
         Raises PyorchError where the settings need what there is not; FormatError for lists that are damaged or another
         model's.
@@ -227,9 +225,9 @@ class Model:
         if self.layers:
             find_ghosts(settings, self._record.plan.sidecars)
         for il in self.layers:  # all before any is changed
-            check_substitution(settings or OFF, il, lists, (hops or {}).get(il))
-        for il, layer in self.layers.items():
-            layer.substitute(settings, lists, (hops or {}).get(il))
+            check_substitution(settings or OFF, il, lists)
+        for layer in self.layers.values():
+            layer.substitute(settings, lists)
 
     def set_cache(self, masks: Mapping[int, np.ndarray] | None) -> None:
         """Substitution takes exactly these experts for resident, whatever is; None: those that are.

@@ -379,24 +379,19 @@ class Engine:
         return read(SubstitutionStats, counts)
 
     def set_buddies(
-        self, il: int, ids: np.ndarray, q: np.ndarray, scale: np.ndarray | None = None, hops: np.ndarray | None = None,
-        left: np.ndarray | None = None,
+        self, il: int, ids: np.ndarray, q: np.ndarray, scale: np.ndarray | None = None, left: np.ndarray | None = None
     ) -> None:
         """The buddies of each expert of a layer, best first: ids int32[n_expert, k_max], -1 after the last.
 
         q, scale, left: float32 of the same shape; scale is the factor of the buddy's output, left what a buddy with it
-        leaves of the squared output, 0 to 1; nan where they are not known. hops: uint8[n_expert], to where an expert
-        is. None: 1 for one that another server computes, else 0.
+        leaves of the squared output, 0 to 1; nan where they are not known.
         """
-        for name, values, shape in (
-            ("priorities", q, ids.shape), ("scales", scale, ids.shape), ("errors", left, ids.shape),
-            ("hops", hops, ids.shape[:1]),
-        ):
-            if values is not None and values.shape != shape:
+        for name, values in (("priorities", q), ("scales", scale), ("errors", left)):
+            if values is not None and values.shape != ids.shape:
                 raise PyorchError(f"buddy lists of shape {ids.shape} do not fit {name} of shape {values.shape}")
         check(lib.pyorch_set_buddies(
             self.handle, il, *ids.shape, array("int32_t", ids), array("float", q), array("float", scale),
-            array("float", left), array("uint8_t", hops)))
+            array("float", left)))
 
     def set_ghosts(
         self, il: int, rank: np.ndarray, mean: np.ndarray, down: np.ndarray, up: np.ndarray, error: np.ndarray,
@@ -441,9 +436,8 @@ class Engine:
         token: what they must know. model: the fingerprint that theirs must have
         (pyorch.sidecars.container.fingerprint). A layer is computed once a context of the model was made.
         """
-        texts = _texts(address=address, token=token, model=model)
-        config = given("pyorch_listen_config", port=port, n_threads=n_threads, **texts)
-        return call(lib.pyorch_listen, self.handle, config, out="int32_t")[0]
+        return call(lib.pyorch_listen, self.handle, _endpoint(port, address=address, token=token, model=model),
+                    n_threads, out="int32_t")[0]
 
     def stop_listening(self) -> None:
         """Ends all connections of others."""
@@ -456,10 +450,8 @@ class Engine:
     def connect(self, address: str, port: int, token: str, model: str, timeout: float = 2.0) -> int:
         """Joins a server that listens, and returns its number, for set_placement(). One that is silent for so many
         seconds is lost, and joined again. PyorchError with the reason where it cannot be joined now."""
-        texts = _texts(address=address, token=token, model=model)
-        config = given("pyorch_peer_config", port=port, timeout_ms=round(timeout * 1000), **texts)
-        peer = ffi.new("int32_t *")
-        if lib.pyorch_connect(self.handle, config, peer) != lib.PYORCH_OK:
+        at, peer = _endpoint(port, address=address, token=token, model=model), ffi.new("int32_t *")
+        if lib.pyorch_connect(self.handle, at, round(timeout * 1000), peer) != lib.PYORCH_OK:
             raise PyorchError(string(lib.pyorch_last_error()))  # that it cannot be reached is no fault of a file
         return peer[0]
 
@@ -510,9 +502,9 @@ def _pointers(arrays: Mapping[str, np.ndarray]) -> dict[str, object]:
     return {name: array("float", values) for name, values in arrays.items()}
 
 
-def _texts(**texts: str) -> dict[str, object]:
-    """char arrays."""
+def _endpoint(port: int, **texts: str):
     for name, text in texts.items():
         if "\0" in text:
             raise PyorchError(f"a {name} cannot have a zero in it")
-    return {name: ffi.new("char[]", text.encode()) for name, text in texts.items()}
+    pointers = {name: ffi.new("char[]", text.encode()) for name, text in texts.items()}
+    return given("pyorch_endpoint", port=port, **pointers)

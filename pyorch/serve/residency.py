@@ -208,7 +208,7 @@ class Residency:
     def _set_substitution(self, given: tuple[Substitution | None, Ghosts | None, Buddies | None]) -> None:
         substitution, ghosts, lists = given
         for il in self.engine.n_expert:
-            apply_substitution(self.engine, il, substitution, lists, ghosts=ghosts)
+            apply_substitution(self.engine, il, substitution, lists, ghosts)
         self._substitution, self._buddies = substitution, lists
 
 

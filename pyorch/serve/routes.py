@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from pyorch.errors import PyorchError
@@ -28,8 +28,6 @@ class Request:
     own_status with it. local: it came over the loopback interface or a Unix socket.
     """
 
-    method: str
-    path: str
     headers: dict[str, str]
     body: bytes
     own: str
@@ -91,33 +89,21 @@ class Routes:
         # Which llama-server leaves open without a prefix only.
         for path in ("/health", "/v1/health", "/", *(f"/{name}" for name in chat_page())):
             lib.pyorch_server_make_public(f"{prefix}{path}".encode())
-        self._handlers: dict[tuple[str, str], Handler] = {}
+        self._handlers: list[Handler] = []
         self._callback = ffi.callback("pyorch_answer_fn", self._answer)
-        self._explain: Handler | None = None
-        self._explaining = ffi.callback("pyorch_answer_fn", self._answer_failed)
 
-    def add(self, method: str, path: str, handler: Handler, public: bool = False, first: bool = False) -> None:
-        """public: needs no API key. first: llama-server is asked only where the handler gives no answer."""
-        self._handlers[method, path] = handler
-        lib.pyorch_server_add_route(method.encode(), path.encode(), first, self._callback, ffi.NULL)
+    def add(
+        self, method: str, path: str, handler: Handler, public: bool = False, when: int = lib.PYORCH_SERVER_BEHIND
+    ) -> None:
+        """public: needs no API key. when: see pyorch_server_when."""
+        number = ffi.cast("void *", len(self._handlers))
+        self._handlers.append(handler)
+        lib.pyorch_server_add_route(method.encode(), path.encode(), when, self._callback, number)
         if public:
             lib.pyorch_server_make_public(f"{self._prefix}{path}".encode())
 
-    def explain(self, paths: Iterable[str], handler: Handler) -> None:
-        """Where llama-server itself failed to answer a POST at these paths, of its own, the handler may give another
-        answer; in the place of a part of a stream, where that speaks of an error. Its status stands then."""
-        self._explain = handler
-        for path in paths:
-            lib.pyorch_server_explain(path.encode(), self._explaining, ffi.NULL)
-
-    def _answer(self, _user: object, exchange: Any) -> None:
-        self._give(exchange, lambda request: self._handlers[request.method, ffi.string(exchange.route).decode()])
-
-    def _answer_failed(self, _user: object, exchange: Any) -> None:
-        self._give(exchange, lambda _: self._explain)
-
-    def _give(self, exchange: Any, handler: Callable[[Request], Handler]) -> None:
-        answer = _answer_of(handler, exchange)
+    def _answer(self, number: Any, exchange: Any) -> None:
+        answer = _answer_of(self._handlers[int(ffi.cast("uintptr_t", number))], exchange)
         if answer is None:
             return
         body = answer.body.encode()
@@ -125,10 +111,9 @@ class Routes:
                                  answer.location.encode() if answer.location else ffi.NULL, body, len(body))
 
 
-def _answer_of(handler: Callable[[Request], Handler], exchange: Any) -> Answer | None:
+def _answer_of(handler: Handler, exchange: Any) -> Answer | None:
     try:
-        request = _read(exchange)
-        return handler(request)(request)
+        return handler(_read(exchange))
     except PyorchError as error:
         return refusal(400, str(error))
     except Exception as error:  # the server goes on
@@ -137,15 +122,12 @@ def _answer_of(handler: Callable[[Request], Handler], exchange: Any) -> Answer |
 
 
 def _read(exchange: Any) -> Request:
-    def text(pointer: Any) -> str:
-        return ffi.string(pointer).decode("utf-8", "replace")
-
     def data(pointer: Any, size: int) -> bytes:
         return bytes(ffi.buffer(pointer, size)) if size else b""
 
-    headers = dict(line.split(": ", 1) for line in text(exchange.headers).splitlines() if ": " in line)
+    lines = ffi.string(exchange.headers).decode("utf-8", "replace").splitlines()
+    headers = dict(line.split(": ", 1) for line in lines if ": " in line)
     return Request(
-        text(exchange.method), text(exchange.path), {name.lower(): value for name, value in headers.items()},
-        data(exchange.body, exchange.body_size), data(exchange.data, exchange.data_size).decode("utf-8", "replace"),
-        exchange.status, bool(exchange.local),
+        {name.lower(): value for name, value in headers.items()}, data(exchange.body, exchange.body_size),
+        data(exchange.data, exchange.data_size).decode("utf-8", "replace"), exchange.status, bool(exchange.local),
     )

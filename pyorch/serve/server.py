@@ -26,7 +26,7 @@ from pyorch.serve.address import Address, free_address
 from pyorch.serve.echo import Echo
 from pyorch.serve.ending import GRACE_SECONDS, Ending
 from pyorch.serve.failures import GOES_ON, PATHS, explained
-from pyorch.serve.library import served_context
+from pyorch.serve.library import lib, served_context
 from pyorch.serve.llama_server import Flags
 from pyorch.serve.metrics import Metrics
 from pyorch.serve.residency import Residency
@@ -113,12 +113,13 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, concurrency: Co
     routes.add("GET", "/residency", residency.get)
     routes.add("POST", "/residency", residency.post)
     routes.add("GET", "/metrics", Metrics(record).get)
-    routes.add("POST", "/v1/completions", Echo(record, served_context).post, first=True)
+    routes.add("POST", "/v1/completions", Echo(record, served_context).post, when=lib.PYORCH_SERVER_FIRST)
     tokenizer = TokenizerRoutes(served_context)
     routes.add("GET", "/tokenizer_info", tokenizer.info)
-    routes.add("POST", "/tokenize", tokenizer.tokenize, first=True)
+    routes.add("POST", "/tokenize", tokenizer.tokenize, when=lib.PYORCH_SERVER_FIRST)
     routes.add("POST", "/detokenize", tokenizer.detokenize)
-    routes.explain(PATHS, explained(record))
+    for path in PATHS:
+        routes.add("POST", path, explained(record), when=lib.PYORCH_SERVER_FAILED)
     live.add_to(routes, server.has_api_key, server.has_chat_page)
     return routes
 

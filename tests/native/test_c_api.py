@@ -12,7 +12,7 @@ from pyorch.library import choices
 
 
 def test_a_c99_program_needs_nothing_but_the_headers(small_moe: Path) -> None:
-    program = built_tests() / "bin" / "c_api"
+    program = built_tests("c_api") / "bin" / "c_api"
     done = subprocess.run([program, small_moe], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
 

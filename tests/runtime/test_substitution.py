@@ -599,18 +599,10 @@ def test_kappa_weighs_hops(model):
         for il, layer in random_buddies(1).layers.items()
     }
     buddies = replace(random_buddies(1), layers=layers)
-    hops = {il: np.where(np.arange(N_EXPERT) == 1, 3, 0).astype(np.uint8) for il in range(N_LAYERS)}
     routing = random_routing(np.random.default_rng(0), 1, 1, 0, False)
     routing = replace(routing, experts=np.array([[9]], np.int32))
     resident = np.arange(N_EXPERT) != 9
-
-    def chosen(settings: str, hops=None) -> int:
-        model.substitute(settings, buddies, hops)
-        return int(parts.substitute(model.engine, routing, resident)[0][0, 0])
-
-    assert chosen("alpha=1") == chosen("alpha=1", hops) == 1
-    assert chosen("alpha=1,kappa=0.3", hops) == 2
-    with pytest.raises(PyorchError, match=r"by_hops \(kappa\) weighs the hops to where experts are, and nobody said"):
+    with pytest.raises(PyorchError, match=r"by_hops \(kappa\) weighs the hops to other servers .*, and there are none"):
         model.substitute("alpha=1,kappa=0.3", buddies)
     model.substitute("alpha=1", buddies)
     apply_substitution(model.engine, 0, Substitution.parse("alpha=1,kappa=0.3"), buddies, placed=True)

@@ -199,7 +199,7 @@ def test_a_store_can_be_read_while_it_is_added_to() -> None:
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    return built_tests() / "bin" / "history_predictors"
+    return built_tests("history_predictors") / "bin" / "history_predictors"
 
 
 class Script:

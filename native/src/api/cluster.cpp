@@ -5,33 +5,29 @@ using namespace pyorch;
 
 namespace {
 
-std::string text_of(const char * text) { return text ? text : ""; }
-
-void check_real(const pyorch_engine * engine) {
+Endpoint endpoint_of(const pyorch_engine * engine, const pyorch_endpoint & at) {
     if (engine->simulated) {
         throw Failure(PYORCH_INVALID, "a simulated engine computes nothing, neither for other servers nor with them");
     }
+    return { at.address, at.port, at.token, at.model, engine->shape(), engine->kernels() };
 }
 
 } // namespace
 
 extern "C" {
 
-pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_listen_config * config, int32_t * port) {
+pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_endpoint * at, int32_t n_threads, int32_t * port) {
     return guarded_outside_callbacks(__func__, [&] {
-        const pyorch_listen_config & given = *config;
-        check_real(engine);
-        if (given.n_threads < 1 || given.n_threads > 512) {
+        const ListenerConfig listens = { endpoint_of(engine, *at), engine->remote.layers };
+        if (n_threads < 1 || n_threads > 512) {
             throw Failure(
-                PYORCH_INVALID, format("%d threads cannot compute for other servers: 1 to 512 can", given.n_threads));
+                PYORCH_INVALID, format("%d threads cannot compute for other servers: 1 to 512 can", n_threads));
         }
         std::lock_guard<std::mutex> lock(engine->serving);
         if (engine->server) {
             throw Failure(PYORCH_INVALID, format("it listens already, at port %d", engine->server->listener.port()));
         }
-        const ListenerConfig listens = { text_of(given.address), given.port, text_of(given.token), text_of(given.model),
-            engine->shape(), engine->kernels(), engine->remote.layers };
-        engine->server = std::make_unique<pyorch_engine::Server>(engine->routing, given.n_threads, listens);
+        engine->server = std::make_unique<pyorch_engine::Server>(engine->routing, n_threads, listens);
         *port          = engine->server->listener.port();
     });
 }
@@ -57,16 +53,13 @@ pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served) 
     });
 }
 
-pyorch_status pyorch_connect(pyorch_engine * engine, const pyorch_peer_config * config, int32_t * peer) {
+pyorch_status pyorch_connect(pyorch_engine * engine, const pyorch_endpoint * at, int32_t timeout_ms, int32_t * peer) {
     return guarded_outside_callbacks(__func__, [&] {
-        const pyorch_peer_config & given = *config;
-        check_real(engine);
-        if (given.timeout_ms < 100 || given.timeout_ms > 3600 * 1000) {
+        if (timeout_ms < 100 || timeout_ms > 3600 * 1000) {
             throw Failure(
-                PYORCH_INVALID, format("a server cannot be lost after %d ms: 100 to 3600000 can be", given.timeout_ms));
+                PYORCH_INVALID, format("a server cannot be lost after %d ms: 100 to 3600000 can be", timeout_ms));
         }
-        *peer = engine->remote.connect({ text_of(given.address), given.port, text_of(given.token), text_of(given.model),
-            engine->shape(), engine->kernels(), given.timeout_ms });
+        *peer = engine->remote.connect({ endpoint_of(engine, *at), timeout_ms });
     });
 }
 

@@ -26,7 +26,7 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
 }
 
 pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
-    const int32_t * ids, const float * q, const float * scale, const float * error, const uint8_t * hops) {
+    const int32_t * ids, const float * q, const float * scale, const float * error) {
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
@@ -52,9 +52,6 @@ pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_e
         }
         if (error) {
             lists.error.assign(error, error + size);
-        }
-        if (hops) {
-            lists.hops.assign(hops, hops + n_expert);
         }
         engine->routing.substitutions.set_buddies(layer, std::move(lists));
     });

@@ -34,6 +34,28 @@ uint64_t compute_bytes(uint64_t n_rows, uint64_t n_slots, uint64_t n_in) {
 
 } // namespace
 
+Hello hello_of(const Endpoint & endpoint) {
+    Hello hello = {};
+    if (endpoint.token.size() >= sizeof(hello.token) || endpoint.model.size() >= sizeof(hello.model)) {
+        throw Failure(PYORCH_INVALID,
+            format(
+                "a token can have %zu bytes, and a fingerprint %zu", sizeof(hello.token) - 1, sizeof(hello.model) - 1));
+    }
+    memcpy(hello.token, endpoint.token.data(), endpoint.token.size());
+    memcpy(hello.model, endpoint.model.data(), endpoint.model.size());
+    hello.shape = endpoint.shape;
+    return hello;
+}
+
+void set_header(Frame & frame, uint64_t id, uint64_t bytes) {
+    FrameHeader header;
+    memcpy(&header, frame.data(), sizeof(header));
+    header.id    = id;
+    header.bytes = bytes;
+    memcpy(frame.data(), &header, sizeof(header));
+    frame.resize(sizeof(header) + bytes);
+}
+
 Frame make_frame(FrameKind kind, uint64_t id, const void * payload, uint64_t bytes) {
     Frame frame = begin_frame(kind, id, bytes);
     put(frame, (const char *) payload, bytes);

@@ -44,6 +44,19 @@ struct Hello {
     uint64_t shape;      // checksum of what its layers and experts are like
 };
 
+// Where a server is, and what both sides of a connection have to agree on.
+struct Endpoint {
+    std::string address;
+    int         port;
+    std::string token;
+    std::string model; // its fingerprint
+    uint64_t    shape;
+    uint64_t    kernels; // ours
+};
+
+// Throws Failure for texts that are too long.
+Hello hello_of(const Endpoint & endpoint);
+
 struct Welcome {
     uint64_t kernels; // checksum of what decides about bits: version, processor, order of weights
 };
@@ -81,6 +94,9 @@ using Frame = std::vector<char>;
 
 Frame make_frame(FrameKind kind, uint64_t id, const void * payload, uint64_t bytes);
 Frame make_frame(FrameKind kind, uint64_t id, const std::string & sentence);
+
+// Another id, and room for so many bytes behind the header; how many there are.
+void set_header(Frame & frame, uint64_t id, uint64_t bytes);
 
 // The slots of a ubatch that go to one server. slots: ascending, of [n_tokens][n_used]; a row that several of them have
 // is in it once. REQUIRES: at most MAX_SLOTS.

@@ -28,21 +28,13 @@ uint64_t ns_since(Clock::time_point begin) {
 } // namespace
 
 Listener::Listener(ListenerConfig config_, Compute compute) :
-        config(std::move(config_)), compute(std::move(compute)), expected() {
+        config(std::move(config_)), compute(std::move(compute)), expected(hello_of(config)) {
     if (config.token.empty()) {
         throw Failure(PYORCH_INVALID, "servers that listen need a token, by which others are known");
     }
-    if (config.token.size() >= sizeof(expected.token) || config.model.size() >= sizeof(expected.model)) {
-        throw Failure(PYORCH_INVALID,
-            format("a token can have %zu bytes, and a fingerprint %zu", sizeof(expected.token) - 1,
-                sizeof(expected.model) - 1));
-    }
-    memcpy(expected.token, config.token.data(), config.token.size());
-    memcpy(expected.model, config.model.data(), config.model.size());
-    expected.shape = config.shape;
-    listening      = listen_at(config.address, config.port);
-    acceptor       = std::thread([this] { accept_all(); });
-    worker         = std::thread([this] { compute_all(); });
+    listening = listen_at(config.address, config.port);
+    acceptor  = std::thread([this] { accept_all(); });
+    worker    = std::thread([this] { compute_all(); });
 }
 
 Listener::~Listener() {
@@ -255,12 +247,8 @@ void Listener::compute_all() {
         Frame            frame  = make_frame(FrameKind::COMPUTED, request.id, nullptr, 0);
         bool             failed = false;
         try {
-            FrameHeader header;
-            memcpy(&header, frame.data(), sizeof(header));
-            header.bytes = bytes;
-            memcpy(frame.data(), &header, sizeof(header));
-            frame.resize(sizeof(header) + bytes);
-            compute(rows, (float *) (frame.data() + sizeof(header)));
+            set_header(frame, request.id, bytes);
+            compute(rows, (float *) (frame.data() + sizeof(FrameHeader)));
         } catch (const std::exception & failure) {
             failed = true;
             frame  = make_frame(FrameKind::FAILED, request.id, failure.what());

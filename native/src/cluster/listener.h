@@ -20,13 +20,7 @@
 
 namespace pyorch {
 
-struct ListenerConfig {
-    std::string             address;
-    int                     port;
-    std::string             token;
-    std::string             model; // its fingerprint
-    uint64_t                shape;
-    uint64_t                kernels;
+struct ListenerConfig : Endpoint {
     std::vector<LayerShape> layers;
 };
 

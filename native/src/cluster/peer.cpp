@@ -25,19 +25,6 @@ void Answer::settle(bool here) {
     settled.notify_all();
 }
 
-static Hello hello_of(const PeerConfig & config) {
-    Hello hello = {};
-    if (config.token.size() >= sizeof(hello.token) || config.model.size() >= sizeof(hello.model)) {
-        throw Failure(PYORCH_INVALID,
-            format(
-                "a token can have %zu bytes, and a fingerprint %zu", sizeof(hello.token) - 1, sizeof(hello.model) - 1));
-    }
-    memcpy(hello.token, config.token.data(), config.token.size());
-    memcpy(hello.model, config.model.data(), config.model.size());
-    hello.shape = config.shape;
-    return hello;
-}
-
 Peer::Peer(PeerConfig config_, std::function<void()> changed) :
         config(std::move(config_)), changed(std::move(changed)) {
     hello_of(config);
@@ -71,13 +58,9 @@ std::shared_ptr<Answer> Peer::ask(std::shared_ptr<Frame> frame, int n_slots, int
     if (!is_joined) {
         return nullptr;
     }
-    FrameHeader header;
-    memcpy(&header, frame->data(), sizeof(header));
-    header.id = ++last_id;
-    memcpy(frame->data(), &header, sizeof(header));
-
-    auto asked           = std::make_shared<Answer>();
-    questions[header.id] = { asked, (uint64_t) n_slots * n_out * sizeof(float), n_slots, Clock::now() };
+    set_header(*frame, ++last_id, frame->size() - sizeof(FrameHeader));
+    auto asked         = std::make_shared<Answer>();
+    questions[last_id] = { asked, (uint64_t) n_slots * n_out * sizeof(float), n_slots, Clock::now() };
     ++counters.requests;
     counters.slots += n_slots;
     push(std::move(frame));

@@ -25,15 +25,9 @@
 
 namespace pyorch {
 
-struct PeerConfig {
-    std::string address;
-    int         port;
-    std::string token;
-    std::string model; // its fingerprint
-    uint64_t    shape;
-    uint64_t    kernels; // ours
-    int         timeout_ms;
-    int         answer_ms = 60000; // an answer that takes longer is none, and the server is lost
+struct PeerConfig : Endpoint {
+    int timeout_ms;
+    int answer_ms = 60000; // an answer that takes longer is none, and the server is lost
 };
 
 // What comes of a question.

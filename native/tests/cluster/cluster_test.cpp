@@ -34,9 +34,9 @@ static void compute(const ExpertRows & rows, float * outputs) {
     }
 }
 
-static ListenerConfig listener_config(int port) { return { "127.0.0.1", port, "token", "model", 7, 9, LAYERS }; }
+static ListenerConfig listener_config(int port) { return { { "127.0.0.1", port, "token", "model", 7, 9 }, LAYERS }; }
 
-static PeerConfig peer_config(int port) { return { "127.0.0.1", port, "token", "model", 7, 9, 60000 }; }
+static PeerConfig peer_config(int port) { return { { "127.0.0.1", port, "token", "model", 7, 9 }, 60000 }; }
 
 struct Asked {
     uint64_t answered = 0, failed = 0, elsewhere = 0;

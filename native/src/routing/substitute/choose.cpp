@@ -85,7 +85,7 @@ double Chooser::priority_of(int buddy, double q) const {
         psi *= 1 + settings.eta * (span > 0 ? (z[buddy] - low) / span : 0);
     }
     if (settings.kappa != 0) {
-        psi *= 1 - settings.kappa * (lists.hops.empty() ? resident[buddy] == AT_PEER : lists.hops[buddy]);
+        psi *= 1 - settings.kappa * (resident[buddy] == AT_PEER);
     }
     return settings.reuse != 1 ? psi * std::pow(settings.reuse, chosen[buddy]) : psi;
 }

@@ -18,7 +18,6 @@ struct BuddyLists {
     std::vector<float>   scale; // [n_expert][k_max] factor of the buddy's output, nan: unknown. May be empty
     std::vector<float>
         error; // [n_expert][k_max] what is left then of the squared output, 1: all. nan: unknown. May be empty
-    std::vector<uint8_t> hops; // [n_expert] to where the expert is. Empty: none where it is HERE, one AT_PEER
 
     // Of an array above, for the buddy of that rank; nan where nobody knows.
     float at(const std::vector<float> & values, int expert, int rank) const;
