@@ -18,7 +18,7 @@ from pyorch.convert.packed_experts import chunks_of
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
 from pyorch.runtime.model_map import ByteRange, LayerInfo, ModelMap
-from pyorch.sidecars import packed_sizes, packs
+from pyorch.sidecars import packs
 from pyorch.traces.routers import quantization
 
 # An expert that fewer samples selected is compared on all of them.
@@ -106,7 +106,7 @@ class LayerExperts:
         self._hidden = HIDDEN[model_map.info.arch]
         # By expert and role, of a layer that only a compressed pack has: a slim model's.
         self._chunks: dict[tuple[int, int], np.ndarray] = {}
-        if model_map.info.slim and il in (packed_sizes.part_sizes(model_map) or ()):
+        if model_map.info.slim and il in (packs.part_sizes(model_map) or ()):
             _, arrays = packs.read(model_map.pack, model_map)
             with ModelMap(model_map.pack) as packed:
                 self._chunks = chunks_of(arrays, packed, self._layer)

@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from llama_source import SourceError, find_sdist, read_archive, read_pin, write_tree
+from llama_source import SourceError, bring_up_to_date, find_sdist, read_archive, read_pin
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,16 @@ SOURCES = {
 
 def update(tree: Path, source: Source) -> None:
     pin = read_pin(source.pin_file, source.variable, source.contents)
-    stamp = tree.parent / f".{tree.name}"
-    state = f"{pin.line}\n"
-    if (
-        stamp.is_file()
-        and stamp.read_text() == state
-        and all((tree / name).is_file() for name in source.files.values())
-    ):
-        return
-    archive = find_sdist(pin)
-    found = read_archive(archive, pin, source.files.__contains__)
-    missing = source.files.keys() - found.keys()
-    if missing:
-        raise SourceError(f"{archive} holds no {sorted(missing)[0]}: the archive's layout changed")
-    tree.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(missing_ok=True)
-    write_tree(tree, {source.files[path]: text for path, text in found.items()})
-    stamp.write_text(state)
+
+    def compose() -> dict[str, bytes]:
+        archive = find_sdist(pin)
+        found = read_archive(archive, pin, source.files.__contains__)
+        missing = source.files.keys() - found.keys()
+        if missing:
+            raise SourceError(f"{archive} holds no {sorted(missing)[0]}: the archive's layout changed")
+        return {source.files[path]: text for path, text in found.items()}
+
+    bring_up_to_date(tree, f"{pin.line}\n", compose)
 
 
 def main() -> int:

@@ -29,6 +29,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 PIN_FILE = Path(__file__).with_name("llama-cpp-python.txt")
@@ -67,28 +68,11 @@ def __dir__():
 # What the build and the packaged converter read; the rest (docs, vocabularies, web UI sources) is
 # two thirds of the archive.
 WANTED = (
-    "CMakeLists.txt",
-    "LICENSE",
-    "cmake/",
-    "common/",
-    "conversion/",
-    "convert_hf_to_gguf.py",
-    "ggml/",
-    "gguf-py/LICENSE",
-    "gguf-py/gguf/",
-    "include/",
-    "licenses/",
-    "models/templates/",
-    "scripts/ui-assets.cmake",
-    "src/",
-    "tools/",
-    "vendor/",
+    "CMakeLists.txt", "LICENSE", "cmake/", "common/", "conversion/", "convert_hf_to_gguf.py", "ggml/",
+    "gguf-py/LICENSE", "gguf-py/gguf/", "include/", "licenses/", "models/templates/", "scripts/ui-assets.cmake", "src/",
+    "tools/", "vendor/",
 )
-UNWANTED = (
-    "tools/ui/src/",
-    "tools/ui/static/",
-    "tools/ui/tests/",
-)
+UNWANTED = ("tools/ui/src/", "tools/ui/static/", "tools/ui/tests/")
 
 
 class SourceError(Exception):
@@ -202,7 +186,8 @@ def fetch(name: str, version: str, requirement: Sequence[str], directory: Path, 
     print(f"fetching {name} {version} ({contents}, once)", flush=True, file=sys.stderr)
     # pip prepares the metadata of whatever it downloads, which needs the package's build backend.
     # That of llama-cpp-python is one of our own build requirements: where it is installed, pip need not fetch it again.
-    isolation = ["--no-build-isolation"] if name == "llama-cpp-python" and has_module("scikit_build_core") else []
+    ours = name == "llama-cpp-python" and find_spec("scikit_build_core") is not None
+    isolation = ["--no-build-isolation"] if ours else []
     command = [
         sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
         "--no-deps", "--no-binary", name, *isolation, "--dest", str(directory), *requirement,
@@ -212,12 +197,6 @@ def fetch(name: str, version: str, requirement: Sequence[str], directory: Path, 
     if done.returncode != 0 or len(archives) != 1:
         raise DownloadError(done.stdout.strip())
     return archives[0]
-
-
-def has_module(name: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(name) is not None
 
 
 def extract(archive: Path, pin: Pin) -> dict[str, bytes]:
@@ -391,35 +370,42 @@ def check_hunk(complaint: str, hunk: Hunk, before: list[bytes], copied: int) -> 
 # --- the tree ----------------------------------------------------------------------------------
 
 
+def bring_up_to_date(directory: Path, state: str, compose: Callable[[], dict[str, bytes]]) -> bool:
+    """Writes files into a directory, and what they were made of; False where they are of that already.
+
+    Without its stamp an interrupted update is repeated; comparing content makes that cheap.
+    """
+    stamp = directory / STAMP
+    if stamp.is_file() and stamp.read_text() == state:
+        return False
+    files = compose()
+    stamp.unlink(missing_ok=True)
+    write_tree(directory, files)
+    stamp.write_text(state)
+    return True
+
+
 def update_tree(tree: Path, patch_dir: Path | None) -> None:
     pin = read_pin()
-    patches = sorted(patch_dir.glob("*.patch")) if patch_dir else []
-    texts = {patch.name: patch.read_bytes() for patch in patches}
-    state = describe_state(pin, texts)
-    stamp = tree / STAMP
-    if stamp.is_file() and stamp.read_text() == state:
-        return
+    texts = {patch.name: patch.read_bytes() for patch in sorted(patch_dir.glob("*.patch") if patch_dir else [])}
 
-    files = extract(find_sdist(pin), pin)
-    for name, text in texts.items():
-        apply_patch(f"{patch_dir.name}/{name}", text, files)
+    def compose() -> dict[str, bytes]:
+        files = extract(find_sdist(pin), pin)
+        for name, text in texts.items():
+            apply_patch(f"{patch_dir.name}/{name}", text, files)
+        return files
 
-    # Without its stamp an interrupted update is repeated; comparing content makes that cheap.
-    stamp.unlink(missing_ok=True)
-    write_tree(tree, files)
-    stamp.write_text(state)
-    print(f"llama.cpp from {pin.name} {pin.version}, {len(texts)} patches applied", file=sys.stderr)
+    if bring_up_to_date(tree, describe_state(pin, texts), compose):
+        print(f"llama.cpp from {pin.name} {pin.version}, {len(texts)} patches applied", file=sys.stderr)
 
 
 def update_bindings(directory: Path) -> None:
     """The Python part of llama-cpp-python in directory/llama_cpp, its licence beside it."""
     pin = read_pin()
-    state = describe_state(pin, {})
-    stamp = directory / STAMP
-    if stamp.is_file() and stamp.read_text() == state:
-        return
+    bring_up_to_date(directory, describe_state(pin, {}), lambda: bindings(find_sdist(pin), pin))
 
-    archive = find_sdist(pin)
+
+def bindings(archive: Path, pin: Pin) -> dict[str, bytes]:
     files = read_archive(archive, pin, lambda path: is_binding(path) or path == BINDINGS_LICENSE)
     first = f"{BINDINGS}__init__.py"
     if not {first, BINDINGS_LICENSE} <= set(files):
@@ -428,10 +414,7 @@ def update_bindings(directory: Path) -> None:
         raise SourceError(
             f"{archive}: {first} no longer imports llama_cpp.llama as a whole: what it does has to be read"
         )
-    files[first] = CLAIM + files[first].replace(EAGER, LATER)
-    stamp.unlink(missing_ok=True)
-    write_tree(directory, files)
-    stamp.write_text(state)
+    return files | {first: CLAIM + files[first].replace(EAGER, LATER)}
 
 
 def is_binding(path: str) -> bool:

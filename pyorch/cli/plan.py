@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.planning.ranks import use_counts
     from pyorch.runtime.model_map import ModelMap
     from pyorch.settings.budget import AUTO
-    from pyorch.sidecars import packed_sizes, packs
+    from pyorch.sidecars import packs
     from pyorch.sidecars import plan as plans
     from pyorch.sizes import counted
     from pyorch.traces.divisions import FINALISTS, choose
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     check_output(output, args.model, [args.trace])
     check_readable([args.trace])
     with (packs.open_model(args.model) as model_map, ModelMap(args.model) as plain_map, Progress() as progress):
-        packed_sizes.require(model_map)
+        packs.require_compressed(model_map)
         budget = budget_setting.resolve(model_map.info)
         recording = None if args.trace is None else decoded_recording(Trace(args.trace), model_map)
         if recording is not None and recording.n_requests < args.batch:

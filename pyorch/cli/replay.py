@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.runtime.disk import measure_bandwidth
     from pyorch.runtime.recovery import recovery_threads
     from pyorch.settings.pools import Pools
-    from pyorch.sidecars import packed_sizes, packs
+    from pyorch.sidecars import packs
     from pyorch.sidecars.beside import Sidecars
     from pyorch.sidecars.history import ExpertMaps
     from pyorch.sidecars.predictor import PredictorFile
@@ -109,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
     packed = pools is not None or args.decode_bandwidth is not None
     with packs.open_model(args.model) as model_map, Progress() as progress:
         if packed:
-            packed_sizes.require(model_map)
-        packed = packed_sizes.part_sizes(model_map) is not None  # a slim model's pack is attached whatever it is
+            packs.require_compressed(model_map)
+        packed = packs.part_sizes(model_map) is not None  # a slim model's pack is attached whatever it is
         uses = Sidecars(model_map).uses() if packed else None
         recording = Recording.from_trace(Trace(args.trace), model_map)
         sidecars = model_map.sidecars()

@@ -200,7 +200,7 @@ def _uses(plan: EnginePlan) -> np.ndarray | None:
     """Ranks, by which experts of a compressed pack belong to pools, go on from these."""
     if plan.map.pack is None:
         return None
-    from pyorch.sidecars.packed_sizes import part_sizes
+    from pyorch.sidecars.packs import part_sizes
 
     return plan.sidecars.uses() if part_sizes(plan.map) is not None else None
 

@@ -16,7 +16,7 @@ from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import packs
 from pyorch.sidecars.beside import Sidecars
-from pyorch.sidecars.packed_sizes import part_sizes
+from pyorch.sidecars.packs import part_sizes
 from pyorch.sidecars.plan import Machine, Reserve, default_path, new_planner
 
 # Of a disk that nobody has measured: a model for which that is not worth a second is read soon, however fast.

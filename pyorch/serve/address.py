@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 
 from pyorch import ports
 from pyorch.errors import PyorchError
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags
+
+_SECONDS = 1.0  # that an answer has
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,22 @@ class Address:
 
     def get(self, path: str) -> str | None:
         """What the server answers, None where it has not done so within a second, or not with status 200."""
-        from pyorch.serve.asking import get  # it takes a hundredth of a second, and is for when the model is loaded
+        import http.client  # takes a hundredth of a second, and is for when the model is loaded
 
-        return get({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port, f"{self.prefix}{path}")
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        connection = http.client.HTTPConnection(host if self.port else "localhost", self.port or None, timeout=_SECONDS)
+        try:
+            if not self.port:
+                connection.sock = socket.socket(socket.AF_UNIX)
+                connection.sock.settimeout(_SECONDS)
+                connection.sock.connect(self.host)
+            connection.request("GET", f"{self.prefix}{path}")
+            answer = connection.getresponse()
+            return answer.read().decode(errors="replace") if answer.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
 
 
 def free_address(server: Flags) -> Address:

@@ -19,7 +19,7 @@ from pyorch.planning.planner import LEAST_STEP, LayerCosts, Planner
 from pyorch.planning.ranks import inclusion_of_batch
 from pyorch.runtime.model_map import ModelMap, beside
 from pyorch.sidecars import json_file
-from pyorch.sidecars.packed_sizes import required_part_sizes
+from pyorch.sidecars.packs import required_part_sizes
 
 KIND = "pyorch plan"
 VERSION = 2

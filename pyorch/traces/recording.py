@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -83,26 +84,19 @@ class Recording:
             (lambda: column("states")) if header.states else None, lambda: token_embeddings(model_map, column("token")),
         )
 
-    def part(self, first: int, last: int) -> Recording:
-        """Tokens first to last - 1: experts and their weights."""
-        return Recording(self.layers, self.n_expert, self.experts[first:last], self.weights[first:last],
-                         self.request[first:last], self.phase[first:last])
+    def part(self, tokens: Any = slice(None), layers: tuple[int, ...] | None = None) -> Recording:
+        """Some of its tokens, or of its layers: experts and their weights."""
+        at = slice(None) if layers is None else [self.layers.index(il) for il in layers]
+        return Recording(layers or self.layers, self.n_expert, self.experts[tokens][:, at],
+                         self.weights[tokens][:, at], self.request[tokens], self.phase[tokens])
 
     def divided(self, n_first: int, batch: int = 1) -> tuple[Recording, Recording]:
         """The first n_first tokens or a few fewer, and the rest: of so many requests that are decoded together."""
         if batch == 1:
-            return self.part(0, n_first), self.part(n_first, len(self))
+            return self.part(slice(n_first)), self.part(slice(n_first, None))
         schedule = self.schedule(batch)
         at = schedule.begin[np.searchsorted(schedule.begin, n_first, "right") - 1]
-        parts = np.sort(schedule.order[:at]), np.sort(schedule.order[at:])
-        first, rest = (Recording(self.layers, self.n_expert, self.experts[of], self.weights[of], self.request[of],
-                                 self.phase[of]) for of in parts)
-        return first, rest
-
-    def of_layers(self, layers: tuple[int, ...]) -> Recording:
-        """Some of its layers: experts and their weights."""
-        at = [self.layers.index(il) for il in layers]
-        return Recording(layers, self.n_expert, self.experts[:, at], self.weights[:, at], self.request, self.phase)
+        return self.part(np.sort(schedule.order[:at])), self.part(np.sort(schedule.order[at:]))
 
     def __len__(self) -> int:
         """Tokens."""
@@ -159,7 +153,7 @@ def decoded_recording(trace: Trace, model_map: ModelMap) -> Recording:
     """
     trace.check(model_map, decoded=True)
     wanted = tuple(layer.il for layer in model_map.decoded_layers)
-    recording = Recording.from_trace(trace, model_map).of_layers(wanted)
+    recording = Recording.from_trace(trace, model_map).part(layers=wanted)
     for layer, last in zip(model_map.decoded_layers, recording.experts.max(axis=(0, 2))):
         if last >= layer.n_expert:
             raise FormatError(

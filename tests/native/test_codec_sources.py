@@ -45,7 +45,7 @@ def make_source(codec_sources, tmp_path, monkeypatch):
 def test_only_what_is_built_is_taken_out(codec_sources, make_source, tmp_path):
     wanted = codec_sources.SOURCES["lz4"].files
     codec_sources.update(tmp_path / "lz4", make_source(*wanted, "lz4libs/xxhash.c", "setup.py"))
-    assert {path.name for path in (tmp_path / "lz4").iterdir()} == set(wanted.values())
+    assert {path.name for path in (tmp_path / "lz4").iterdir()} == {*wanted.values(), ".pyorch-source"}
 
 
 def test_an_archive_without_a_source_is_refused(codec_sources, make_source, tmp_path):

@@ -22,7 +22,7 @@ from pyorch.runtime.recovery import decode_threads, recovery_threads
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.history import ExpertMaps
-from pyorch.sidecars.packed_sizes import part_sizes
+from pyorch.sidecars.packs import part_sizes
 from pyorch.sidecars.plan import Machine, Plan, Reserve, default_path, layer_costs, read_plan, write_plan
 
 ROOT = Path(__file__).parents[2]

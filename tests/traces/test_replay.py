@@ -420,7 +420,7 @@ def test_tokens_of_a_batch_that_share_an_expert_share_its_recovery(
 ) -> None:
     model = Path(shutil.copy(small_moe, tmp_path / "model.gguf"))
     pack = packing.pack(model, codec="table").path
-    one = recording.part(0, 100)
+    one = recording.part(slice(100))
     alike = Recording(LAYERS, N_EXPERT, np.tile(one.experts, (3, 1, 1)), np.tile(one.weights, (3, 1, 1)),
                       np.repeat([0, 1, 2], 100))
     settings = ReplaySettings("lfu", budget="40%", pools="0.1,0.9,0,0", read_bandwidth=1e9, decode_bandwidth=1e9)

@@ -87,7 +87,7 @@ def compare(
     """
     recording = decoded_recording(trace, packed)
     half = max(1, len(recording) // 2)
-    known = recording.part(0, half)
+    known = recording.part(slice(half))
     n_expert = max(layer.n_expert for layer in packed.decoded_layers)
     planner = new_planner(packed, inclusion_by_rank(known.experts, n_expert), conditions.machine)
     strategies = [(kept, policy) for kept in (WITHOUT, FULL, COMPRESSED, PLAN) for policy in conditions.policies

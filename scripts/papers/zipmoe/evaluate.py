@@ -20,7 +20,7 @@ from pyorch.errors import PyorchError
 from pyorch.library.choices import policies
 from pyorch.llama.memory import physical_cores
 from pyorch.settings.budget import Budget
-from pyorch.sidecars import container, packed_sizes, packs
+from pyorch.sidecars import container, packs
 from pyorch.sizes import Amount
 from pyorch.traces.data import read_documents
 from pyorch.traces.file import Trace
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
           tempfile.TemporaryDirectory(prefix="pyorch-") as directory):
         if plain.pack is not None:
             raise PyorchError(f"{args.model} is slim: what is compared with its pack needs the whole model")
-        packed_sizes.require(packed)
+        packs.require_compressed(packed)
         # What cannot be measured is said before anything is recorded.
         measurements = None if given.what == (CACHING,) else _measurements(args, given, plain, Path(directory))
         conditions, played, measured, goals = None, [], [], []

@@ -14,7 +14,7 @@ import numpy as np
 from pyorch import pictures
 from pyorch.cli.options import add_model
 from pyorch.planning.makespan import POOLS
-from pyorch.sidecars import packed_sizes, packs
+from pyorch.sidecars import packs
 from pyorch.sidecars.plan import Reserve, default_path, new_planner, read_plan
 from scripts.papers import program
 
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     pictures.check(args.output)
     with packs.open_model(args.model) as model_map:
-        packed_sizes.require(model_map)
+        packs.require_compressed(model_map)
         plan = read_plan(args.plan or default_path(args.model), model_map)
         planner = new_planner(model_map, plan.rows, plan.machine, plan.batch)
         reserve, info = Reserve.of(model_map), model_map.info

@@ -17,7 +17,7 @@ from pyorch.convert import pack as packing
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget
-from pyorch.sidecars import container, packed_sizes
+from pyorch.sidecars import container, packs
 from pyorch.sidecars.plan import Machine
 from pyorch.sizes import Amount, MiB
 from pyorch.traces.file import Trace, TraceHeader, TraceWriter
@@ -55,7 +55,7 @@ def model(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def maps(model: Path):
     """Without the pack, and with it."""
     with ModelMap(model) as plain, ModelMap(model) as packed:
-        packed_sizes.require(packed)
+        packs.require_compressed(packed)
         yield plain, packed
 
 
@@ -104,7 +104,7 @@ def test_every_form_is_played_with_every_policy_that_suits_it(played: dict[tuple
 
 def test_a_miss_reads_less_from_the_compressed_pack(maps, played: dict[tuple[str, str], Played]):
     """By as much as it is smaller."""
-    parts = packed_sizes.required_part_sizes(maps[1])
+    parts = packs.required_part_sizes(maps[1])
     layer = maps[1].layers[0]
     smaller = (parts[layer.il].e_bytes + parts[layer.il].sm_bytes) / layer.expert_bytes
     whole, full = played[WITHOUT, "lru"], played[FULL, "lru"]
