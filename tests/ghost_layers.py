@@ -25,3 +25,15 @@ def random_ghosts(seed: int) -> Ghosts:
         energy = rng.uniform(0.5, 2, N_EXPERT).astype(np.float32)
         layers[il] = LayerGhosts(rank, mean, down, up, energy * rng.uniform(0, 1, N_EXPERT).astype(np.float32), energy)
     return Ghosts(layers, 1000, 2)
+
+
+def rows_of(layer: LayerGhosts, expert: int) -> slice:
+    """Its rows in down and up."""
+    begin = int(np.maximum(layer.rank[:expert], 0).sum())
+    return slice(begin, begin + max(int(layer.rank[expert]), 0))
+
+
+def outputs_of(layer: LayerGhosts, expert: int, inputs: np.ndarray) -> np.ndarray:
+    """float32[n, n_out] of an expert's ghost for router inputs float32[n, n_in]. REQUIRES: rank[expert] >= 0"""
+    rows = rows_of(layer, expert)
+    return layer.mean[expert] + inputs @ layer.down[rows].T @ layer.up[rows]

@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def ratio(a: float, b: float) -> float:
+    """nan where there is nothing to divide by."""
+    return a / b if b else float("nan")
+
+
 def is_of_layers(part: str) -> bool:
     """Whether the numbers of a part of a struct of pyorch.h are those of a single layer too."""
     return part.endswith("of each layer too")
@@ -37,25 +42,22 @@ class Stats(Counts, struct="pyorch_stats"):
     @property
     def hit_rate(self) -> float:
         """Share of the uses of experts that found the expert resident; nan without any."""
-        uses = self.hits + self.misses
-        return self.hits / uses if uses else float("nan")
+        return ratio(self.hits, self.hits + self.misses)
 
     @property
     def device_hit_rate(self) -> float:
         """Share of the uses of experts that found the expert in the memory of the device; nan without any."""
-        uses = self.device_hits + self.device_misses
-        return self.device_hits / uses if uses else float("nan")
+        return ratio(self.device_hits, self.device_hits + self.device_misses)
 
     @property
     def device_computed_share(self) -> float:
         """Share of the uses of experts that the device computed, the processor the others; nan without any."""
-        uses = self.device_hits + self.device_misses
-        return self.device_computed / uses if uses else float("nan")
+        return ratio(self.device_computed, self.device_hits + self.device_misses)
 
     @property
     def device_ahead_precision(self) -> float:
         """Share of the experts that forecasts ordered to the device that their layers used; nan without any."""
-        return self.device_ahead_hits / self.device_ahead if self.device_ahead else float("nan")
+        return ratio(self.device_ahead_hits, self.device_ahead)
 
     @property
     def in_memory(self) -> str:
@@ -82,7 +84,7 @@ class Stats(Counts, struct="pyorch_stats"):
     @property
     def useful_share(self) -> float:
         """Of the experts read, those that were not read ahead in vain; nan without any."""
-        return 1 - self.unused_loads / self.loads if self.loads else float("nan")
+        return 1 - ratio(self.unused_loads, self.loads)
 
 
 class SubstitutionStats(Counts, struct="pyorch_substitution_counts"):

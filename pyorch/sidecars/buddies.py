@@ -78,30 +78,13 @@ class LayerBuddies:
 class Buddies:
     """The buddies of a model: its layers with routed experts, by their il.
 
-    As they are made, the lists hold up to k_max buddies whatever alpha is; cut() gives those that count.
+    As they are made, the lists hold up to k_max buddies whatever alpha is; LayerBuddies.cut() gives those that count.
     """
 
     layers: dict[int, LayerBuddies]
     alpha: dict[int, float]  # cumulative frequency threshold of each layer (eq. 5)
     similarity: str  # what q measures: one of SIMILARITIES
     n_tokens: int  # of the trace
-
-    def cut(self, alpha: float | None = None, k: int | None = None) -> Buddies:
-        """The lists of eqs. 5 and 6: the fewest buddies of each expert whose q sums up to alpha, at most k.
-
-        Args:
-            alpha: in (0, 1], for all layers; default: each layer's own.
-            k: default: as many as there are.
-
-        An expert that has a buddy keeps at least one.
-        """
-        if alpha is not None and not 0 < alpha <= 1:
-            raise ValueError(f"alpha {alpha} is not in (0, 1]")
-        if k is not None and k < 1:
-            raise ValueError(f"k {k} is below 1")
-        alphas = {il: self.alpha[il] if alpha is None else alpha for il in self.layers}
-        layers = {il: layer.cut(alphas[il], k) for il, layer in self.layers.items()}
-        return dataclasses.replace(self, layers=layers, alpha=alphas)
 
     def most_active(self, rate: float) -> dict[int, np.ndarray]:
         """bool[n_expert] of each layer: the round(rate * n_expert) experts that the trace selected most often.

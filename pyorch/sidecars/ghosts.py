@@ -37,16 +37,6 @@ class LayerGhosts:
     #                    a token
     energy: np.ndarray  # float32[n_expert], the mean square of the expert's output, likewise
 
-    def rows(self, expert: int) -> slice:
-        """Its rows in down and up."""
-        begin = int(np.maximum(self.rank[:expert], 0).sum())
-        return slice(begin, begin + max(int(self.rank[expert]), 0))
-
-    def outputs(self, expert: int, inputs: np.ndarray) -> np.ndarray:
-        """float32[n, n_out] of an expert's ghost for router inputs float32[n, n_in]. REQUIRES: rank[expert] >= 0"""
-        rows = self.rows(expert)
-        return self.mean[expert] + inputs @ self.down[rows].T @ self.up[rows]
-
 
 @dataclass(frozen=True)
 class Ghosts:

@@ -18,7 +18,7 @@ from pyorch.library.choices import Needs, policies, predictors
 from pyorch.llama.apply import best_predictor, check_prefetch, set_uses
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.statistics import Stats
+from pyorch.runtime.statistics import Stats, ratio
 from pyorch.settings.budget import REPLAY_BUDGETS, Budget
 from pyorch.settings.device import AUTO as DEVICE_AUTO
 from pyorch.settings.device import DEVICE_MISSES, DeviceMisses
@@ -193,15 +193,15 @@ def replay(
     n_steps = int(schedule.decode[_warm_ubatches(schedule, settings.n_warm_tokens) :].sum())
     return Replayed(
         settings=settings, n_tokens=result.n_tokens, n_decoded=result.n_decoded, seconds=result.seconds,
-        hit_rate=stats.hit_rate, tpot_ms=_ratio(1000 * result.decode_seconds, n_steps),
-        tokens_per_second=_ratio(result.n_decoded, result.decode_seconds),
-        stall_ms=_ratio(1000 * result.stall_seconds, n_steps),
-        bytes_per_token=_ratio(stats.bytes_read, result.n_tokens),
-        disk_busy=_ratio(result.read_seconds, result.seconds),
+        hit_rate=stats.hit_rate, tpot_ms=ratio(1000 * result.decode_seconds, n_steps),
+        tokens_per_second=ratio(result.n_decoded, result.decode_seconds),
+        stall_ms=ratio(1000 * result.stall_seconds, n_steps),
+        bytes_per_token=ratio(stats.bytes_read, result.n_tokens),
+        disk_busy=ratio(result.read_seconds, result.seconds),
         useful=stats.prefetch_hits - stats.prefetch_late, late=stats.prefetch_late, wasted=stats.prefetch_wasted,
         useful_bytes=sum(layer.prefetch_hits * size for layer, size in zip(by_layer, sizes)) - late_bytes,
         late_bytes=late_bytes, wasted_bytes=sum(layer.prefetch_wasted * size for layer, size in zip(by_layer, sizes)),
-        predict_wall_ms=_ratio(1000 * result.predict_wall_seconds, len(recording)),
+        predict_wall_ms=ratio(1000 * result.predict_wall_seconds, len(recording)),
         stats=stats, n_expert_used=recording.experts.shape[2],
         hit_rates=np.array([layer.hit_rate for layer in by_layer[: len(recording.layers)]]),
         rank_hits=counts[0], rank_totals=counts[1], ubatch_ends=ends,
@@ -321,7 +321,3 @@ def _copy(maps: ExpertMaps) -> ExpertMaps:
     for counts in contents.requests:
         copied.add_request(counts)
     return copied
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else float("nan")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from ghost_layers import random_ghosts
+from ghost_layers import outputs_of, random_ghosts, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_traces import trace_of
@@ -177,7 +177,7 @@ def test_the_error_that_is_reported_is_that_on_inputs_it_was_not_fitted_on(
             continue
         x = np.asarray(inputs[mine, 0], np.float32)
         y = experts.outputs(int(expert), x)
-        fitted.append(((y - layer.outputs(expert, x)) ** 2).sum() / (y**2).sum())
+        fitted.append(((y - outputs_of(layer, expert, x)) ** 2).sum() / (y**2).sum())
         held_out.append(layer.error[expert] / layer.energy[expert])
     assert len(fitted) > 5 and np.mean(fitted) < 0.8 * np.mean(held_out)
 
@@ -286,12 +286,12 @@ def test_a_ghost_is_the_map_of_its_regression(model_map: ModelMap, trace: Trace,
     for _ in fit.steps():
         pass
     expert = int(layer.rank.argmax())
-    chosen, rows = fit._samples[expert], layer.rows(expert)
+    chosen, rows = fit._samples[expert], rows_of(layer, expert)
     inputs = np.asarray(trace.inputs[1][:, 0], np.float32)
     regression = Regression(chosen.samples(inputs, experts.outputs(expert, inputs[chosen.rows])))
     mean, down, up = regression.map(regression.ridge(fit.ridge), int(layer.rank[expert]))
     expected = mean + inputs @ down.T @ up
-    np.testing.assert_allclose(layer.outputs(expert, inputs), expected, atol=1e-4 * np.abs(expected).max())
+    np.testing.assert_allclose(outputs_of(layer, expert, inputs), expected, atol=1e-4 * np.abs(expected).max())
     sizes = [np.linalg.norm(matrix[rows], axis=1) for matrix in (layer.down, layer.up)]
     np.testing.assert_allclose(*sizes, rtol=1e-4)
 
