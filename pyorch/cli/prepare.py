@@ -153,15 +153,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _default_text() -> Path:
     """Its file among what is kept of this machine: the commands of the steps can be repeated with it."""
-    from pyorch.runtime.disk import cache_directory
+    from pyorch.runtime import kept
     from pyorch.traces.default_text import write_default_text
 
-    try:
-        path = cache_directory() / "default-text.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home
+    directory = kept.directory()
+    if directory is None:
         raise PyorchError("there is no place to keep a text in: give one with --data FILE, like what the model will be "
-                          "used for") from None
+                          "used for")
+    path = directory / "default-text.jsonl"
     if not path.exists():
         write_default_text(path)
     return path

@@ -35,13 +35,13 @@ def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     return min(limits, key=lambda limit: limit.free_bytes)
 
 
-def peak_bytes(root: Path = Path("/")) -> int:
+def peak_bytes() -> int:
     """The most that was resident of this process since its program began.
 
     Linux gives a process that was forked, and started a program, its parent's maximum in getrusage.
     """
     try:
-        status = (root / "proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text()
     except OSError:  # not Linux
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else KiB)
     return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[1]) * KiB

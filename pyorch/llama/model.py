@@ -272,6 +272,18 @@ class Model:
         if self.engine is not None:
             apply_prefetch(Prefetch.parse(prefetch), self.engine, self._record.plan.sidecars)
 
+    def save_maps(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Writes the expert maps with what was learned while decoding, by default beside the model.
+
+        Raises PyorchError where no predictor collects any, or the file cannot be written.
+        """
+        if self.engine is None or self.engine.history is None:
+            raise PyorchError(
+                "no expert maps were collected: load the model with the prefetch expert-map"
+            )
+        self.engine.wait_idle()  # until the last token was learned from
+        self.engine.history.write(path or default_path(self.map.path, "maps"), self.map)
+
     def save_learned(self, path: str | os.PathLike[str] | None = None) -> None:
         """Writes what the policy "learned" has learned, by default beside the model, where load() finds it.
 

@@ -82,9 +82,9 @@ def inclusion_of_batch(inclusion: np.ndarray, n: int) -> np.ndarray:
     return 1 - (1 - inclusion) ** n
 
 
-def fading_uses(counts: np.ndarray, n_tokens: int, half_life: float = HALF_LIFE) -> np.ndarray:
+def fading_uses(counts: np.ndarray, n_tokens: int) -> np.ndarray:
     """What is left of use counts at the end of so many tokens, spread evenly over them: the shape of the counts."""
-    return counts / n_tokens * (1 - 2 ** (-n_tokens / half_life)) / (1 - 2 ** (-1 / half_life))
+    return counts / n_tokens * (1 - 2 ** (-n_tokens / HALF_LIFE)) / (1 - 2 ** (-1 / HALF_LIFE))
 
 
 def use_counts(experts: np.ndarray, n_expert: int) -> np.ndarray:

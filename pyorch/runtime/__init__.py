@@ -1,1 +1,1 @@
-"""The native runtime: its bindings, model maps, engines and observers."""
+"""The native runtime: model maps, engines, and what they call."""

@@ -66,14 +66,14 @@ def measure(model_map: ModelMap, reads: Reads, seconds: float, direct_io: bool =
                      bool(speed.direct), speed.cores)
 
 
-def measure_ways(model_map: ModelMap, seconds: float, reader: str = "auto", direct_io: bool = True) -> list[Bandwidth]:
+def measure_ways(model_map: ModelMap, seconds: float, reader: str = "auto") -> list[Bandwidth]:
     """Several ways to read, each three times, of which the median counts: others use the disk too, and some disks are
     faster for a moment. seconds: for all of it.
     """
-    reader = measure(model_map, Reads(reader, 1, MiB), 1e-3, direct_io).reader
+    reader = measure(model_map, Reads(reader, 1, MiB), 1e-3).reader
     ways = [Reads(reader, depth, size) for depth, size in _ways(reader)]
     each = seconds / len(ways) / _ROUNDS
-    rounds = [[measure(model_map, way, each, direct_io) for way in ways] for _ in range(_ROUNDS)]
+    rounds = [[measure(model_map, way, each) for way in ways] for _ in range(_ROUNDS)]
     return [sorted(runs, key=lambda one: one.bytes_per_second)[_ROUNDS // 2] for runs in zip(*rounds)]
 
 

@@ -205,16 +205,13 @@ class ModelMap:
         """Tokens of context where nobody says how many."""
         return min(DEFAULT_CTX, self.trained_ctx)
 
-    def kv_bytes(self, n_ctx: int, element_bytes: int = 2) -> int:
-        """Bytes of the KV cache for n_ctx tokens of one sequence, an upper bound.
+    def kv_bytes(self, n_ctx: int) -> int:
+        """Bytes of the KV cache for n_ctx tokens of one sequence in llama.cpp's default F16, an upper bound.
 
         Counts heads of each layer apart (grouped-query attention) and the compressed cache of
         multi-head latent attention; takes a sliding window for the whole context.
-
-        Args:
-            element_bytes: bytes of a cached value, 2 for llama.cpp's default F16.
         """
-        return n_ctx * element_bytes * sum(self._kv_width(il) for il in range(self.info.n_layers))
+        return n_ctx * 2 * sum(self._kv_width(il) for il in range(self.info.n_layers))
 
     def sidecars(self) -> dict[str, Path]:
         """The files that pyorch adds, those that lie beside the model: kind and path."""

@@ -31,10 +31,6 @@ class DefaultVectors:
     counts: dict[int, np.ndarray]
     n_tokens: int
 
-    def apply(self, engine: Engine) -> None:
-        for il, vectors in self.vectors.items():
-            engine.set_default_vectors(il, vectors)
-
 
 @dataclass(frozen=True)
 class Estimator:
@@ -73,10 +69,6 @@ class Estimator:
     @property
     def n_parameters(self) -> int:
         return sum(array.size for array in self.arrays().values())
-
-    def apply(self, engine: Engine) -> None:
-        """PyorchError for an estimator of another model."""
-        engine.set_estimator(self.arrays())
 
 
 @dataclass(frozen=True)
@@ -143,9 +135,10 @@ class PredictorFile:
     def apply(self, engine: Engine) -> None:
         """Gives the engine what predictors are made with. PyorchError if it does not fit."""
         if self.default_vectors is not None:
-            self.default_vectors.apply(engine)
+            for il, vectors in self.default_vectors.vectors.items():
+                engine.set_default_vectors(il, vectors)
         if self.estimator is not None:
-            self.estimator.apply(engine)
+            engine.set_estimator(self.estimator.arrays())
         if self.hybrid is not None:
             engine.set_hybrid([self.hybrid[il] for il in engine.n_expert])
 
