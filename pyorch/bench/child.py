@@ -1,7 +1,5 @@
-"""The measured process: reads a Job from standard input, writes a Measurement to standard output.
-
-Its only argument is a descriptor that nobody writes to: whoever waits for the answer has the other end open, and when
-that is closed, this process ends.
+"""The measured process. Its only argument is the descriptor of a connection, over which it gets a Job and answers with
+a Measurement. When the other end is closed, this process ends.
 
 The work: a cold prompt, then text decoded token by token (the text decides what comes next, so that
 experts are chosen as by real use), then the next part of the text as a second prompt. No sampling. Of several sequences
@@ -12,20 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import random
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as llama  # from the libraries that `import pyorch` has named
 import numpy as np
 
-from pyorch.bench.job import ENGINE, Job, Measurement, Phase, Text, from_json, to_json
+from pyorch.bench.job import ENGINE, Job, Measurement, Phase, Text
+from pyorch.bench.processes import end_with
 from pyorch.library.bindings import decode_error
 from pyorch.llama import memory
 from pyorch.llama.logits import log_softmax
@@ -37,16 +35,11 @@ _WARM_UP = 0.25  # of the tokens to decode, before those that count
 
 
 def main() -> int:
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    job: Job = from_json(Job, json.load(sys.stdin))
-    print(json.dumps(to_json(measure(job))))
+    connection = Connection(int(sys.argv[1]))
+    job = connection.recv()
+    end_with(connection.fileno())
+    connection.send(measure(job))
     return 0
-
-
-def _end_with(descriptor: int) -> None:
-    """Ends this process when the other end of a pipe is closed, also by a signal that leaves no time to say so."""
-    os.read(descriptor, 1)
-    os._exit(1)
 
 
 def measure(job: Job) -> Measurement:
@@ -72,18 +65,9 @@ def measure(job: Job) -> Measurement:
         prefill = run.timed(lambda: run.prefill(second_prompt, 0))
         stats = run.engine.stats() if run.engine is not None else None
         peak_memory_bytes = memory.peak_bytes()
-    return Measurement(
-        load_seconds,
-        ttft_seconds,
-        prefill,
-        decode,
-        peak_memory_bytes,
-        stats.budget_bytes if stats is not None else 0,
-        stats.peak_bytes if stats is not None else 0,
-        run.planned_stall_seconds,
-        reader.text(),
-        stats.device_used_bytes if stats is not None else 0,
-    )
+    of_engine = (stats.budget_bytes, stats.peak_bytes, stats.device_used_bytes) if stats is not None else (0, 0, 0)
+    return Measurement(load_seconds, ttft_seconds, prefill, decode, peak_memory_bytes, *of_engine,
+                       run.planned_stall_seconds, reader.text())
 
 
 class _Reader:

@@ -6,29 +6,30 @@ Ray restarts; nothing here does.
 
 from __future__ import annotations
 
-import base64
+import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import hmac
+import itertools
 import json
 import os
-import secrets
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
-from pyorch.cluster.channel import Channel
 from pyorch.cluster.links import Echo, Measured, measure_link
-from pyorch.cluster.local_ray import CHILD, ray_library
+from pyorch.cluster.local_ray import CHILD, ask_all, ray_library
 from pyorch.cluster.members import ABSENT, REFUSED, SERVING, STARTING, Activity, Counters, Job, Membership, Plan, Status
-from pyorch.cluster.placement.placement import Move, Placement
+from pyorch.cluster.placement.placement import Move
 from pyorch.cluster.state import Running
 from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
@@ -45,6 +46,18 @@ _KEPT_LINES = 20  # of what it said last
 _RESTARTS = 100  # of one server, by Ray
 
 
+def _or_why_not(method: Callable) -> Callable:
+    """Returns a sentence where the serving process refuses or does not answer."""
+    @functools.wraps(method)
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except (PyorchError, TimeoutError) as error:
+            return str(error)
+
+    return answer
+
+
 class Server:
     """A member. Its methods are called through Ray, several at once.
 
@@ -57,24 +70,21 @@ class Server:
         self._state, self._url, self._reason = STARTING, "", ""
         self._peers: set[str] = set()
         self._connecting: dict[str, str] = {}  # to whom this server is not connected yet, and why not
-        self._planned: tuple[Placement | None, int] = (
-            Placement.from_fields(job.placement) if job.placement else None,
-            0,
-        )
+        self._plan = None if job.placement is None else Plan(job.placement)
         self._planning = threading.Lock()  # who changes the plan here and in the serving process
         self._memo: Any = None
         self._model_map: ModelMap | None = None  # of experts that others ask for
         self._reading = threading.Lock()
         self._n_fetched = 0
-        self._life = secrets.token_hex(8)
         self._listening = False
         self._echo: Echo | None = None
         self._ending = False
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._answered = threading.Condition()
-        self._answers: dict[int, dict[str, Any] | None] = {}  # by number, of what somebody waits for
-        self._number = 0
-        self._process, self._channel = self._start()
+        self._changing = threading.Lock()  # to whom this server connects
+        self._sending = threading.Lock()
+        self._answers: dict[int, Future] = {}  # by number, of what somebody waits for
+        self._numbers = itertools.count()
+        self._process, self._connection = self._start()
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._forward, daemon=True).start()
 
@@ -83,41 +93,31 @@ class Server:
         counters, state, reason = None, self._state, self._reason
         if state == SERVING:
             try:
-                counters = Counters(**self._ask("counters"))
+                counters = self._ask("counters")
             except (PyorchError, TimeoutError) as error:
                 state, reason = ABSENT, str(error)
-        with self._answered:
+        with self._changing:
             reason = "; ".join(filter(None, (reason, *self._connecting.values())))
         return Status(
             self._job.name, state, self._url, reason, _was_restarted(), os.getpid(), *self._placed(),
             tuple(sorted(self._peers)), self._n_fetched, counters,
         )
 
+    @_or_why_not
     def counters(self) -> Counters | str:
         """Likewise, of the serving process alone, for whoever can wait; a sentence where it does not serve."""
-        if self._state != SERVING:
-            return self._reason or "it starts"
-        try:
-            return Counters(**self._ask("counters", seconds=_ACTIVITY_SECONDS))
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
+        self._check_serving()
+        return self._ask("counters", seconds=_ACTIVITY_SECONDS)
 
     def plan(self) -> Plan | None:
         """That this server follows; None where it has none."""
-        plan, number = self._planned
-        return None if plan is None else Plan(plan.to_fields(), number)
+        return self._plan
 
+    @_or_why_not
     def activity(self) -> Activity | str:
         """What it did and holds; a sentence where it does not serve now, or does not answer."""
-        if self._state != SERVING:
-            return self._reason or "it starts"
-        try:
-            found = self._ask("activity", seconds=_ACTIVITY_SECONDS)
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
-        width = max(map(len, found["activations"]))
-        counts = np.array([[*row, *[0] * (width - len(row))] for row in found.pop("activations")], np.float64)
-        return Activity(self._life, self.plan(), counts, memo=self._memo, **found)
+        self._check_serving()
+        return Activity(self._ask("work", seconds=_ACTIVITY_SECONDS), self._plan, self._memo)
 
     def remember(self, memo: Any) -> None:
         """Keeps something for the scheduler, until the next."""
@@ -126,31 +126,29 @@ class Server:
     def follow(self, plan: Plan) -> str:
         """Goes by this plan from now on, unless it is older than its own. A sentence where it cannot."""
         with self._planning:
-            _, number = self._planned
+            number = self._plan.number if self._plan is not None else 0
             if plan.number < number:
                 return f"it follows plan {number}, which is newer than {plan.number}"
-            return self._change("follow", Placement.from_fields(plan.placement), plan.number, placement=plan.placement)
+            return self._change(plan, "follow", placement=plan.placement)
 
     def move(self, number: int, moves: list[Move]) -> str:
         """Goes by its plan with these moves, which are plan `number`, from now on. A sentence where it cannot."""
         with self._planning:
-            plan, before = self._planned
-            if plan is None or before != number - 1:
+            before = self._plan.number if self._plan is not None else None
+            if before != number - 1:
                 return f"it follows plan {before}, not {number - 1}"
-            return self._change("move", plan.changed(moves), number, moves=[list(move) for move in moves])
+            return self._change(Plan(self._plan.placement.changed(moves), number), "move", moves=moves)
 
+    @_or_why_not
     def expert(self, layer: int, expert: int) -> bytes | str:
         """The bytes of an expert, layer (an index of the plan) and number, as the model's file has them; a sentence
         where they cannot be read there."""
-        plan, _ = self._planned
-        try:
-            with self._reading:
-                if self._model_map is None:
-                    self._model_map = ModelMap(self._job.model)
-                return self._model_map.read_expert(plan.layers[layer], expert)
-        except PyorchError as error:
-            return str(error)
+        with self._reading:
+            if self._model_map is None:
+                self._model_map = ModelMap(self._job.model)
+            return self._model_map.read_expert(self._plan.placement.layers[layer], expert)
 
+    @_or_why_not
     def hold(self, take: list[tuple[int, int]], drop: list[tuple[int, int]], sources: list[str]) -> str:
         """Keeps experts in memory, layer (an index) and number, and others no longer. When it returns they are there.
 
@@ -160,23 +158,18 @@ class Server:
         for (layer, expert), source in zip(take, sources):
             if source:
                 self._fetch(layer, expert, source)
-        try:
-            deadline = time.monotonic() + _DISK_SECONDS
-            self._ask("hold", seconds=_DISK_SECONDS, take=take, drop=drop)
-            while take and self._ask("missing", seconds=_DISK_SECONDS, experts=take):
-                if time.monotonic() > deadline:
-                    return "experts of the new plan do not arrive in its memory"
-                time.sleep(_LOOK_SECONDS)
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
+        deadline = time.monotonic() + _DISK_SECONDS
+        self._ask("hold", seconds=_DISK_SECONDS, take=take, drop=drop)
+        while take and self._ask("missing", seconds=_DISK_SECONDS, experts=take):
+            if time.monotonic() > deadline:
+                return "experts of the new plan do not arrive in its memory"
+            time.sleep(_LOOK_SECONDS)
         return ""
 
+    @_or_why_not
     def settle(self) -> str:
         """Keeps of its share of the plan what there is room for, after moves. A sentence where it cannot."""
-        try:
-            self._pin()
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
+        self._pin()
         return ""
 
     def introduce(self, name: str, membership: Membership) -> tuple[str, bool]:
@@ -206,19 +199,15 @@ class Server:
             self._echo.close()
             self._echo = None
 
+    @_or_why_not
     def measure_link(self, address: str, port: int) -> Measured | str:
         """How fast a server is reached that has opened a link; a sentence where it is not."""
-        try:
-            return measure_link(address, port, self._job.membership.token)
-        except PyorchError as error:
-            return str(error)
+        return measure_link(address, port, self._job.membership.token)
 
+    @_or_why_not
     def measure_disk(self) -> float | str:
         """Bytes per second; a sentence where it cannot be measured."""
-        try:
-            return self._ask("disk_bytes_per_second", seconds=_DISK_SECONDS)
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
+        return self._ask("disk_bytes_per_second", seconds=_DISK_SECONDS)
 
     def stop(self) -> None:
         """Ends the serving process in order. The actor stays, until Ray ends it."""
@@ -230,39 +219,29 @@ class Server:
             self._process.kill()
             self._process.wait()
 
-    def _start(self) -> tuple[subprocess.Popen, Channel]:
-        ours, theirs = socket.socketpair()
+    def _start(self) -> tuple[subprocess.Popen, Connection]:
+        ours, theirs = Pipe()
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", CHILD, str(theirs.fileno())], stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(theirs.fileno(),), start_new_session=True,
             )
-        channel = Channel(ours)
-        job = self._job
         with contextlib.suppress(OSError):
-            channel.send({
-                "name": job.name, "peer_port": job.peer_port, "peers": dict(job.peers),
-                "placement": dict(job.placement), "tls": dict(job.tls), "reads": job.reads,
-                "token": job.membership.token, "fingerprint": job.membership.fingerprint,
-                "model": job.model, "budget": job.budget,
-                "address": job.address, "port": job.port, "restarted": _was_restarted(), "settings": dict(job.settings),
-                "flags": ["--host", job.address, "--port", str(job.port), "--metrics", *job.flags],
-            })
-        return process, channel
+            ours.send((self._job, _was_restarted()))
+        return process, ours
 
     def _listen(self) -> None:
         """Takes what the serving process says, until it ends; then this actor ends, too, unless that would not help."""
-        while (message := self._channel.receive()) is not None:
-            if "ready" in message:
-                self._url = message["ready"]
-                threading.Thread(target=self._join, daemon=True).start()
-            elif "failed" in message:
-                self._reason = message["failed"]
-            else:
-                with self._answered:
-                    if message["number"] in self._answers:
-                        self._answers[message["number"]] = message
-                        self._answered.notify_all()
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                kind, *said = self._connection.recv()
+                if kind == "ready":
+                    self._url, = said
+                    threading.Thread(target=self._join, daemon=True).start()
+                elif kind == "failed":
+                    self._reason, = said
+                elif future := self._answers.get(said[0]):
+                    future.set_result((kind, said[1]))
         status = self._process.wait()
         if self._ending:
             return
@@ -280,15 +259,18 @@ class Server:
             self._said.append(text)
             print(text, file=sys.stderr, flush=True)
 
-    def _change(self, what: str, plan: Placement, number: int, **arguments: Any) -> str:
+    def _check_serving(self) -> None:
+        """PyorchError where the serving process does not serve."""
+        if self._state != SERVING:
+            raise PyorchError(self._reason or "it starts")
+
+    @_or_why_not
+    def _change(self, plan: Plan, what: str, **arguments: Any) -> str:
         """REQUIRES: self._planning."""
         if not self._listening:
             return "it starts"
-        try:
-            self._ask(what, seconds=_PLAN_SECONDS, **arguments)
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
-        self._planned = plan, number
+        self._ask(what, seconds=_PLAN_SECONDS, **arguments)
+        self._plan = plan
         return ""
 
     def _fetch(self, layer: int, expert: int, source: str) -> None:
@@ -298,41 +280,32 @@ class Server:
                                  TimeoutError):
             matrices = ray.get(ray.get_actor(source).expert.remote(layer, expert), timeout=_DISK_SECONDS)
             if isinstance(matrices, bytes):
-                self._ask("offer", seconds=_DISK_SECONDS, layer=layer, expert=expert,
-                          matrices=base64.b64encode(matrices).decode())
+                self._ask("offer", seconds=_DISK_SECONDS, layer=layer, expert=expert, matrices=matrices)
                 self._n_fetched += 1
 
     def _placed(self) -> tuple[str, int]:
         """The plan's digest, and how many experts it gives this server."""
-        plan, _ = self._planned
-        if plan is None:
+        if self._plan is None:
             return "", 0
+        plan = self._plan.placement
         fields = json.dumps(plan.to_fields(), sort_keys=True)
         return hashlib.sha256(fields.encode()).hexdigest(), int(plan.held[plan.servers.index(self._job.name)].sum())
 
     def _pin(self) -> None:
-        kept = self._ask("pin", seconds=_PLAN_SECONDS)
-        self._reason = kept["reason"] and \
-            f"{kept['pinned']} experts of the plan stay in memory, and no more: {kept['reason']}"
+        n_pinned, reason = self._ask("pin", seconds=_PLAN_SECONDS)
+        self._reason = reason and f"{n_pinned} experts of the plan stay in memory, and no more: {reason}"
 
     def _catch_up(self) -> None:
         """Experts may have moved while this server was away: the plan is that of the others."""
-        ray = ray_library()
-        asked = []
-        for name in self._job.peers:
-            with contextlib.suppress(ValueError):
-                asked.append(ray.get_actor(name).plan.remote())
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_MEET_SECONDS) if asked else ([], [])
-        for answer in ready:
-            with contextlib.suppress(ray.exceptions.RayError):
-                plan = ray.get(answer)
-                if plan is not None and plan.number > self._planned[1]:
-                    self.follow(plan)
+        answers, _ = ask_all(ray_library(), self._job.peers, "plan", seconds=_MEET_SECONDS)
+        for plan in answers.values():
+            if isinstance(plan, Plan) and plan.number > self._plan.number:
+                self.follow(plan)
 
     def _join(self) -> None:
         """The model is loaded: this server goes by the plan, and presents itself to the others."""
         try:
-            if self._job.placement:
+            if self._job.placement is not None:
                 self._ask("listen", seconds=_PLAN_SECONDS)
                 self._listening = True
                 if _was_restarted():
@@ -351,30 +324,31 @@ class Server:
 
     def _present(self) -> str:
         """To all others that are there; the rest presents itself when it comes. Returns what one says that refuses."""
-        ray = ray_library()
-        asked = {}
-        for name in self._job.peers:
-            with contextlib.suppress(ValueError):  # it is not there yet
-                asked[ray.get_actor(name).introduce.remote(self._job.name, self._job.membership)] = name
-        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=_MEET_SECONDS) if asked else ([], [])
-        for answer in ready:
-            if sentence := self._take_in(asked[answer], answer):
+        answers, late = ask_all(ray_library(), self._job.peers, "introduce",
+                                lambda name: (self._job.name, self._job.membership), _MEET_SECONDS)
+        for name, answer in answers.items():
+            if sentence := self._take_in(name, answer):
                 return sentence
-        for answer in late:  # it is busy
-            threading.Thread(target=self._take_in, args=(asked[answer], answer), daemon=True).start()
+        for name, answer in late.items():  # it is busy
+            threading.Thread(target=self._wait_for, args=(name, answer), daemon=True).start()
         return ""
 
-    def _take_in(self, name: str, answer: Any) -> str:
-        """What another server says when this one has presented itself. Returns why it refuses, or ""."""
+    def _wait_for(self, name: str, answer: Any) -> None:
         ray = ray_library()
         with contextlib.suppress(ray.exceptions.RayError):  # it died meanwhile
-            sentence, listening = ray.get(answer)
-            if sentence:
-                self._reason = sentence
-                return sentence
-            self._peers.add(name)
-            if listening:
-                self._connect_soon(name)
+            self._take_in(name, ray.get(answer))
+
+    def _take_in(self, name: str, answer: tuple[str, bool] | Exception) -> str:
+        """What another server says when this one has presented itself. Returns why it refuses, or ""."""
+        if isinstance(answer, Exception):  # it died meanwhile
+            return ""
+        sentence, listening = answer
+        if sentence:
+            self._reason = sentence
+            return sentence
+        self._peers.add(name)
+        if listening:
+            self._connect_soon(name)
         return ""
 
     def _connect_soon(self, name: str) -> None:
@@ -385,7 +359,7 @@ class Server:
 
     def _connect(self, name: str) -> None:
         """Another server computes its experts for this one from now on. Until it does, it is asked again."""
-        with self._answered:
+        with self._changing:
             if name in self._connecting:
                 return
             self._connecting[name] = ""
@@ -395,33 +369,30 @@ class Server:
                 self._ask("connect", seconds=_PLAN_SECONDS, name=name)
                 break
             except (PyorchError, TimeoutError) as error:
-                with self._answered:
+                with self._changing:
                     self._connecting[name] = f"server {name} does not compute for this one yet: {error}"
             time.sleep(pause)
             pause = min(2 * pause, _CONNECT_PAUSES[1])
-        with self._answered:
+        with self._changing:
             del self._connecting[name]
 
     def _ask(self, what: str, seconds: float = _ANSWER_SECONDS, **arguments: Any) -> Any:
         """One thing of the serving process. TimeoutError where it does not answer, PyorchError where it refuses."""
-        with self._answered:
-            self._number += 1
-            number = self._number
-            self._answers[number] = None
+        number, future = next(self._numbers), Future()
+        self._answers[number] = future
         try:
-            self._channel.send({"ask": what, "with": arguments, "number": number})
-            with self._answered:
-                self._answered.wait_for(lambda: self._answers[number] is not None, seconds)
+            with self._sending:
+                self._connection.send((number, what, arguments))
+            kind, answer = future.result(seconds)
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError("the process that serves does not answer") from None
         except OSError:
             raise TimeoutError("the process that serves has ended") from None
         finally:
-            with self._answered:
-                answer = self._answers.pop(number)
-        if answer is None:
-            raise TimeoutError("the process that serves does not answer")
-        if "refused" in answer:
-            raise PyorchError(answer["refused"])
-        return answer["answer"]
+            del self._answers[number]
+        if kind == "refused":
+            raise PyorchError(answer)
+        return answer
 
     def _last_words(self) -> str:
         time.sleep(0.05)  # what it said last is on its way

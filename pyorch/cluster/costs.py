@@ -13,10 +13,10 @@ whole server with all its devices; only what differs from the defaults need stan
       "server": {"layer": 4e-4, "expert": 1e-4},     coefficients of every server
       "servers": {"lab": {"layer": 2e-4}},           where one has others
       "links": [{"from": "clinic", "to": "lab", "bytes_per_second": 6.2e7, "latency": 4e-4}],
-      "machines": [{"servers": ["clinic", "lab"], "cores": 2}]    servers that compute on the same cores
+      "machines": [{"servers": ["clinic", "lab"], "cores": 2}]    for simulations (scripts/papers/dancemoe/machines.py)
     }
 
-Links that are not named there are those of the cluster.toml, and servers that are on no machine have one of their own.
+Links that are not named there are those of the cluster.toml.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -77,22 +77,12 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Servers that share its cores, by their names or numbers. cores: jobs that it computes at once without any being
-    slower for that: so where a job has several threads, the cores over these."""
-
-    servers: tuple[Any, ...]
-    cores: float
-
-
-@dataclass(frozen=True)
 class Costs:
     """Of a cluster, for computing with.
 
     step ... message, disk_latency, disk_bytes_per_second: float64[n_servers], as ServerCosts has them.
     latency, bytes_per_second: float64[n_servers, n_servers], from a server to a server; latency in seconds, one way.
     expert_bytes: float64[n_layers]. request_bytes, reply_bytes, message_bytes: as Sizes has them.
-    machines: with numbers of servers; one that is on none of them has a device of its own.
     """
 
     step: np.ndarray
@@ -109,12 +99,11 @@ class Costs:
     request_bytes: float
     reply_bytes: float
     message_bytes: float
-    machines: tuple[Machine, ...] = ()
 
     @classmethod
     def of(
         cls, servers: Sequence[ServerCosts], sizes: Sizes, n_layers: int, latency: np.ndarray,
-        bytes_per_second: np.ndarray, machines: Sequence[Machine] = (),
+        bytes_per_second: np.ndarray,
     ) -> Costs:
         """sizes: without None. PyorchError where they are of another number of layers, or no expert has such."""
         expert = np.atleast_1d(np.asarray(sizes.expert, np.float64))
@@ -123,13 +112,13 @@ class Costs:
         if not (expert.min() >= 1 and expert.max() <= MOST_OF_EXPERT):
             raise PyorchError(f"expert_bytes are from {expert.min():g} to {expert.max():g}: an expert has 1 byte at "
                               f"least, and {MOST_OF_EXPERT:g} at most")
-        columns = {field.name: np.array([getattr(server, field.name) for server in servers], np.float64)
-                   for field in fields(ServerCosts)}
+        columns = {one.name: np.array([getattr(server, one.name) for server in servers], np.float64)
+                   for one in fields(ServerCosts)}
         return cls(
             **columns, latency=np.asarray(latency, np.float64),
             bytes_per_second=np.asarray(bytes_per_second, np.float64),
             expert_bytes=np.broadcast_to(expert, n_layers).copy(), request_bytes=float(sizes.request),
-            reply_bytes=float(sizes.reply), message_bytes=float(sizes.message), machines=tuple(machines),
+            reply_bytes=float(sizes.reply), message_bytes=float(sizes.message),
         )
 
     @property
@@ -142,18 +131,17 @@ class Costs:
 @dataclass(frozen=True)
 class CostsFile:
     """What stands in such a file. servers: by name; links: (bytes per second, seconds one way) by two names. machines:
-    with names of servers, each on one of them at most."""
+    as they stand there."""
 
     server: ServerCosts = ServerCosts()
-    servers: Mapping[str, ServerCosts] | None = None
+    servers: Mapping[str, ServerCosts] = field(default_factory=dict)
     sizes: Sizes = Sizes()
-    links: Mapping[tuple[str, str], tuple[float, float]] | None = None
-    machines: tuple[Machine, ...] = ()
+    links: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    machines: tuple[Any, ...] = ()
 
     def check_names(self, names: Sequence[str]) -> None:
         """PyorchError where the file has costs of a server that is not among these."""
-        for name in [*(self.servers or {}), *(end for pair in self.links or {} for end in pair),
-                     *(name for machine in self.machines for name in machine.servers)]:
+        for name in [*self.servers, *(end for pair in self.links for end in pair)]:
             if name not in names:
                 raise PyorchError(f'there are costs of a server "{name}": the cluster has {", ".join(names)}')
 
@@ -162,71 +150,51 @@ class CostsFile:
     ) -> Costs:
         """For servers of these names, with links that are these where this file has no others. sizes: without None.
 
-        A name may be there several times: then the machine of that server is, too.
-
         latency, bytes_per_second: float64[n_servers, n_servers], from a server to a server.
         """
         latency, rate = latency.copy(), bytes_per_second.copy()
-        if self.links:
-            for i, one in enumerate(names):
-                for j, other in enumerate(names):
-                    if i != j and (one, other) in self.links:
-                        rate[i, j], latency[i, j] = self.links[one, other]
-        servers = self.servers or {}
-        return Costs.of([servers.get(name, self.server) for name in names], sizes, n_layers, latency, rate,
-                        self._machines_of(names))
-
-    def _machines_of(self, names: Sequence[str]) -> list[Machine]:
-        """Of servers that are there again the machines are, too."""
-        again = [names[:i].count(name) for i, name in enumerate(names)]
-        found = []
-        for machine in self.machines:
-            for n in range(max(again) + 1):
-                there = tuple(i for i, name in enumerate(names) if name in machine.servers and again[i] == n)
-                if there:
-                    found.append(Machine(there, machine.cores))
-        return found
+        for i, one in enumerate(names):
+            for j, other in enumerate(names):
+                if i != j and (one, other) in self.links:
+                    rate[i, j], latency[i, j] = self.links[one, other]
+        return Costs.of([self.servers.get(name, self.server) for name in names], sizes, n_layers, latency, rate)
 
 
 def read_costs(path: str | os.PathLike[str]) -> CostsFile:
     """Raises FormatError, with the field, for a file that is none or has what cannot be."""
     value = json_file.read_any(path, KIND, VERSION, command="cluster measure")
     known = {"kind", "version", "server", "servers", "links", "machines",
-             *(f"{field.name}_bytes" for field in fields(Sizes))}
+             *(f"{one.name}_bytes" for one in fields(Sizes))}
     for name in sorted(value.keys() - known):
         raise FormatError(f'{path}: "{name}" is not known')
     server = _server(value.get("server", {}), ServerCosts(), f"{path}: server")
     servers = {name: _server(given, server, f"{path}: server {name}")
                for name, given in _object(value.get("servers", {}), f"{path}: servers").items()}
-    sizes = {field.name: value[f"{field.name}_bytes"] for field in fields(Sizes) if f"{field.name}_bytes" in value}
+    sizes = {one.name: value[f"{one.name}_bytes"] for one in fields(Sizes) if f"{one.name}_bytes" in value}
     for name, size in sizes.items():
         several = name == "expert" and isinstance(size, list) and size
         for one in size if several else [size]:
             _number(one, f"{path}: {name}_bytes")
         sizes[name] = tuple(map(float, size)) if several else float(size)
-    links = _list(value.get("links", []), f"{path}: links")
-    machines = [_machine(machine, f"{path}: machines[{i}]")
-                for i, machine in enumerate(_list(value.get("machines", []), f"{path}: machines"))]
-    names = [name for machine in machines for name in machine.servers]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise FormatError(f"{path}: machines: server {twice[0]} is there twice")
-    return CostsFile(server, servers, Sizes(**sizes), dict(_link(link, f"{path}: links[{i}]") for i, link in
-                                                           enumerate(links)), tuple(machines))
+    links = dict(_link(link, f"{path}: links[{i}]")
+                 for i, link in enumerate(_list(value.get("links", []), f"{path}: links")))
+    machines = tuple(_list(value.get("machines", []), f"{path}: machines"))
+    return CostsFile(server, servers, Sizes(**sizes), links, machines)
 
 
 def write_costs(path: str | os.PathLike[str], costs: CostsFile) -> None:
     """Writes it, whole or not at all. PyorchError where it cannot."""
     sizes = {f"{name}_bytes": size for name, size in asdict(costs.sizes).items() if size is not None}
     links = [{"from": one, "to": other, "bytes_per_second": rate, "latency": latency}
-             for (one, other), (rate, latency) in (costs.links or {}).items()]
+             for (one, other), (rate, latency) in costs.links.items()]
     value = {"kind": KIND, "version": VERSION, **sizes, "server": asdict(costs.server),
-             "servers": {name: asdict(server) for name, server in (costs.servers or {}).items()}, "links": links,
-             "machines": [asdict(machine) for machine in costs.machines]}
+             "servers": {name: asdict(server) for name, server in costs.servers.items()}, "links": links,
+             "machines": costs.machines}
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def _server(value: Any, default: ServerCosts, where: str) -> ServerCosts:
-    known = {field.name for field in fields(ServerCosts)}
+    known = {one.name for one in fields(ServerCosts)}
     for name, number in _object(value, where).items():
         if name not in known:
             raise FormatError(f'{where}: "{name}" is no cost: {", ".join(sorted(known))} are')
@@ -241,15 +209,6 @@ def _link(value: Any, where: str) -> tuple[tuple[str, str], tuple[float, float]]
     if rate == 0:
         raise FormatError(f"{where}: bytes_per_second is 0")
     return (str(value["from"]), str(value["to"])), (rate, latency)
-
-
-def _machine(value: Any, where: str) -> Machine:
-    if set(_object(value, where)) != {"servers", "cores"}:
-        raise FormatError(f"{where} has not the fields servers and cores")
-    cores = _number(value["cores"], f"{where}: cores")
-    if cores < 1:
-        raise FormatError(f"{where}: cores is {cores:g}, less than 1")
-    return Machine(tuple(map(str, _list(value["servers"], f"{where}: servers"))), cores)
 
 
 def _list(value: Any, where: str) -> list[Any]:

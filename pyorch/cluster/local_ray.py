@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
+from typing import Any
 
 from pyorch import ports
 from pyorch.cluster.state import Running, remember
@@ -72,6 +73,28 @@ def check_installed() -> None:
     """PyorchError where Ray is not installed."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("psutil") is None:
         raise PyorchError("a cluster needs Ray, which is not installed: pip install 'pyorch[cluster]'")
+
+
+def ask_all(
+    ray: ModuleType, names: Iterable[str], method: str, arguments: Callable[[str], tuple] = lambda name: (),
+    seconds: float | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Calls a method of the actors with these names that Ray knows.
+
+    Returns by name what they answered, the RayError of one that died; and the references of answers that are late.
+    """
+    calls: dict[Any, str] = {}
+    for name in names:
+        with contextlib.suppress(ValueError):  # Ray knows it not, or no longer
+            calls[getattr(ray.get_actor(name), method).remote(*arguments(name))] = name
+    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=seconds) if calls else ([], [])
+    answers: dict[str, Any] = {}
+    for call in ready:
+        try:
+            answers[calls[call]] = ray.get(call)
+        except ray.exceptions.RayError as error:
+            answers[calls[call]] = error
+    return answers, {calls[call]: call for call in late}
 
 
 def start(running: Running) -> Running:

@@ -20,7 +20,7 @@ from pyorch.cluster import local_ray, state
 from pyorch.cluster.actor import start_server, stop_servers
 from pyorch.cluster.config import Cluster, Server
 from pyorch.cluster.costs import CostsFile, ServerCosts
-from pyorch.cluster.local_ray import connected
+from pyorch.cluster.local_ray import ask_all, connected
 from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Membership, Status
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.rebalancing import Setting, Verdict
@@ -230,25 +230,20 @@ def watch(
 
 def statuses(ray: ModuleType, names: Sequence[str], seconds: float = STATUS_SECONDS) -> list[Status]:
     """Of the servers with these names, in this order; those that do not answer in time are absent."""
-    calls, found = {}, {}
+    answers, late = ask_all(ray, names, "status", seconds=seconds)
+    found = []
     for name in names:
-        try:
-            calls[ray.get_actor(name).status.remote()] = name
-        except ValueError:
-            found[name] = Status(name, ABSENT, reason="Ray knows it no longer")
-    ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=seconds) if calls else ([], [])
-    for call in ready:
-        try:
-            found[calls[call]] = ray.get(call)
-        except ray.exceptions.RayActorError as error:
-            given_up = isinstance(error, ray.exceptions.ActorDiedError)
-            found[calls[call]] = Status(
-                calls[call], REFUSED if given_up else ABSENT,
-                reason=f"it died, and Ray {'gave it up' if given_up else 'starts it again'}",
-            )
-    for name in calls.values():
-        found.setdefault(name, Status(name, ABSENT, reason="it hangs, or died and Ray starts it again"))
-    return [found[name] for name in names]
+        answer = answers.get(name)
+        if isinstance(answer, Status):
+            found.append(answer)
+        elif isinstance(answer, ray.exceptions.ActorDiedError):
+            found.append(Status(name, REFUSED, reason="it died, and Ray gave it up"))
+        elif answer is not None:
+            found.append(Status(name, ABSENT, reason="it died, and Ray starts it again"))
+        else:
+            found.append(Status(name, ABSENT, reason="it hangs, or died and Ray starts it again" if name in late else
+                                "Ray knows it no longer"))
+    return found
 
 
 def examine(
@@ -323,14 +318,13 @@ def _jobs(
     settings: Mapping[str, Any], flags: Sequence[str],
 ) -> list[Job]:
     membership = Membership(found[cluster.names[0]].fingerprint, running.token)
-    fields = {} if placement is None else placement.to_fields()
     peers = {server.name: (server.address, found[server.name].peer_port) for server in cluster.servers}
     return [
         Job(
             server.name, str(cluster.model_of(server).resolve()), server.address, found[server.name].port,
             found[server.name].peer_port, str(found[server.name].budget_bytes), membership,
-            {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags), fields,
-            tls=server.tls.to_fields() if server.tls else {}, reads=cluster.reads,
+            {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags),
+            placement, server.tls, cluster.reads,
         )
         for server in cluster.servers
     ]

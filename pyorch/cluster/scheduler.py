@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from pyorch.cluster.local_ray import ray_library
+from pyorch.cluster.local_ray import ask_all, ray_library
 from pyorch.cluster.members import Activity, Plan
 from pyorch.cluster.migration import DISK, Load, Migration
 from pyorch.cluster.placement.placement import ABSENT, Placement
@@ -176,7 +176,7 @@ class Scheduler:
         found = {name: activity for name, activity in self._ask(self._names, "activity", seconds=_LOOK_SECONDS).items()
                  if isinstance(activity, Activity)}
         self._take_memo(found)
-        self._recent.look(self._setting, found, time.time())
+        self._recent.look(self._setting, {name: activity.work for name, activity in found.items()}, time.time())
         return self._agreed(found)
 
     def _take_memo(self, found: Mapping[str, Activity]) -> None:
@@ -204,12 +204,11 @@ class Scheduler:
             return found
         plans = {name: activity.plan for name, activity in found.items()}
         number = max(plan.number for plan in plans.values())
-        placements = {name: Placement.from_fields(plan.placement) for name, plan in plans.items()}
-        newest = next(placements[name] for name, plan in plans.items() if plan.number == number)
+        newest = next(plan.placement for plan in plans.values() if plan.number == number)
         device = newest.device.copy()
-        for name, placement in placements.items():
+        for name, plan in plans.items():
             own = self._names.index(name)
-            device[own] = placement.device[own]
+            device[own] = plan.placement.device[own]
         self._plan, self._number = replace(newest, device=device), number
         if all(plan.number == number for plan in plans.values()) and (device == newest.device).all():
             return found
@@ -218,7 +217,7 @@ class Scheduler:
         return {name: activity for name, activity in found.items() if answers.get(name) == ""}
 
     def _whole_plan(self, _: str) -> tuple[Plan]:
-        return (Plan(self._plan.to_fields(), self._number),)
+        return (Plan(self._plan, self._number),)
 
     def _begin(self, candidate: Placement, present: Sequence[str]) -> None:
         self._failed = ""
@@ -319,17 +318,8 @@ class Scheduler:
         self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0
     ) -> dict[str, Any]:
         """What servers answer, by name; those that do not in time are left out."""
-        ray = ray_library()
-        calls = {}
-        for name in names:
-            with contextlib.suppress(ValueError):  # Ray knows it no longer
-                calls[getattr(ray.get_actor(name), method).remote(*arguments(name))] = name
-        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=seconds) if calls else ([], [])
-        answers = {}
-        for call in ready:
-            with contextlib.suppress(ray.exceptions.RayError):
-                answers[calls[call]] = ray.get(call)
-        return answers
+        answers, _ = ask_all(ray_library(), names, method, arguments, seconds)
+        return {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
 
 
 def start_scheduler(ray: ModuleType, setting: Setting) -> Any:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from pyorch.cluster import config
 from pyorch.cluster.config import read_cluster
-from pyorch.cluster.tls import Tls
 from pyorch.errors import FormatError, PyorchError
 
 WHOLE = """
@@ -83,7 +82,6 @@ def test_what_servers_say_to_each_other_is_private_or_said_not_to_be(tmp_path: P
     clinic, lab, _ = (server.tls for server in cluster.servers)
     assert clinic.certificate == tmp_path / "of/all.pem" and clinic.key == Path("/etc/all.key")
     assert (lab.certificate, lab.key, lab.authority) == (tmp_path / "lab.pem", clinic.key, clinic.authority)
-    assert Tls.of(lab.to_fields()) == lab
     assert cluster.reads and not read_cluster(written(tmp_path, 'read = "last"\n' + WHOLE)).reads
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyorch.cluster.costs import KIND, CostsFile, Machine, ServerCosts, Sizes, read_costs, write_costs
+from pyorch.cluster.costs import KIND, CostsFile, ServerCosts, Sizes, read_costs, write_costs
 from pyorch.errors import FormatError, PyorchError
 
 LATENCY, RATE = np.array([[0, 0.1], [0.2, 0]]), np.array([[np.inf, 100], [200, np.inf]])
@@ -22,7 +22,7 @@ def written(path: Path, **fields) -> Path:
 def test_what_is_written_is_read_again(tmp_path):
     costs = CostsFile(ServerCosts(layer=0.5), {"lab": ServerCosts(layer=0.5, row=0.25)},
                       Sizes((100.0, 200.0), 8.0, 16.0, 4.0), {("clinic", "lab"): (50.0, 0.75)},
-                      (Machine(("clinic", "lab"), 2.0),))
+                      ({"servers": ["clinic", "lab"], "cores": 2.0},))
     write_costs(tmp_path / "costs.json", costs)
     assert read_costs(tmp_path / "costs.json") == costs
     write_costs(tmp_path / "costs.json", CostsFile(servers={}, links={}))
@@ -48,14 +48,9 @@ def test_a_measured_link_replaces_the_clusters_in_its_direction(tmp_path):
     assert RATE[1, 0] == 200, "the argument stays as it was"
 
 
-def test_servers_that_are_there_again_share_machines_of_their_own(tmp_path):
-    path = written(tmp_path / "costs.json", machines=[{"servers": ["a", "c"], "cores": 2}])
-    names, links = ("a", "b", "c", "a", "b"), np.ones((5, 5))
-    costs = read_costs(path).of(names, 1, links, links, Sizes(1.0, 1.0, 1.0))
-    assert costs.machines == (Machine((0, 2), 2.0), Machine((3,), 2.0))
-    read_costs(path).check_names(("a", "b", "c"))
+def test_costs_of_a_server_that_there_is_not_are_refused(tmp_path):
     with pytest.raises(PyorchError, match='costs of a server "c": the cluster has a, b'):
-        read_costs(path).check_names(("a", "b"))
+        read_costs(written(tmp_path / "costs.json", servers={"c": {}})).check_names(("a", "b"))
 
 
 def test_sizes_of_other_layers_are_refused():
@@ -82,10 +77,6 @@ def test_sizes_of_other_layers_are_refused():
     ({"links": {}}, "links are no list"),
     ({"links": [{"from": "a", "to": "b", "latency": 1}]}, "has not the fields"),
     ({"machines": {}}, "machines are no list"),
-    ({"machines": [{"servers": ["a"]}]}, "has not the fields servers and cores"),
-    ({"machines": [{"servers": "a", "cores": 1}]}, "servers are no list"),
-    ({"machines": [{"servers": ["a"], "cores": 0.5}]}, "cores is 0.5, less than 1"),
-    ({"machines": [{"servers": ["a", "b"], "cores": 1}, {"servers": ["a"], "cores": 1}]}, "server a is there twice"),
     ({"links": [{"from": "a", "to": "b", "latency": 1, "bytes_per_second": 0}]}, "bytes_per_second is 0"),
 ])
 def test_a_file_with_what_cannot_be_is_one_sentence(tmp_path, fields, sentence):

@@ -25,8 +25,7 @@ from pyorch.cluster import local_ray, members, state
 from pyorch.cluster.actor import refusal
 from pyorch.cluster.costs import read_costs
 from pyorch.cluster.members import SERVING, Membership
-from pyorch.cluster.placement.file import write_placement
-from pyorch.cluster.placement.placement import ABSENT, Placement
+from pyorch.cluster.placement.placement import ABSENT, Placement, write_placement
 from pyorch.errors import PyorchError
 from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
@@ -248,7 +247,7 @@ def test_links_and_disks_are_measured_and_what_computing_takes(cluster: Cluster,
     for server in costs.servers.values():  # computing takes time; for what, a busy machine does not tell
         assert server.layer + server.token + server.expert + server.row > 0
     (machine,) = costs.machines
-    assert machine.servers == ("a", "b") and 1 <= machine.cores <= max(1, os.cpu_count())
+    assert machine["servers"] == ["a", "b"] and 1 <= machine["cores"] <= max(1, os.cpu_count())
 
 
 @needs_ray

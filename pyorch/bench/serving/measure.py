@@ -14,6 +14,7 @@ from pathlib import Path
 
 from pyorch.bench import rounds
 from pyorch.bench.job import ENGINE, UNMANAGED, Config
+from pyorch.bench.processes import memory_group
 from pyorch.bench.serving import client
 from pyorch.bench.serving.client import Answer
 from pyorch.bench.serving.load import Arrival, prompts_of
@@ -118,7 +119,7 @@ def run_rounds(
 
 
 def _run(load: Load, served: Served, i: int, on_answer: Callable[[int], None]) -> Run:
-    with rounds.limited(served.config.limit_bytes) as group, tempfile.TemporaryDirectory() as directory:
+    with memory_group(served.config.limit_bytes) as group, tempfile.TemporaryDirectory() as directory:
         failure, answers, seconds, stats = "", [], float("nan"), {}
         try:
             with started(_arguments(load, served), rounds.environment(served.config), group, Path(directory)) as server:

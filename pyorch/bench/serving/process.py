@@ -13,14 +13,13 @@ import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pyorch import ports
-from pyorch.bench.cgroup import MemoryGroup
+from pyorch.bench.processes import MemoryGroup, end_with
 from pyorch.errors import PyorchError
 
 _START_SECONDS = 600.0  # a large model may be read whole
@@ -28,14 +27,9 @@ _END_SECONDS = 60.0
 
 
 def main() -> None:
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
+    end_with(int(sys.argv[1]))
     sys.argv[1:] = sys.argv[2:]
     runpy.run_module("pyorch", run_name="__main__", alter_sys=True)
-
-
-def _end_with(descriptor: int) -> None:
-    os.read(descriptor, 1)
-    os._exit(1)
 
 
 class Server:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from pyorch.cluster.costs import Costs, CostsFile, Sizes
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.placement.problem import Problem
 from scripts.papers.dancemoe.baselines import place
+from scripts.papers.dancemoe.machines import machines_of
 from scripts.papers.dancemoe.simulator import Outcome, Settings, Traffic, simulate
 from scripts.papers.dancemoe.workload import Arrivals, Fitted, Recorded, Replay, Source, arrival_times
 
@@ -77,6 +78,7 @@ def run(
         )
         for i, rng in zip(original, rngs)
     ]
+    settings = replace(settings, machines=machines_of(costs, [cluster.names[i] for i in original]))
     return simulate(known, resident, traffic, duration, settings, placed if case.migration else None, seed)
 
 

@@ -18,7 +18,7 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.tables import show
 from pyorch.cluster.config import read_cluster
 from pyorch.cluster.costs import MOST, CostsFile, ServerCosts, Sizes, read_costs
-from pyorch.cluster.placement.file import read_placement
+from pyorch.cluster.placement.placement import read_placement
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_no_source, check_target, write_text
 from pyorch.runtime.model_map import ModelMap
@@ -216,7 +216,7 @@ def with_costs(file: CostsFile, settings: Mapping[str, float]) -> CostsFile:
     common = {name: value for name, value in settings.items() if name in known}
     return replace(
         file, server=replace(file.server, **common),
-        servers={name: replace(server, **common) for name, server in (file.servers or {}).items()},
+        servers={name: replace(server, **common) for name, server in file.servers.items()},
         sizes=replace(file.sizes, **{sizes[name]: value for name, value in settings.items() if name in sizes}))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pyorch.cluster.config import read_cluster
 from pyorch.cluster.costs import CostsFile, ServerCosts, Sizes
-from pyorch.cluster.placement.file import write_placement
+from pyorch.cluster.placement.placement import write_placement
 from pyorch.cluster.placement.problem import Problem
 from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
