@@ -9,27 +9,24 @@ each has a part of the text: their prompts come one after the other, then a toke
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as llama  # from the libraries that `import pyorch` has named
 import numpy as np
 
 from pyorch.bench.job import ENGINE, Job, Measurement, Phase, Text
 from pyorch.bench.processes import end_with
-from pyorch.library.bindings import decode_error
-from pyorch.llama import memory
+from pyorch.errors import PyorchError
+from pyorch.llama import interception, logs, memory
+from pyorch.llama.context import Context
 from pyorch.llama.logits import log_softmax
-
-if TYPE_CHECKING:
-    from pyorch.llama.managed import ManagedModel
+from pyorch.llama.managed import find
 
 _WARM_UP = 0.25  # of the tokens to decode, before those that count
 
@@ -80,10 +77,9 @@ class _Reader:
         self._when: list[float] = []
         self._bytes_read: list[int] = []
 
-    def note(self, run: _Run, follows: int | None) -> None:
+    def note(self, run: _Run, logits: np.ndarray, follows: int | None) -> None:
         """After a token of the first sequence. follows: the next one, None for the last."""
         begin = time.perf_counter()
-        logits = run.logits()
         self._most_probable.append(int(logits.argmax()))
         if follows is not None:
             self._log_likelihoods.append(float(log_softmax(logits)[follows]))
@@ -102,14 +98,13 @@ class _Run:
 
     reader: _Reader | None = None  # of the text that is decoded now
 
-    def __init__(self, model: int, context: int, record: ManagedModel | None, n_sequences: int) -> None:
+    def __init__(self, model: int, context: Context, n_sequences: int) -> None:
+        self._record = record = find(model)
         self.engine = record.engine if record is not None else None
         division = record.division.split if record is not None else None
         is_planned = division is not None and division.batch == n_sequences
         self.planned_stall_seconds = division.makespan / n_sequences if is_planned else float("nan")
-        self._record = record
         self._vocab = llama.llama_model_get_vocab(model)
-        self._n_vocab = llama.llama_vocab_n_tokens(self._vocab)
         self._context = context
 
     def tokenize(self, path: str) -> list[int]:
@@ -124,50 +119,33 @@ class _Run:
         self.engine.wait_idle()
 
     def prefill(self, tokens: Sequence[int], sequence: int) -> int:
-        """Appends tokens to a sequence. Logits of the last one. Returns their number."""
-        self._append(tokens, [sequence] * len(tokens), [False] * (len(tokens) - 1) + [True])
+        """Appends tokens to a sequence. Returns their number."""
+        self._context.decode(tokens, [sequence] * len(tokens), (len(tokens) - 1,))
         return len(tokens)
 
     def decode(self, texts: Sequence[Sequence[int]], max_seconds: float) -> int:
         """Appends a text to each sequence, a token to all at once, until the texts or the time are used up.
 
-        Logits of all of them. Returns the number of tokens.
+        Returns the number of tokens.
         """
         end = time.perf_counter() + max_seconds
         n = 0
         for i, tokens in enumerate(zip(*texts)):
-            self._append(tokens, range(len(texts)), [True] * len(texts))
+            logits = self._context.decode(tokens, range(len(texts)))
             n += len(texts)
             if self.reader is not None:
-                self.reader.note(self, texts[0][i + 1] if i + 1 < len(texts[0]) else None)
+                self.reader.note(self, logits[0], texts[0][i + 1] if i + 1 < len(texts[0]) else None)
             if time.perf_counter() >= end:
                 break
         return n
-
-    def _append(self, tokens: Sequence[int], sequences: Sequence[int], with_logits: Sequence[bool]) -> None:
-        n = len(tokens)
-        of_token = [(llama.llama_seq_id * 1)(sequence) for sequence in sequences]
-        # Positions follow those of the sequences. The batch points to the arrays.
-        batch = llama.llama_batch(
-            n_tokens=n, token=(llama.llama_token * n)(*tokens), n_seq_id=(ctypes.c_int32 * n)(*[1] * n),
-            seq_id=(ctypes.POINTER(llama.llama_seq_id) * n)(*of_token), logits=(ctypes.c_int8 * n)(*with_logits),
-        )
-        decode_error()  # of an earlier decode
-        status = llama.llama_decode(self._context, batch)
-        if status != 0:
-            raise RuntimeError(f"llama_decode returned {status} {decode_error()}")
-
-    def logits(self) -> np.ndarray:
-        """After the last token of the first sequence, float32[n_vocab]; until the next one."""
-        return np.ctypeslib.as_array(llama.llama_get_logits_ith(self._context, 0), (self._n_vocab,))
 
     def bytes_read(self) -> int:
         return self.engine.stats().bytes_read if self.engine is not None else _kernel_bytes_read()
 
     def clear(self) -> None:
-        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+        self._context.clear()
 
-    def timed(self, work) -> Phase:
+    def timed(self, work: Callable[[], int]) -> Phase:
         """work() returns the number of tokens."""
         if self.engine is not None:
             self.engine.reset_stats()
@@ -192,51 +170,24 @@ class _Run:
 
 @contextlib.contextmanager
 def _loaded(job: Job) -> Iterator[_Run]:
+    logs.install()
+    logs.set_quiet(True)
     params = llama.llama_model_default_params()
     params.use_extra_bufts = job.config.repack
-    context_params = llama.llama_context_default_params()
-    context_params.n_seq_max = job.n_sequences
-    context_params.n_ctx = job.n_sequences * (job.n_prompt + 2 * job.n_tokens)
-    context_params.n_batch = context_params.n_ubatch = max(job.n_prompt, job.n_sequences)
-    context_params.n_threads = context_params.n_threads_batch = job.n_threads
-    context_params.n_outputs_max = job.n_sequences
+    params.load_mode = llama.LLAMA_LOAD_MODE_NONE if job.config.mode == ENGINE else llama.LLAMA_LOAD_MODE_MMAP
     with contextlib.ExitStack() as stack:
         if job.config.mode == ENGINE:
-            params.load_mode = llama.LLAMA_LOAD_MODE_NONE
-            stack.enter_context(_managing(job))
-        else:
-            params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
-            llama.llama_log_set(_silence, ctypes.c_void_p(0))
+            stack.enter_context(interception.managing(job.config.settings))
         llama.llama_backend_init()
         model = llama.llama_model_load_from_file(os.fsencode(job.model), params)
         if not model:
-            raise RuntimeError(f"llama.cpp cannot load {job.model}")
+            raise PyorchError(f"llama.cpp cannot load {job.model}")
         stack.callback(lambda: llama.llama_model_free(model))
-        context = llama.llama_init_from_model(model, context_params)
-        if not context:
-            raise RuntimeError(f"llama.cpp refuses a context of {context_params.n_ctx} tokens")
-        stack.callback(lambda: llama.llama_free(context))
-        yield _Run(model, context, _record_of(model) if job.config.mode == ENGINE else None, job.n_sequences)
-
-
-@contextlib.contextmanager
-def _managing(job: Job) -> Iterator[None]:
-    from pyorch.llama import interception, logs
-
-    logs.set_quiet(True)
-    with interception.managing(job.config.settings):
-        yield
-
-
-def _record_of(model: int) -> ManagedModel:
-    from pyorch.llama.managed import find
-
-    return find(model)
-
-
-@llama.llama_log_callback
-def _silence(_level, _text, _user):
-    pass
+        n_ctx = job.n_sequences * (job.n_prompt + 2 * job.n_tokens)
+        n_batch = max(job.n_prompt, job.n_sequences)
+        context = stack.enter_context(Context(
+            model, n_ctx, n_batch, n_batch, job.n_sequences, job.n_threads, n_outputs=job.n_sequences))
+        yield _Run(model, context, job.n_sequences)
 
 
 def _kernel_bytes_read() -> int:
@@ -255,7 +206,7 @@ def _random_tokens(n: int) -> list[int]:
 def _parts(tokens: Sequence[int], *sizes: int) -> list[Sequence[int]]:
     """Consecutive parts of the text."""
     if len(tokens) < sum(sizes):
-        raise RuntimeError(
+        raise PyorchError(
             f"the text has {len(tokens)} tokens, but {sum(sizes)} are needed: give a longer one with --data"
         )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
