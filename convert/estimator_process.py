@@ -1,25 +1,20 @@
 """Trains an estimator. A program of its own: children.py starts it, nothing imports it.
 
 Torch and ggml bring two OpenMP runtimes, so torch stays out of processes that load llama.cpp: this file imports
-nothing of pyorch that does. It reads a job (see pyorch.convert.children) as a line of JSON from standard input, behind
-it the records of tokens as they are decoded. It reports as converter_process does, and when it is done with a frame.
+nothing of pyorch that does. Behind its job (see pyorch.convert.children) come the records of tokens as they are
+decoded.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
-import struct
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 
-from report import Report
-
-sys.path.pop(0)  # this file's directory: its other neighbours are no top-level modules
+sys.path.pop(0)  # this file's directory: its neighbours are no top-level modules
 
 import numpy as np
 
@@ -36,51 +31,39 @@ PATIENCE = 4  # parts without improvement
 # Of tokens to draw batches from: what comes is mixed with what came before. Then those that are held out.
 POOL_BYTES, HELD_OUT_BYTES = 1 << 30, 1 << 28
 
-_FRAME = struct.Struct("<?I")  # as in pyorch.convert.estimator
-
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
-    report = Report(int(sys.argv[1]))
-    job = json.loads(sys.stdin.buffer.readline())
+    connection = Connection(int(sys.argv[1]))
+    job = connection.recv()
     try:
         import torch
     except ImportError as error:
-        report.send(error="missing", message=str(error))
+        connection.send({"error": "missing", "message": str(error)})
         sys.exit(1)
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     torch.manual_seed(job["seed"])
     try:
-        weights, summary = train(job, sys.stdin.buffer, report)
-        np.savez(job["output"], **weights)
-        Path(job["output"]).with_suffix(".json").write_text(json.dumps(summary), encoding="utf-8")
+        connection.send({"result": train(job, connection)})
     except Exception as error:
-        report.send(error="failed", message=f"{type(error).__name__}: {error}")
+        connection.send({"error": "failed", "message": f"{type(error).__name__}: {error}"})
         raise
 
 
-def frames(source: BinaryIO, dtype: np.dtype) -> Iterator[tuple[bool, np.ndarray]]:
-    """Whether records are held out, and the records, until the source ends."""
-    while header := source.read(_FRAME.size):
-        held_out, n = _FRAME.unpack(header)
-        yield held_out, np.frombuffer(source.read(n * dtype.itemsize), dtype)
-
-
-def train(job: dict, source: BinaryIO, report: Report) -> tuple[dict[str, np.ndarray], dict]:
+def train(job: dict, connection: Connection) -> tuple[dict[str, np.ndarray], dict]:
     """The weights that did best on the held-out records, by name, and what was measured on them."""
     import torch
 
-    header = TraceHeader(**{**job["header"], "layers": tuple(job["header"]["layers"])})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with np.load(job["arrays"]) as arrays:
-        lesson = Lesson(header, arrays, device)
+    lesson = Lesson(job["header"], job["arrays"], device)
     order = np.random.default_rng(job["seed"])
     pool, held_out = Pool(lesson, POOL_BYTES, order), Pool(lesson, HELD_OUT_BYTES, order)
-    training = Training(job, lesson, pool, held_out, report)
+    training = Training(job, lesson, pool, held_out, connection)
     n_taken = 0
-    for is_held_out, records in frames(source, header.record_dtype()):
+    while (frame := connection.recv()) is not None:
+        is_held_out, records = frame
         if device != "cpu":
-            report.send(taken=True)  # the next are decoded while these are learned
+            connection.send({"taken": True})  # the next are decoded while these are learned
         (held_out if is_held_out else pool).add(records)
         n_taken += 0 if is_held_out else len(records)
         if pool.is_full:
@@ -89,7 +72,7 @@ def train(job: dict, source: BinaryIO, report: Report) -> tuple[dict[str, np.nda
             break
         training.show(n_taken)
         if device == "cpu":
-            report.send(taken=True)
+            connection.send({"taken": True})
     training.run(training.n_steps)
     return training.best_weights, {
         **training.best, "losses": training.losses, "best_part": training.best_part, "curve": training.curve,
@@ -148,10 +131,10 @@ class Training:
     that are held out.
     """
 
-    def __init__(self, job: dict, lesson: Lesson, pool: Pool, held_out: Pool, report: Report) -> None:
+    def __init__(self, job: dict, lesson: Lesson, pool: Pool, held_out: Pool, connection: Connection) -> None:
         import torch
 
-        self._lesson, self._pool, self._held_out, self._report = lesson, pool, held_out, report
+        self._lesson, self._pool, self._held_out, self._connection = lesson, pool, held_out, connection
         self._network = Network(lesson.n_embd, job["n_latent"], job["n_hidden"], lesson.n_layers, lesson.n_expert)
         self._network.to(lesson.device)
         matrices, vectors = (
@@ -195,7 +178,7 @@ class Training:
 
     def show(self, n_taken: int) -> None:
         self._n_taken = n_taken
-        self._report.send(done=n_taken + self._step, total=self._n_training + self.n_steps)
+        self._connection.send({"done": n_taken + self._step, "total": self._n_training + self.n_steps})
 
     def _measure(self) -> None:
         measured = evaluate(self._network, self._lesson, self._held_out)

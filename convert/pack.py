@@ -18,8 +18,7 @@ import numpy as np
 from pyorch import files
 from pyorch.convert import compression
 from pyorch.convert.compression import KindReport, Scheme
-from pyorch.convert.pack_plan import Plan, aligned, layouts_of
-from pyorch.convert.packed_experts import Experts, forget
+from pyorch.convert.pack_plan import Experts, Plan, aligned, forget, layouts_of
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
 from pyorch.runtime.model_map import LayerInfo, ModelMap

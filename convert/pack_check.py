@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pyorch.convert import compression
-from pyorch.convert.pack_plan import checksum, layouts_of
-from pyorch.convert.packed_experts import Experts, chunks_of, forget
+from pyorch.convert.pack_plan import Experts, checksum, chunks_of, forget, layouts_of
 from pyorch.errors import FormatError
 from pyorch.library import codecs
 from pyorch.runtime.model_map import ModelMap, Role

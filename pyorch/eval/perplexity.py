@@ -19,8 +19,7 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.eval.likelihood import N_BATCH, tokenize
-from pyorch.eval.logits import kl_divergences, log_probabilities, top1_agreements
+from pyorch.eval.likelihood import N_BATCH, kl_divergences, log_probabilities, tokenize, top1_agreements
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.sizes import format_bytes

@@ -13,9 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from pyorch.eval.arrival import Arrival
-from pyorch.eval.logits import kl_divergences, top1_agreements
-from pyorch.eval.method import kernels, resident_model
+from pyorch.eval.likelihood import kl_divergences, top1_agreements
+from pyorch.eval.method import Arrival, kernels, resident_model
 from pyorch.llama import memory
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load

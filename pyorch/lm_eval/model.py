@@ -37,7 +37,7 @@ class PyorchLM(TemplateLM):
     as many as fit are computed at once, whatever batch_size is. batch_size: texts that are generated at once, or auto.
 
     Args:
-        model_args: see pyorch.eval.harness_arguments. device, max_batch_size: of the harness, without meaning here.
+        model_args: see pyorch.eval.answering. device, max_batch_size: of the harness, without meaning here.
 
     Raises:
         PyorchError: an argument cannot mean anything, or the model cannot be loaded.

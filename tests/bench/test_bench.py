@@ -20,9 +20,9 @@ from processes import HANG_SECONDS, is_alive
 from pyorch.bench import plan, processes, table
 from pyorch.bench.job import ENGINE, Config, Job, Measurement, Phase, Text
 from pyorch.bench.processes import busy_processes, memory_group
-from pyorch.bench.reading_plot import bandwidth
 from pyorch.bench.rounds import Results, Run
 from pyorch.bench.summary import TextChange, ratio, summarize, text_change
+from pyorch.bench.table import bandwidth
 from pyorch.cli import main
 from pyorch.errors import PyorchError
 from pyorch.llama import memory

@@ -20,7 +20,7 @@ from pyorch.cli import main
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
-from pyorch.eval.logits import kl_divergences
+from pyorch.eval.likelihood import kl_divergences
 from pyorch.eval.speed import Speed
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
