@@ -42,17 +42,9 @@ class Conversion:
 
 
 def convert(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
-    *,
-    outtype: str = "auto",
-    quantize: str | None = None,
-    pure: bool = False,
-    pre_tokenizer: str | None = None,
-    split_max_size: str | None = None,
-    imatrix: str | os.PathLike | None = None,
-    verbose: bool = False,
-    on_progress: OnProgress | None = None,
+    source: str | os.PathLike, target: str | os.PathLike, *, outtype: str = "auto", quantize: str | None = None,
+    pure: bool = False, pre_tokenizer: str | None = None, split_max_size: str | None = None,
+    imatrix: str | os.PathLike | None = None, verbose: bool = False, on_progress: OnProgress | None = None,
 ) -> Conversion:
     """Converts the checkpoint directory `source` to the GGUF `target`. A GGUF as `source` is quantized.
 

@@ -60,13 +60,8 @@ class Results:
 
 
 def run_rounds(
-    job_for: Callable[[Config], Job],
-    configs: Sequence[Config],
-    n_rounds: int,
-    on_progress: OnProgress,
-    say: Callable[[str], None],
-    done: Sequence[Run] = (),
-    keep: Callable[[Run], None] = lambda run: None,
+    job_for: Callable[[Config], Job], configs: Sequence[Config], n_rounds: int, on_progress: OnProgress,
+    say: Callable[[str], None], done: Sequence[Run] = (), keep: Callable[[Run], None] = lambda run: None,
 ) -> Results:
     """Measures every configuration n_rounds times. say: told what each measurement gave.
 

@@ -102,15 +102,8 @@ class Scheduler:
     def report(self) -> Report:
         """How it does, now."""
         return Report(
-            os.getpid(),
-            self._setting.interval,
-            self._next,
-            self._number,
-            self._last,
-            dict(self._recent.local),
-            self._moving,
-            self._moved,
-            self._failed,
+            os.getpid(), self._setting.interval, self._next, self._number, self._last, dict(self._recent.local),
+            self._moving, self._moved, self._failed,
         )
 
     def rebalance(self) -> Verdict:

@@ -66,10 +66,7 @@ def tokenize(tokenizer: llama_cpp.Llama, text: str) -> tuple[int, ...]:
 
 
 def likelihoods(
-    model: Model,
-    prompts: Sequence[Prompt],
-    n_ubatch: int = N_BATCH,
-    together: bool | None = None,
+    model: Model, prompts: Sequence[Prompt], n_ubatch: int = N_BATCH, together: bool | None = None,
     n_threads: int | None = None,
 ) -> Iterator[Likelihoods]:
     """Of each prompt, as the model computes now: under its budget, its substitution, its cache.

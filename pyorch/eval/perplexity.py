@@ -95,12 +95,8 @@ def windows(
 
 
 def measure(
-    model: Model,
-    texts: Sequence[Window],
-    reference: Model | None = None,
-    n_ubatch: int = N_BATCH,
-    n_threads: int | None = None,
-    on_progress: OnProgress | None = None,
+    model: Model, texts: Sequence[Window], reference: Model | None = None, n_ubatch: int = N_BATCH,
+    n_threads: int | None = None, on_progress: OnProgress | None = None,
 ) -> Perplexity:
     """Perplexity as the model computes now: under its budget, its substitution, its cache.
 

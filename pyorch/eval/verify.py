@@ -79,14 +79,9 @@ class Reference:
 
 
 def verify(
-    path: str | os.PathLike[str],
-    budgets: Sequence[Budget | str | int] = VERIFY_BUDGETS,
-    prompt: str = PROMPT,
-    n_tokens: int = 32,
-    n_threads: int | None = None,
-    on_progress: OnProgress | None = None,
-    arrival: Arrival = Arrival(),
-    **load_options: object,
+    path: str | os.PathLike[str], budgets: Sequence[Budget | str | int] = VERIFY_BUDGETS, prompt: str = PROMPT,
+    n_tokens: int = 32, n_threads: int | None = None, on_progress: OnProgress | None = None,
+    arrival: Arrival = Arrival(), **load_options: object,
 ) -> Iterator[Comparison]:
     """Compares prefill of the prompt, in more than one ubatch, and n_tokens decoded one by one.
 
