@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
-import hmac
 import itertools
 import json
 import os
@@ -28,7 +27,7 @@ from typing import Any
 
 from pyorch.cluster.links import Echo, Measured, measure_link
 from pyorch.cluster.local_ray import CHILD, ask_all, ray_library
-from pyorch.cluster.members import ABSENT, REFUSED, SERVING, STARTING, Activity, Counters, Job, Membership, Plan, Status
+from pyorch.cluster.members import ABSENT, REFUSED, SERVING, STARTING, Activity, Counters, Job, Plan, Status
 from pyorch.cluster.placement.placement import Move
 from pyorch.cluster.state import Running
 from pyorch.errors import PyorchError
@@ -172,25 +171,16 @@ class Server:
         self._pin()
         return ""
 
-    def introduce(self, name: str, membership: Membership) -> tuple[str, bool]:
-        """Another server presents itself, which computes for others already, if it has a plan.
-
-        Returns "", or a sentence: why it is refused; and whether this server computes for others, too.
-        """
-        reason = refusal(self._job.membership, membership)
-        if not reason and name not in self._job.peers:
-            reason = "the cluster has none of that name"
-        if reason:
-            return f"server {self._job.name} refuses server {name}: {reason}", False
-        self._peers.add(name)
-        if self._listening:
-            self._connect_soon(name)
-        return "", self._listening
+    def introduce(self, name: str) -> bool:
+        """Another server presents itself, which computes for others already, if it has a plan. Returns whether this
+        server does, too. That both know the token and have the same model, their engines prove to each other."""
+        self._take_in(name, self._listening)
+        return self._listening
 
     def open_link(self) -> tuple[str, int]:
         """Lets other servers measure how fast they reach this one, at the address and port that it returns."""
         self.close_link()  # of a command that was interrupted
-        self._echo = Echo(self._job.address, self._job.membership.token)
+        self._echo = Echo(self._job.address, self._job.token)
         return self._job.address, self._echo.port
 
     def close_link(self) -> None:
@@ -202,7 +192,7 @@ class Server:
     @_or_why_not
     def measure_link(self, address: str, port: int) -> Measured | str:
         """How fast a server is reached that has opened a link; a sentence where it is not."""
-        return measure_link(address, port, self._job.membership.token)
+        return measure_link(address, port, self._job.token)
 
     @_or_why_not
     def measure_disk(self) -> float | str:
@@ -311,45 +301,34 @@ class Server:
                 if _was_restarted():
                     self._catch_up()
                 self._pin()
-            refused = self._present()
+            self._present()
         except PyorchError as error:
-            refused = str(error)
-        except TimeoutError as error:  # it ends, or hangs: status says so
-            self._reason, refused = str(error), ""
-        if refused:
-            self._reason, self._state = refused, REFUSED
+            self._reason, self._state = str(error), REFUSED
             self.stop()
-        else:
-            self._state = SERVING
+            return
+        except TimeoutError as error:  # it ends, or hangs: status says so
+            self._reason = str(error)
+        self._state = SERVING
 
-    def _present(self) -> str:
-        """To all others that are there; the rest presents itself when it comes. Returns what one says that refuses."""
-        answers, late = ask_all(ray_library(), self._job.peers, "introduce",
-                                lambda name: (self._job.name, self._job.membership), _MEET_SECONDS)
-        for name, answer in answers.items():
-            if sentence := self._take_in(name, answer):
-                return sentence
+    def _present(self) -> None:
+        """To all others that are there; the rest presents itself when it comes."""
+        answers, late = ask_all(ray_library(), self._job.peers, "introduce", lambda name: (self._job.name,),
+                                _MEET_SECONDS)
+        for name, listening in answers.items():
+            if not isinstance(listening, Exception):  # it died meanwhile
+                self._take_in(name, listening)
         for name, answer in late.items():  # it is busy
             threading.Thread(target=self._wait_for, args=(name, answer), daemon=True).start()
-        return ""
 
     def _wait_for(self, name: str, answer: Any) -> None:
         ray = ray_library()
         with contextlib.suppress(ray.exceptions.RayError):  # it died meanwhile
             self._take_in(name, ray.get(answer))
 
-    def _take_in(self, name: str, answer: tuple[str, bool] | Exception) -> str:
-        """What another server says when this one has presented itself. Returns why it refuses, or ""."""
-        if isinstance(answer, Exception):  # it died meanwhile
-            return ""
-        sentence, listening = answer
-        if sentence:
-            self._reason = sentence
-            return sentence
+    def _take_in(self, name: str, both_listen: bool) -> None:
         self._peers.add(name)
-        if listening:
+        if both_listen:
             self._connect_soon(name)
-        return ""
 
     def _connect_soon(self, name: str) -> None:
         """Usually that is done when this returns."""
@@ -398,16 +377,6 @@ class Server:
         time.sleep(0.05)  # what it said last is on its way
         words = [line for line in self._said if line]
         return words[-1].removeprefix("pyorch: ").removeprefix("error: ") if words else "it said nothing"
-
-
-def refusal(ours: Membership, theirs: Membership) -> str:
-    """Why a server with that membership cannot join one with ours: a sentence, or "" if it can."""
-    if not hmac.compare_digest(ours.token.encode(), theirs.token.encode()):
-        return "its token is not that of this cluster"
-    if ours.fingerprint != theirs.fingerprint:
-        return (f"its model has the fingerprint {theirs.fingerprint[:12]}, the cluster serves the one with "
-                f"{ours.fingerprint[:12]}")
-    return ""
 
 
 def start_server(ray: ModuleType, job: Job, node: str = "") -> Any:

@@ -180,7 +180,7 @@ class Serving:
         job = self._job
         if self._engine is None:
             raise PyorchError("a model without experts has none to place")
-        peers = Peers(self._engine, job.name, job.membership.token, job.membership.fingerprint, job.tls)
+        peers = Peers(self._engine, job.name, job.token, job.fingerprint, job.tls)
         self._engine.allow_reads(job.reads)
         peers.follow(job.placement)
         peers.listen(job.address, job.peer_port, job.settings.get("n_threads") or memory.physical_cores())
@@ -247,7 +247,7 @@ def main() -> int:
     threading.Thread(target=serving.obey, daemon=True).start()
     try:
         with ModelMap(job.model) as model_map:
-            found, expected = fingerprint(model_map), job.membership.fingerprint
+            found, expected = fingerprint(model_map), job.fingerprint
         if found != expected:
             raise PyorchError(f"{job.model} is another model than the cluster serves: its fingerprint is {found[:12]}, "
                               f"that of the others {expected[:12]}")

@@ -17,24 +17,14 @@ STARTING, SERVING, ABSENT, REFUSED = STATES = ("starting", "serving", "no answer
 
 
 @dataclass(frozen=True)
-class Membership:
-    """Who may join: servers that know the token and hold the model.
-
-    fingerprint: of the model (pyorch.sidecars.container). token: made by `up`, never shown.
-    """
-
-    fingerprint: str
-    token: str = field(repr=False)
-
-
-@dataclass(frozen=True)
 class Job:
     """What one server does, the same after each restart.
 
-    name, address, port: of its endpoint; the port is not 0. peer_port: where it computes for other servers. peers:
-    where those do that for it, address and port by name. settings: texts, as pyorch.serve takes them. flags: of
-    llama-server. placement: the plan that it begins with. tls: what it speaks to the others; None: plain TCP. reads: it
-    reads experts that others have where that is faster than to ask.
+    name, address, port: of its endpoint; the port is not 0. peer_port: where it computes for other servers.
+    fingerprint: of the model. token: made by `up`, never shown. peers: where others compute for it, address and port by
+    name. settings: texts, as pyorch.serve takes them. flags: of llama-server. placement: the plan that it begins with.
+    tls: what it speaks to the others; None: plain TCP. reads: it reads experts that others have where that is faster
+    than to ask.
     """
 
     name: str
@@ -43,7 +33,8 @@ class Job:
     port: int
     peer_port: int
     budget: str
-    membership: Membership
+    fingerprint: str
+    token: str = field(repr=False)
     peers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
@@ -142,7 +133,7 @@ class Status:
 
     url: of its endpoint. reason: a sentence where it does not serve, or not all of the plan's experts stay in memory.
     restarted: by Ray, at least once. actor_pid: of the Ray actor. digest: of the plan; placed: experts that it gives
-    this server. peers: servers that took its token and its model. fetched: experts that came from another server's disk
+    this server. peers: servers that it knows, and that know it. fetched: experts that came from another server's disk
     when they moved. counters: None unless it serves.
     """
 

@@ -21,7 +21,7 @@ from pyorch.cluster.actor import start_server, stop_servers
 from pyorch.cluster.config import Cluster, Server
 from pyorch.cluster.costs import CostsFile, ServerCosts
 from pyorch.cluster.local_ray import ask_all, connected
-from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Membership, Status
+from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Status
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.rebalancing import Setting, Verdict
 from pyorch.cluster.scheduler import NAME as SCHEDULER
@@ -317,12 +317,12 @@ def _jobs(
     cluster: Cluster, found: Mapping[str, Examined], running: Running, placement: Placement | None,
     settings: Mapping[str, Any], flags: Sequence[str],
 ) -> list[Job]:
-    membership = Membership(found[cluster.names[0]].fingerprint, running.token)
     peers = {server.name: (server.address, found[server.name].peer_port) for server in cluster.servers}
     return [
         Job(
             server.name, str(cluster.model_of(server).resolve()), server.address, found[server.name].port,
-            found[server.name].peer_port, str(found[server.name].budget_bytes), membership,
+            found[server.name].peer_port, str(found[server.name].budget_bytes),
+            found[server.name].fingerprint, running.token,
             {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags),
             placement, server.tls, cluster.reads,
         )

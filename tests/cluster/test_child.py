@@ -13,9 +13,9 @@ _SERVING = """
 import sys
 from multiprocessing.connection import Connection
 from pyorch.cluster.child import Serving
-from pyorch.cluster.members import Job, Membership
+from pyorch.cluster.members import Job
 
-job = Job("a", "absent.gguf", "127.0.0.1", 1, 1, "40%", Membership("f" * 64, "token"))
+job = Job("a", "absent.gguf", "127.0.0.1", 1, 1, "40%", "f" * 64, "token")
 Serving(Connection(int(sys.argv[1])), job).obey()
 """
 
