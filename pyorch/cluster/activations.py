@@ -1,13 +1,7 @@
-"""Which experts the users of each server activate: counted in traces, or by a running cluster.
+"""Which experts the users of each server activate: counted in traces, or by a running cluster, in a JSON file.
 
-A running cluster's counts are a JSON file:
-
-    {"kind": "pyorch count of activations", "version": 1, "model": "olmoe.gguf", "fingerprint": "...",
-     "layers": [0, 1, ...],
-     "servers": [{"name": "clinic", "counts": [[412, 96, ...], ...]}, ...]}
-
-layers: the block numbers of those with routed experts that a decode passes. counts: for each of them, how often each
-of its experts was selected for a token of a request to this server, wherever it was computed.
+In the file the counts of a server have, for each layer with routed experts that a decode passes, how often each of its
+experts was selected for a token of a request to this server, wherever it was computed (docs/cluster.md).
 """
 
 from __future__ import annotations

@@ -2,21 +2,8 @@
 
 A row is what one expert makes of one token. A server computes the dense part of a layer, then the experts that it has,
 one job after another; peers are asked for the rest, in one message each. The coefficients lie in a JSON file, of the
-whole server with all its devices; only what differs from the defaults need stand there:
-
-    {
-      "kind": "pyorch file of costs", "version": 1,
-      "expert_bytes": 8257536,                       or a list: of each layer
-      "request_bytes": 8192,                         of a token's input, once for all experts of a peer
-      "reply_bytes": 8192,                           of a row
-      "message_bytes": 64,                           of a message beside these
-      "server": {"layer": 4e-4, "expert": 1e-4},     coefficients of every server
-      "servers": {"lab": {"layer": 2e-4}},           where one has others
-      "links": [{"from": "clinic", "to": "lab", "bytes_per_second": 6.2e7, "latency": 4e-4}],
-      "machines": [{"servers": ["clinic", "lab"], "cores": 2}]    for simulations (scripts/papers/dancemoe/machines.py)
-    }
-
-Links that are not named there are those of the cluster.toml.
+whole server with all its devices (docs/cluster.md); only what differs from the defaults need stand there. Links that
+are not named there are those of the cluster.toml.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from pyorch.cluster.rebalancing import Setting, Verdict
 from pyorch.cluster.scheduler import NAME as SCHEDULER
 from pyorch.cluster.scheduler import Report, start_scheduler
 from pyorch.cluster.state import Running
-from pyorch.cluster.tls import Tls
 from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import fingerprint
@@ -77,7 +76,10 @@ def brought_up(
             raise PyorchError(f"{flag} cannot be one for all servers: {cluster.path} has address and port of each")
     if placement is not None:
         cluster.check_privacy()
-    setting = _setting(cluster) if placement is not None and cluster.scheduler.enabled else None
+    setting = None
+    if placement is not None and cluster.scheduler.enabled:
+        with ModelMap(cluster.model_of(cluster.servers[0])) as model_map:
+            setting = Setting.of(cluster, model_map)
     with contextlib.ExitStack() as connection:
         with state.locked(cluster.path):
             before = state.find(cluster.path)
@@ -88,7 +90,7 @@ def brought_up(
                                   f"{cluster.path}` takes it down")
             running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
             if not ray_address:  # the servers are here: what cannot be is refused before anything starts
-                found = _examined(cluster, lambda server: examine(*_asked(cluster, server)))
+                found = _examined(cluster, lambda server: examine(_model_of(cluster, server), server))
             try:
                 if not ray_address:
                     say("starting Ray")
@@ -150,11 +152,6 @@ def _scheduler(ray: ModuleType) -> Any:
     with contextlib.suppress(ValueError):
         return ray.get_actor(SCHEDULER)
     return None
-
-
-def _setting(cluster: Cluster) -> Setting:
-    with ModelMap(cluster.model_of(cluster.servers[0])) as model_map:
-        return Setting.of(cluster, model_map)
 
 
 def down(config: Path) -> bool:
@@ -246,31 +243,25 @@ def statuses(ray: ModuleType, names: Sequence[str], seconds: float = STATUS_SECO
     return found
 
 
-def examine(
-    model: str, address: str, port: int, peer_port: int, memory: Sequence[Any], tls: Tls | None = None,
-) -> Examined | str:
-    """Looks whether a server could run here: a sentence says why not.
-
-    memory: of each device, an Amount of all experts.
-    """
+def examine(model: str, server: Server) -> Examined | str:
+    """Looks whether a server could run here with a model: a sentence says why not."""
     try:
-        if tls is not None:
-            tls.check(address)
+        if server.tls is not None:
+            server.tls.check(server.address)
         with ModelMap(model) as model_map:
             info = model_map.info
-            budget = sum(amount.of(info.slots_bytes) for amount in memory)
+            budget = sum(server.device_bytes(info.slots_bytes))
             if model_map.layers and budget < info.floor_bytes:
                 return (f"its memory of {format_bytes(budget)} is below what the model needs at once, "
                         f"{format_bytes(info.floor_bytes, round_up=True)} (twice the experts of a token, and one)")
-            return Examined(fingerprint(model_map), *_free_ports(address, port, peer_port), budget)
+            found = _free_ports(server.address, server.port, server.peer_port)
+            return Examined(fingerprint(model_map), *found, budget)
     except PyorchError as error:
         return str(error)
 
 
-def _asked(cluster: Cluster, server: Server) -> tuple[str, str, int, int, tuple, Tls | None]:
-    """The arguments of examine()."""
-    return (str(cluster.model_of(server).resolve()), server.address, server.port, server.peer_port, server.memory,
-            server.tls)
+def _model_of(cluster: Cluster, server: Server) -> str:
+    return str(cluster.model_of(server).resolve())
 
 
 def _examined(cluster: Cluster, examine: Callable[[Server], Examined | str]) -> dict[str, Examined]:
@@ -299,9 +290,10 @@ def _examine_there(ray: ModuleType, cluster: Cluster, server: Server, node: str)
     """On the machine of a server."""
     there = ray.remote(examine).options(num_cpus=0, max_retries=0, resources={f"node:{node}": 0.001})
     try:
-        return ray.get(there.remote(*_asked(cluster, server)))
+        return ray.get(there.remote(_model_of(cluster, server), server))
     except ray.exceptions.RayError as error:
-        raise PyorchError(f"server {server.name}: pyorch does not run on {node}: {_last_line(error)}") from None
+        last_line = [type(error).__name__, *filter(None, map(str.strip, str(error).splitlines()))][-1]
+        raise PyorchError(f"server {server.name}: pyorch does not run on {node}: {last_line}") from None
 
 
 def _check_same(cluster: Cluster, found: Mapping[str, Examined]) -> None:
@@ -320,7 +312,7 @@ def _jobs(
     peers = {server.name: (server.address, found[server.name].peer_port) for server in cluster.servers}
     return [
         Job(
-            server.name, str(cluster.model_of(server).resolve()), server.address, found[server.name].port,
+            server.name, _model_of(cluster, server), server.address, found[server.name].port,
             found[server.name].peer_port, str(found[server.name].budget_bytes),
             found[server.name].fingerprint, running.token,
             {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags),
@@ -360,16 +352,15 @@ def _addresses(host: str) -> set[str]:
 
 def _free_ports(host: str, *wanted: int) -> list[int]:
     """The ports, any that is free for 0. PyorchError where nothing can be listened on there."""
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        return [_held(stack, host, port) for port in wanted]
-
-
-def _held(stack: contextlib.ExitStack, host: str, port: int) -> int:
-    try:
-        return stack.enter_context(ports.held(host, port))
-    except OSError as error:
-        raise PyorchError(f"cannot listen on {host} port {port}: {error.strerror or error}; a server on another "
-                          f"machine needs a Ray cluster with that machine in it (--address)") from None
+        try:
+            for port in wanted:
+                found.append(stack.enter_context(ports.held(host, port)))
+        except OSError as error:
+            raise PyorchError(f"cannot listen on {host} port {port}: {error.strerror or error}; a server on another "
+                              f"machine needs a Ray cluster with that machine in it (--address)") from None
+    return found
 
 
 def _wait(ray: ModuleType, names: Sequence[str], say: Callable[[str], None]) -> list[Status]:
@@ -404,8 +395,3 @@ def _take_down(running: Running) -> None:
     else:
         local_ray.end(running)
     state.forget(running)
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

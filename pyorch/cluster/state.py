@@ -14,9 +14,8 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pyorch.errors import PyorchError
 
@@ -48,11 +47,6 @@ class Running:
         return bool(self.directory)
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> Running:
-        """Of what dataclasses.asdict() made of one, and JSON of that. KeyError or TypeError for anything else."""
-        return cls(**{one.name: values[one.name] for one in fields(cls)} | {"servers": tuple(values["servers"])})
-
-    @classmethod
     def new(cls, config: Path) -> Running:
         """With a mark and a token that nobody else has."""
         return cls(str(config.resolve()), secrets.token_hex(8), secrets.token_hex(32))
@@ -63,7 +57,7 @@ def find(config: Path) -> Running | None:
     path = _path(config)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return Running.read(values)
+        return Running(**{**values, "servers": tuple(values["servers"])})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -64,8 +64,8 @@ def test_everything_that_can_be_said_of_a_cluster_is_read(tmp_path: Path) -> Non
     np.testing.assert_array_equal(cluster.latencies, 1e-3 * (1 - np.eye(3)))
 
 
-def test_the_text_in_the_docstring_is_an_example_that_is_read(tmp_path: Path) -> None:
-    example = config.__doc__.partition("\n")[2]
+def test_the_text_in_the_documentation_is_an_example_that_is_read(tmp_path: Path) -> None:
+    example = (Path(__file__).parents[2] / "docs/cluster.md").read_text().partition("```toml\n")[2].partition("```")[0]
     assert read_cluster(written(tmp_path, example)).names == ("clinic", "lab")
 
 
