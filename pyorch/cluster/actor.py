@@ -39,7 +39,7 @@ _PLAN_SECONDS = 600.0  # for experts to be read
 _MEET_SECONDS = 10.0  # for the others to answer one that comes; who is late is met later
 _DISK_SECONDS = 60.0  # for a second's work, beside requests
 _CONNECT_PAUSES = 0.25, 8.0  # seconds between attempts to reach another server
-_LOOK_SECONDS = 0.005  # between two looks whether experts have arrived
+_HOLD_SECONDS = 65.0  # for experts to arrive, which the serving process gives up before
 _STOP_SECONDS = 10.0  # for a serving process that was asked to end: it writes down what it learned
 _KEPT_LINES = 20  # of what it said last
 _RESTARTS = 100  # of one server, by Ray
@@ -157,12 +157,7 @@ class Server:
         for (layer, expert), source in zip(take, sources):
             if source:
                 self._fetch(layer, expert, source)
-        deadline = time.monotonic() + _DISK_SECONDS
-        self._ask("hold", seconds=_DISK_SECONDS, take=take, drop=drop)
-        while take and self._ask("missing", seconds=_DISK_SECONDS, experts=take):
-            if time.monotonic() > deadline:
-                return "experts of the new plan do not arrive in its memory"
-            time.sleep(_LOOK_SECONDS)
+        self._ask("hold", seconds=_HOLD_SECONDS, take=take, drop=drop)
         return ""
 
     @_or_why_not

@@ -41,6 +41,8 @@ _METRICS = {  # of llama-server, and what they are called here
 }
 _END_SECONDS = 10.0  # for the end of a server whose actor is gone
 _GRACE_SECONDS = 4.0  # for requests that run when it is told to end: less than the actor waits before it kills
+_ARRIVE_SECONDS = 60.0  # for experts that move
+_LOOK_SECONDS = 0.005  # between two looks whether they have arrived
 _PORT_SECONDS = 30.0  # in which the port of a process that was killed becomes free
 
 
@@ -50,7 +52,7 @@ class Serving:
     An answer is "answer" or "refused", the question's number, and what is answered, or a sentence.
     """
 
-    SLOW = ("connect", "disk_bytes_per_second")  # others are answered meanwhile
+    SLOW = ("connect", "disk_bytes_per_second", "hold")  # others are answered meanwhile
 
     def __init__(self, connection: Connection, job: Job | None) -> None:
         self._connection = connection
@@ -159,21 +161,20 @@ class Serving:
     def hold(self, take: list[tuple[int, int]], drop: list[tuple[int, int]]) -> str:
         """Experts, layer (an index) and number, that are kept in memory from now on, and those that need not be.
 
-        Those to take are on their way when it returns. Returns why not all of them stay, or "".
+        When it returns they are there. Returns why not all of them stay, or "".
         """
         layers = self._following().placement.layers
         for layer, expert in drop:
             if (layers[layer], expert) in self._pinned:
                 self._engine.unpin(layers[layer], [expert])
                 self._pinned.remove((layers[layer], expert))
-        return self._keep(take)
-
-    def missing(self, experts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Of these, those that are not in memory yet, and are to be."""
-        layers = self._following().placement.layers
-        resident = {layer: self._engine.residency(layers[layer]) for layer in {layer for layer, _ in experts}}
-        return [(layer, expert) for layer, expert in experts
-                if not resident[layer].resident[expert] and (layers[layer], expert) in self._pinned]
+        reason, deadline = self._keep(take), time.monotonic() + _ARRIVE_SECONDS
+        while any((layers[layer], expert) in self._pinned and not self._engine.residency(layers[layer]).resident[expert]
+                  for layer, expert in take):
+            if time.monotonic() > deadline:
+                raise PyorchError("experts of the new plan do not arrive in its memory")
+            time.sleep(_LOOK_SECONDS)
+        return reason
 
     def listen(self) -> None:
         """Computes for other servers from now on; and those that are met do for this one, as the plan says."""

@@ -31,7 +31,7 @@ class Slow(Serving):
     def connect(self):
         return self.done.wait()
 
-    def missing(self):
+    def counters(self):
         self.done.set()
 
 Slow(Connection(int(sys.argv[1])), None).obey()
@@ -43,7 +43,7 @@ def test_what_takes_long_holds_up_no_other_answer() -> None:
     with theirs:
         process = subprocess.Popen([sys.executable, "-c", _SLOW, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
     with ours:
-        for number, what in enumerate(("connect", "missing")):
+        for number, what in enumerate(("connect", "counters")):
             ours.send((number, what, {}))
         said = []
         for _ in range(2):
