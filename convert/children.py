@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 import textwrap
 import threading
 from collections.abc import Callable
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from typing import Any
 from pyorch.convert import architectures
 from pyorch.errors import PyorchError
 from pyorch.files import staging_locks
+from pyorch.processes import started
 
 OnProgress = Callable[[int, int], None]  # done, total
 Feed = Callable[[Callable[[object], None]], None]  # is given what sends a frame
@@ -122,18 +121,14 @@ def _run(
 
     On any exception, KeyboardInterrupt included, the child is killed before the exception goes on.
     """
-    ours, theirs = Pipe()
-    with ours, tempfile.TemporaryFile() as log:
-        with theirs:
-            child = subprocess.Popen(
-                [*argv, str(theirs.fileno())], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *staging_locks()],
-                stdout=None if verbose else log, stderr=None if verbose else log,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            )
+    with tempfile.TemporaryFile() as log:
+        output = None if verbose else log
+        child, connection = started(argv, staging_locks(), stdout=output, stderr=output,
+                                    env={**os.environ, "PYTHONUNBUFFERED": "1"})
         try:
-            reports = _Reports(ours, on_progress)
+            reports = _Reports(connection, on_progress)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its status tells whether it had enough
-                ours.send(job)
+                connection.send(job)
                 if feed is not None:
                     feed(reports.send_in_turn)
                     reports.send_in_turn(None)
@@ -143,6 +138,8 @@ def _run(
             child.kill()
             child.wait()
             raise
+        finally:
+            connection.close()
         log.seek(0)
         said = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
     if status == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 import time
@@ -21,7 +20,6 @@ from pyorch.runtime.model_map import ModelMap
 
 OnProgress = Callable[[str, int, int], None]  # "converting" or "quantizing", done, total
 
-_SHARD = re.compile(r"(.*)-00001-of-([0-9]{5})\.gguf")
 _SPLIT_SIZE = re.compile(r"[1-9][0-9]*[MG]")
 
 
@@ -139,19 +137,15 @@ def _step(name: str, on_progress: OnProgress | None) -> Callable[[int, int], Non
 
 def _gguf_elements(path: Path) -> int:
     """The number of weights in a GGUF, all shards included."""
-    split = _SHARD.fullmatch(path.name)
-    shards = sorted(path.parent.glob(f"{glob.escape(split[1])}-?????-of-{split[2]}.gguf")) if split else [path]
-    if split and len(shards) != int(split[2]):
-        raise FormatError(f"{path} is one of {int(split[2])} shards, of which {len(shards)} are there")
     with ModelMap(path) as model_map:  # GGUFReader takes for true what a damaged file says of its lengths
         if model_map.info.slim:
             raise PyorchError(f"{path} is slim, its experts are in its pack: quantize the model that it was made of")
-    n_elements = 0
-    for shard in shards:
-        try:
-            n_elements += sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(shard).tensors)
-        except OSError as error:
-            raise FormatError(f"{shard} cannot be read: {error.strerror}") from None
-        except (ValueError, IndexError, KeyError):
-            raise FormatError(f"{shard} is damaged, incomplete or no GGUF") from None
+        n_elements = 0
+        for shard in model_map.shards:
+            try:
+                n_elements += sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(shard).tensors)
+            except OSError as error:
+                raise FormatError(f"{shard} cannot be read: {error.strerror}") from None
+            except (ValueError, IndexError, KeyError):
+                raise FormatError(f"{shard} is damaged, incomplete or no GGUF") from None
     return n_elements

@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from pathlib import Path
 
 from pyorch import _libs
 from pyorch.bench.job import UNMANAGED, Config, Job, Measurement
 from pyorch.bench.processes import busy_processes, memory_group
 from pyorch.errors import PyorchError
+from pyorch.processes import started
 from pyorch.runtime import disk
 from pyorch.sidecars import packs
 from pyorch.signals import terminable
@@ -115,20 +114,16 @@ def _outcome(run: Run) -> str:
 
 def measure_once(job: Job) -> tuple[str, Measurement | None, int | None]:
     """In a process of its own: why it failed, or what was measured; and the peak of its group."""
-    ours, theirs = Pipe()
     with (memory_group(job.config.limit_bytes) as group, terminable(), busy_processes(job.config.n_busy),
           tempfile.TemporaryFile() as log):
-        # Left by an exception, too, the first of these ends the process, and the second waits for that.
-        with subprocess.Popen(
-            [sys.executable, "-m", "pyorch.bench.child", str(theirs.fileno())], stdin=subprocess.DEVNULL, stdout=log,
-            stderr=log, env=environment(job.config), pass_fds=[theirs.fileno()],
-            preexec_fn=group.join if group is not None else None,
-        ) as process, ours:
-            theirs.close()
-            measurement = None
-            with contextlib.suppress(EOFError, OSError):
-                ours.send(job)
-                measurement = ours.recv()
+        process, connection = started(
+            [sys.executable, "-m", "pyorch.bench.child"], stdout=log, stderr=log, env=environment(job.config),
+            preexec_fn=group.join if group is not None else None)
+        measurement = None
+        # Left by an exception, too, the second of these ends the process, and the first waits for that.
+        with process, connection, contextlib.suppress(EOFError, OSError):
+            connection.send(job)
+            measurement = connection.recv()
         killed = group is not None and group.n_killed() > 0
         peak = group.peak_bytes() if group is not None else None
         log.seek(0)

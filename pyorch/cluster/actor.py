@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import hashlib
 import itertools
 import json
@@ -18,19 +17,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
 from pyorch.cluster.links import Echo, Measured, measure_link
 from pyorch.cluster.local_ray import CHILD, ask_all, ray_library
-from pyorch.cluster.members import ABSENT, REFUSED, SERVING, STARTING, Activity, Counters, Job, Plan, Status
+from pyorch.cluster.members import ABSENT, REFUSED, SERVING, STARTING, Activity, Job, Plan, Status
 from pyorch.cluster.placement.placement import Move
 from pyorch.cluster.state import Running
 from pyorch.errors import PyorchError
+from pyorch.processes import started
 from pyorch.runtime.model_map import ModelMap
 
 _ANSWER_SECONDS = 1.5  # that a status waits for the serving process
@@ -45,20 +43,12 @@ _KEPT_LINES = 20  # of what it said last
 _RESTARTS = 100  # of one server, by Ray
 
 
-def _or_why_not(method: Callable) -> Callable:
-    """Returns a sentence where the serving process refuses or does not answer."""
-    @functools.wraps(method)
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
-
-    return answer
+class NoAnswer(PyorchError):
+    """The serving process has ended, or hangs."""
 
 
 class Server:
-    """A member. Its methods are called through Ray, several at once.
+    """A member. Its methods are called through Ray, several at once. They raise PyorchError for what cannot be done.
 
     What it is given is the same for each of its lives. The plan is not: a server that was restarted asks the others for
     the one that they follow.
@@ -93,7 +83,7 @@ class Server:
         if state == SERVING:
             try:
                 counters = self._ask("counters")
-            except (PyorchError, TimeoutError) as error:
+            except PyorchError as error:
                 state, reason = ABSENT, str(error)
         with self._changing:
             reason = "; ".join(filter(None, (reason, *self._connecting.values())))
@@ -102,69 +92,57 @@ class Server:
             tuple(sorted(self._peers)), self._n_fetched, counters,
         )
 
-    @_or_why_not
-    def counters(self) -> Counters | str:
-        """Likewise, of the serving process alone, for whoever can wait; a sentence where it does not serve."""
-        self._check_serving()
-        return self._ask("counters", seconds=_ACTIVITY_SECONDS)
-
     def plan(self) -> Plan | None:
         """That this server follows; None where it has none."""
         return self._plan
 
-    @_or_why_not
-    def activity(self) -> Activity | str:
-        """What it did and holds; a sentence where it does not serve now, or does not answer."""
-        self._check_serving()
+    def activity(self) -> Activity:
+        """What it did and holds."""
+        if self._state != SERVING:
+            raise PyorchError(self._reason or "it starts")
         return Activity(self._ask("work", seconds=_ACTIVITY_SECONDS), self._plan, self._memo)
 
     def remember(self, memo: Any) -> None:
         """Keeps something for the scheduler, until the next."""
         self._memo = memo
 
-    def follow(self, plan: Plan) -> str:
-        """Goes by this plan from now on, unless it is older than its own. A sentence where it cannot."""
+    def follow(self, plan: Plan) -> None:
+        """Goes by this plan from now on, unless it is older than its own."""
         with self._planning:
             number = self._plan.number if self._plan is not None else 0
             if plan.number < number:
-                return f"it follows plan {number}, which is newer than {plan.number}"
-            return self._change(plan, "follow", placement=plan.placement)
+                raise PyorchError(f"it follows plan {number}, which is newer than {plan.number}")
+            self._change(plan, "follow", placement=plan.placement)
 
-    def move(self, number: int, moves: list[Move]) -> str:
-        """Goes by its plan with these moves, which are plan `number`, from now on. A sentence where it cannot."""
+    def move(self, number: int, moves: list[Move]) -> None:
+        """Goes by its plan with these moves, which are plan `number`, from now on."""
         with self._planning:
             before = self._plan.number if self._plan is not None else None
             if before != number - 1:
-                return f"it follows plan {before}, not {number - 1}"
-            return self._change(Plan(self._plan.placement.changed(moves), number), "move", moves=moves)
+                raise PyorchError(f"it follows plan {before}, not {number - 1}")
+            self._change(Plan(self._plan.placement.changed(moves), number), "move", moves=moves)
 
-    @_or_why_not
-    def expert(self, layer: int, expert: int) -> bytes | str:
-        """The bytes of an expert, layer (an index of the plan) and number, as the model's file has them; a sentence
-        where they cannot be read there."""
+    def expert(self, layer: int, expert: int) -> bytes:
+        """The bytes of an expert, layer (an index of the plan) and number, as the model's file has them."""
         with self._reading:
             if self._model_map is None:
                 self._model_map = ModelMap(self._job.model)
             return self._model_map.read_expert(self._plan.placement.layers[layer], expert)
 
-    @_or_why_not
-    def hold(self, take: list[tuple[int, int]], drop: list[tuple[int, int]], sources: list[str]) -> str:
+    def hold(self, take: list[tuple[int, int]], drop: list[tuple[int, int]], source: str) -> None:
         """Keeps experts in memory, layer (an index) and number, and others no longer. When it returns they are there.
 
-        sources: of each to take, the server whose disk it is to come from; "": the own one. A sentence where it cannot.
-        An expert for which its budget has no room is read when it is used.
+        source: the server whose disk those to take are to come from; "": the own one. An expert for which its budget
+        has no room is read when it is used.
         """
-        for (layer, expert), source in zip(take, sources):
-            if source:
-                self._fetch(layer, expert, source)
+        for layer, expert in take if source else ():
+            self._fetch(layer, expert, source)
         self._ask("hold", seconds=_HOLD_SECONDS, take=take, drop=drop)
-        return ""
 
-    @_or_why_not
-    def settle(self) -> str:
-        """Keeps of its share of the plan what there is room for, after moves. A sentence where it cannot."""
-        self._pin()
-        return ""
+    def settle(self) -> None:
+        """Keeps of its share of the plan what there is room for, after moves."""
+        n_pinned, reason = self._ask("pin", seconds=_PLAN_SECONDS)
+        self._reason = reason and f"{n_pinned} experts of the plan stay in memory, and no more: {reason}"
 
     def introduce(self, name: str) -> bool:
         """Another server presents itself, which computes for others already, if it has a plan. Returns whether this
@@ -184,14 +162,12 @@ class Server:
             self._echo.close()
             self._echo = None
 
-    @_or_why_not
-    def measure_link(self, address: str, port: int) -> Measured | str:
-        """How fast a server is reached that has opened a link; a sentence where it is not."""
+    def measure_link(self, address: str, port: int) -> Measured:
+        """How fast a server is reached that has opened a link."""
         return measure_link(address, port, self._job.token)
 
-    @_or_why_not
-    def measure_disk(self) -> float | str:
-        """Bytes per second; a sentence where it cannot be measured."""
+    def measure_disk(self) -> float:
+        """Bytes per second."""
         return self._ask("disk_bytes_per_second", seconds=_DISK_SECONDS)
 
     def stop(self) -> None:
@@ -205,15 +181,11 @@ class Server:
             self._process.wait()
 
     def _start(self) -> tuple[subprocess.Popen, Connection]:
-        ours, theirs = Pipe()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", CHILD, str(theirs.fileno())], stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(theirs.fileno(),), start_new_session=True,
-            )
+        process, connection = started([sys.executable, "-m", CHILD], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                      start_new_session=True)
         with contextlib.suppress(OSError):
-            ours.send((self._job, _was_restarted()))
-        return process, ours
+            connection.send((self._job, _was_restarted()))
+        return process, connection
 
     def _listen(self) -> None:
         """Takes what the serving process says, until it ends; then this actor ends, too, unless that would not help."""
@@ -244,29 +216,20 @@ class Server:
             self._said.append(text)
             print(text, file=sys.stderr, flush=True)
 
-    def _check_serving(self) -> None:
-        """PyorchError where the serving process does not serve."""
-        if self._state != SERVING:
-            raise PyorchError(self._reason or "it starts")
-
-    @_or_why_not
-    def _change(self, plan: Plan, what: str, **arguments: Any) -> str:
+    def _change(self, plan: Plan, what: str, **arguments: Any) -> None:
         """REQUIRES: self._planning."""
         if not self._listening:
-            return "it starts"
+            raise PyorchError("it starts")
         self._ask(what, seconds=_PLAN_SECONDS, **arguments)
         self._plan = plan
-        return ""
 
     def _fetch(self, layer: int, expert: int, source: str) -> None:
         """Has another server send an expert. Where it does not, the own disk has it, too."""
         ray = ray_library()
-        with contextlib.suppress(ValueError, ray.exceptions.RayError, ray.exceptions.GetTimeoutError, PyorchError,
-                                 TimeoutError):
+        with contextlib.suppress(ValueError, ray.exceptions.RayError, ray.exceptions.GetTimeoutError, PyorchError):
             matrices = ray.get(ray.get_actor(source).expert.remote(layer, expert), timeout=_DISK_SECONDS)
-            if isinstance(matrices, bytes):
-                self._ask("offer", seconds=_DISK_SECONDS, layer=layer, expert=expert, matrices=matrices)
-                self._n_fetched += 1
+            self._ask("offer", seconds=_DISK_SECONDS, layer=layer, expert=expert, matrices=matrices)
+            self._n_fetched += 1
 
     def _placed(self) -> tuple[str, int]:
         """The plan's digest, and how many experts it gives this server."""
@@ -276,16 +239,13 @@ class Server:
         fields = json.dumps(plan.to_fields(), sort_keys=True)
         return hashlib.sha256(fields.encode()).hexdigest(), int(plan.held[plan.servers.index(self._job.name)].sum())
 
-    def _pin(self) -> None:
-        n_pinned, reason = self._ask("pin", seconds=_PLAN_SECONDS)
-        self._reason = reason and f"{n_pinned} experts of the plan stay in memory, and no more: {reason}"
-
     def _catch_up(self) -> None:
         """Experts may have moved while this server was away: the plan is that of the others."""
         answers, _ = ask_all(ray_library(), self._job.peers, "plan", seconds=_MEET_SECONDS)
         for plan in answers.values():
             if isinstance(plan, Plan) and plan.number > self._plan.number:
-                self.follow(plan)
+                with contextlib.suppress(PyorchError):
+                    self.follow(plan)
 
     def _join(self) -> None:
         """The model is loaded: this server goes by the plan, and presents itself to the others."""
@@ -295,14 +255,14 @@ class Server:
                 self._listening = True
                 if _was_restarted():
                     self._catch_up()
-                self._pin()
+                self.settle()
             self._present()
+        except NoAnswer as error:  # it ends, or hangs: status says so
+            self._reason = str(error)
         except PyorchError as error:
             self._reason, self._state = str(error), REFUSED
             self.stop()
             return
-        except TimeoutError as error:  # it ends, or hangs: status says so
-            self._reason = str(error)
         self._state = SERVING
 
     def _present(self) -> None:
@@ -342,7 +302,7 @@ class Server:
             try:
                 self._ask("connect", seconds=_PLAN_SECONDS, name=name)
                 break
-            except (PyorchError, TimeoutError) as error:
+            except PyorchError as error:
                 with self._changing:
                     self._connecting[name] = f"server {name} does not compute for this one yet: {error}"
             time.sleep(pause)
@@ -351,7 +311,7 @@ class Server:
             del self._connecting[name]
 
     def _ask(self, what: str, seconds: float = _ANSWER_SECONDS, **arguments: Any) -> Any:
-        """One thing of the serving process. TimeoutError where it does not answer, PyorchError where it refuses."""
+        """One thing of the serving process. NoAnswer where it does not answer, PyorchError where it refuses."""
         number, future = next(self._numbers), Future()
         self._answers[number] = future
         try:
@@ -359,9 +319,9 @@ class Server:
                 self._connection.send((number, what, arguments))
             kind, answer = future.result(seconds)
         except concurrent.futures.TimeoutError:
-            raise TimeoutError("the process that serves does not answer") from None
+            raise NoAnswer("the process that serves does not answer") from None
         except OSError:
-            raise TimeoutError("the process that serves has ended") from None
+            raise NoAnswer("the process that serves has ended") from None
         finally:
             del self._answers[number]
         if kind == "refused":

@@ -22,7 +22,7 @@ from pyorch.sidecars import json_file
 
 KIND, VERSION = "pyorch file of costs", 1
 MOST = 1e15  # seconds or bytes
-MOST_OF_EXPERT = 1e10  # bytes
+SIMULATED = ("expert_bytes", "request_bytes", "reply_bytes", "message_bytes", "machines")
 
 
 @dataclass(frozen=True)
@@ -46,30 +46,13 @@ class ServerCosts:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """In bytes. expert: of one expert, or of one of each layer; request: of a token's input, which a peer gets once for
-    all its experts; reply: of a row; message: of a message beside these. None: as the model has it; or_of() fills that
-    in."""
-
-    expert: float | tuple[float, ...] | None = None
-    request: float | None = None
-    reply: float | None = None
-    message: float = 64.0
-
-    def or_of(self, expert: float | tuple[float, ...], n_embd: int) -> Sizes:
-        """What is None, of a model: a row is float32[n_embd]."""
-        row = 4.0 * n_embd
-        return replace(self, **{name: value for name, value in (("expert", expert), ("request", row), ("reply", row))
-                                if getattr(self, name) is None})
-
-
-@dataclass(frozen=True)
 class Costs:
     """Of a cluster, for computing with.
 
     step ... message, disk_latency, disk_bytes_per_second: float64[n_servers], as ServerCosts has them.
     latency, bytes_per_second: float64[n_servers, n_servers], from a server to a server; latency in seconds, one way.
-    expert_bytes: float64[n_layers]. request_bytes, reply_bytes, message_bytes: as Sizes has them.
+    expert_bytes: float64[n_layers], of one expert of each layer. request_bytes: of a token's input, which a peer gets
+    once for all its experts; reply_bytes: of a row; message_bytes: of a message beside these.
     """
 
     step: np.ndarray
@@ -85,28 +68,19 @@ class Costs:
     expert_bytes: np.ndarray
     request_bytes: float
     reply_bytes: float
-    message_bytes: float
+    message_bytes: float = 64.0
 
     @classmethod
     def of(
-        cls, servers: Sequence[ServerCosts], sizes: Sizes, n_layers: int, latency: np.ndarray,
-        bytes_per_second: np.ndarray,
+        cls, servers: Sequence[ServerCosts], latency: np.ndarray, bytes_per_second: np.ndarray,
+        expert_bytes: np.ndarray, row_bytes: float,
     ) -> Costs:
-        """sizes: without None. PyorchError where they are of another number of layers, or no expert has such."""
-        expert = np.atleast_1d(np.asarray(sizes.expert, np.float64))
-        if len(expert) not in (1, n_layers):
-            raise PyorchError(f"expert_bytes are of {len(expert)} layers: there are {n_layers}")
-        if not (expert.min() >= 1 and expert.max() <= MOST_OF_EXPERT):
-            raise PyorchError(f"expert_bytes are from {expert.min():g} to {expert.max():g}: an expert has 1 byte at "
-                              f"least, and {MOST_OF_EXPERT:g} at most")
+        """row_bytes: of a token's input, and of a row."""
         columns = {one.name: np.array([getattr(server, one.name) for server in servers], np.float64)
                    for one in fields(ServerCosts)}
-        return cls(
-            **columns, latency=np.asarray(latency, np.float64),
-            bytes_per_second=np.asarray(bytes_per_second, np.float64),
-            expert_bytes=np.broadcast_to(expert, n_layers).copy(), request_bytes=float(sizes.request),
-            reply_bytes=float(sizes.reply), message_bytes=float(sizes.message),
-        )
+        return cls(**columns, latency=np.asarray(latency, np.float64),
+                   bytes_per_second=np.asarray(bytes_per_second, np.float64),
+                   expert_bytes=np.asarray(expert_bytes, np.float64), request_bytes=row_bytes, reply_bytes=row_bytes)
 
     @property
     def disk_seconds(self) -> np.ndarray:
@@ -117,14 +91,13 @@ class Costs:
 
 @dataclass(frozen=True)
 class CostsFile:
-    """What stands in such a file. servers: by name; links: (bytes per second, seconds one way) by two names. machines:
-    as they stand there."""
+    """What stands in such a file. servers: by name; links: (bytes per second, seconds one way) by two names. simulated:
+    what only simulations know, by SIMULATED, as it stands there."""
 
     server: ServerCosts = ServerCosts()
     servers: Mapping[str, ServerCosts] = field(default_factory=dict)
-    sizes: Sizes = Sizes()
     links: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-    machines: tuple[Any, ...] = ()
+    simulated: Mapping[str, Any] = field(default_factory=dict)
 
     def check_names(self, names: Sequence[str]) -> None:
         """PyorchError where the file has costs of a server that is not among these."""
@@ -133,50 +106,37 @@ class CostsFile:
                 raise PyorchError(f'there are costs of a server "{name}": the cluster has {", ".join(names)}')
 
     def of(
-        self, names: Sequence[str], n_layers: int, latency: np.ndarray, bytes_per_second: np.ndarray, sizes: Sizes
+        self, names: Sequence[str], latency: np.ndarray, bytes_per_second: np.ndarray, expert_bytes: np.ndarray,
+        row_bytes: float,
     ) -> Costs:
-        """For servers of these names, with links that are these where this file has no others. sizes: without None.
-
-        latency, bytes_per_second: float64[n_servers, n_servers], from a server to a server.
-        """
+        """For servers of these names, with links that are these where this file has no others, as Costs.of()."""
         latency, rate = latency.copy(), bytes_per_second.copy()
         for i, one in enumerate(names):
             for j, other in enumerate(names):
                 if i != j and (one, other) in self.links:
                     rate[i, j], latency[i, j] = self.links[one, other]
-        return Costs.of([self.servers.get(name, self.server) for name in names], sizes, n_layers, latency, rate)
+        return Costs.of([self.servers.get(name, self.server) for name in names], latency, rate, expert_bytes, row_bytes)
 
 
 def read_costs(path: str | os.PathLike[str]) -> CostsFile:
     """Raises FormatError, with the field, for a file that is none or has what cannot be."""
     value = json_file.read_any(path, KIND, VERSION, command="cluster measure")
-    known = {"kind", "version", "server", "servers", "links", "machines",
-             *(f"{one.name}_bytes" for one in fields(Sizes))}
-    for name in sorted(value.keys() - known):
+    for name in sorted(value.keys() - {"kind", "version", "server", "servers", "links", *SIMULATED}):
         raise FormatError(f'{path}: "{name}" is not known')
     server = _server(value.get("server", {}), ServerCosts(), f"{path}: server")
     servers = {name: _server(given, server, f"{path}: server {name}")
                for name, given in _object(value.get("servers", {}), f"{path}: servers").items()}
-    sizes = {one.name: value[f"{one.name}_bytes"] for one in fields(Sizes) if f"{one.name}_bytes" in value}
-    for name, size in sizes.items():
-        several = name == "expert" and isinstance(size, list) and size
-        for one in size if several else [size]:
-            _number(one, f"{path}: {name}_bytes")
-        sizes[name] = tuple(map(float, size)) if several else float(size)
     links = dict(_link(link, f"{path}: links[{i}]")
                  for i, link in enumerate(_list(value.get("links", []), f"{path}: links")))
-    machines = tuple(_list(value.get("machines", []), f"{path}: machines"))
-    return CostsFile(server, servers, Sizes(**sizes), links, machines)
+    return CostsFile(server, servers, links, {name: value[name] for name in SIMULATED if name in value})
 
 
 def write_costs(path: str | os.PathLike[str], costs: CostsFile) -> None:
     """Writes it, whole or not at all. PyorchError where it cannot."""
-    sizes = {f"{name}_bytes": size for name, size in asdict(costs.sizes).items() if size is not None}
     links = [{"from": one, "to": other, "bytes_per_second": rate, "latency": latency}
              for (one, other), (rate, latency) in costs.links.items()]
-    value = {"kind": KIND, "version": VERSION, **sizes, "server": asdict(costs.server),
-             "servers": {name: asdict(server) for name, server in costs.servers.items()}, "links": links,
-             "machines": costs.machines}
+    value = {"kind": KIND, "version": VERSION, **costs.simulated, "server": asdict(costs.server),
+             "servers": {name: asdict(server) for name, server in costs.servers.items()}, "links": links}
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 

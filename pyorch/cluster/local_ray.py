@@ -81,7 +81,8 @@ def ask_all(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Calls a method of the actors with these names that Ray knows.
 
-    Returns by name what they answered, the RayError of one that died; and the references of answers that are late.
+    Returns by name what they answered, what they raised, the RayError of one that died; and the references of answers
+    that are late.
     """
     calls: dict[Any, str] = {}
     for name in names:
@@ -92,6 +93,8 @@ def ask_all(
     for call in ready:
         try:
             answers[calls[call]] = ray.get(call)
+        except ray.exceptions.RayTaskError as error:
+            answers[calls[call]] = error.cause
         except ray.exceptions.RayError as error:
             answers[calls[call]] = error
     return answers, {calls[call]: call for call in late}

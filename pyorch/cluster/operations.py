@@ -176,12 +176,12 @@ def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
     with connected(running) as ray:
 
         def asked(name: str, method: str, *arguments: Any) -> Any:
-            try:
-                answer = ray.get(getattr(ray.get_actor(name), method).remote(*arguments), timeout=MEASURE_SECONDS)
-            except (ValueError, ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-                raise PyorchError(f"server {name} does not answer: `pyorch cluster status` shows how it does") from None
-            if isinstance(answer, str):
+            answers, _ = ask_all(ray, [name], method, lambda name: arguments, MEASURE_SECONDS)
+            answer = answers.get(name)
+            if isinstance(answer, PyorchError):
                 raise PyorchError(f"server {name}: {answer}")
+            if name not in answers or isinstance(answer, Exception):
+                raise PyorchError(f"server {name} does not answer: `pyorch cluster status` shows how it does")
             return answer
 
         links, servers = {}, {}

@@ -55,9 +55,8 @@ class Setting:
         n_expert = max((layer.n_expert for layer in layers), default=1)
         problem = Problem.of_model(cluster, model_map, np.zeros((len(cluster.servers), len(layers), n_expert)))
         n_embd = model_map.metadata_int(f"{model_map.info.arch}.embedding_length", default=N_EMBD)
-        sizes = known.sizes.or_of(tuple(map(float, problem.sizes.tolist())), n_embd)
-        return cls(problem, known.of(cluster.names, len(layers), cluster.latencies, cluster.bandwidths, sizes),
-                   scheduler.interval)
+        costs = known.of(cluster.names, cluster.latencies, cluster.bandwidths, problem.sizes, 4.0 * n_embd)
+        return cls(problem, costs, scheduler.interval)
 
 
 @dataclass(frozen=True)

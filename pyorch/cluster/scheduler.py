@@ -207,7 +207,7 @@ class Scheduler:
             return found
         self._number += 1
         answers = self._ask(list(found), "follow", self._whole_plan, _PLAN_SECONDS)
-        return {name: activity for name, activity in found.items() if answers.get(name) == ""}
+        return {name: found[name] for name, answer in answers.items() if answer is None}
 
     def _whole_plan(self, _: str) -> tuple[Plan]:
         return (Plan(self._plan, self._number),)
@@ -273,10 +273,8 @@ class Scheduler:
 
         def arguments(name: str) -> tuple:
             load = load_of.get(name)
-            if load is None:
-                return [], drop[name], []
-            source = "" if load.source == DISK else self._names[load.source]
-            return [(load.layer, load.expert)], drop[name], [source]
+            source = "" if load is None or load.source == DISK else self._names[load.source]
+            return [] if load is None else [(load.layer, load.expert)], drop[name], source
 
         self._all([name for name in present if name in load_of or drop[name]], "hold", arguments, _HOLD_SECONDS)
 
@@ -288,7 +286,8 @@ class Scheduler:
         self._number += 1
         self._plan = plan
         answers = self._ask(present, "move", lambda name: (self._number, moves), _PLAN_SECONDS)
-        rest = [name for name in present if answers.get(name) != ""]  # they did not follow the plan before it
+        # Who follows another plan than the one before it gets the whole.
+        rest = [name for name in present if name not in answers or answers[name] is not None]
         self._all(rest, "follow", self._whole_plan, _PLAN_SECONDS)
 
     def _remember(self, target: Placement | None) -> None:
@@ -299,20 +298,20 @@ class Scheduler:
     def _all(
         self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0
     ) -> None:
-        """Asks servers for what returns "" or a sentence. PyorchError where one cannot, or does not answer."""
+        """Asks servers to do something. PyorchError where one cannot, or does not answer."""
         answers = self._ask(names, method, arguments, seconds)
         for name in names:
-            if name not in answers:
+            answer = answers.get(name, TimeoutError())
+            if isinstance(answer, PyorchError):
+                raise PyorchError(f"server {name}: {answer}")
+            if isinstance(answer, Exception):
                 raise PyorchError(f"server {name} does not answer")
-            if answers[name]:
-                raise PyorchError(f"server {name}: {answers[name]}")
 
     def _ask(
         self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0
     ) -> dict[str, Any]:
-        """What servers answer, by name; those that do not in time are left out."""
-        answers, _ = ask_all(ray_library(), names, method, arguments, seconds)
-        return {name: answer for name, answer in answers.items() if not isinstance(answer, Exception)}
+        """What servers answer or raise, by name; those that do not in time are left out."""
+        return ask_all(ray_library(), names, method, arguments, seconds)[0]
 
 
 def start_scheduler(ray: ModuleType, setting: Setting) -> Any:

@@ -57,11 +57,6 @@ class Tunnel:
         return self._process.pid
 
     @property
-    def error(self) -> str:
-        """Why a connection failed last, "" if none did."""
-        return self._error
-
-    @property
     def n_errors(self) -> int:
         """That there were."""
         return self._n_errors

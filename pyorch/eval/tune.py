@@ -113,7 +113,7 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
         best = max(reached[: len(speeds) - 1], key=lambda trial: speeds[trial.substitution].rate)
     tuned = None
     if best is not None:
-        held_out = _held_out(request, rate, buddies, best.substitution, on_progress) if request.held_out else None
+        held_out = _held_out(request, rate, buddies, best.substitution, on_progress) if request.held_out else {}
         tuned = _tuned(request, rate, n_questions, best, speeds, held_out)
     return Tuning(search.original, tuple(trials), speeds, best, tuned)
 
@@ -149,17 +149,10 @@ def _tasks(model: Model, request: Request) -> list[arc.Task]:
     return tasks
 
 
-@dataclass(frozen=True)
-class _HeldOut:
-    n_questions: int
-    accuracy: float
-    original_accuracy: float
-    error: float
-
-
 def _held_out(
     request: Request, rate: float, buddies: Buddies, best: Substitution, on_progress: OnProgress
-) -> _HeldOut:
+) -> dict[str, float]:
+    """Fields of TunedSetting."""
     found = []
     with static_model(request.model, **request.options) as model:
         tasks = _tasks(model, _others(request))
@@ -168,9 +161,12 @@ def _held_out(
                 on_progress("held out", done, 2)
                 found.append(judging.judge(_method(setting), rate, buddies).accuracies)
     original, tuned = found
-    return _HeldOut(
-        sum(len(task.questions) for task in tasks), arc.average(tuned, request.metric),
-        arc.average(original, request.metric), arc.difference(tuned, original, request.metric).stderr)
+    return {
+        "n_held_out": sum(len(task.questions) for task in tasks),
+        "held_out_accuracy": arc.average(tuned, request.metric),
+        "held_out_original_accuracy": arc.average(original, request.metric),
+        "held_out_error": arc.difference(tuned, original, request.metric).stderr,
+    }
 
 
 def _speeds(
@@ -189,7 +185,7 @@ def _speeds(
 
 def _tuned(
     request: Request, rate: float, n_questions: int, best: Trial,
-    speeds: dict[Substitution | None, Speed], held_out: _HeldOut | None,
+    speeds: dict[Substitution | None, Speed], held_out: dict[str, float],
 ) -> TunedSetting:
     speed = speeds.get(best.substitution)
     return TunedSetting(
@@ -204,10 +200,7 @@ def _tuned(
         tokens_per_second=speed.rate if speed is not None else None,
         original_tokens_per_second=speeds[None].rate if speeds else None,
         bytes_read_per_token=speed.bytes_per_token if speed is not None else None,
-        n_held_out=held_out.n_questions if held_out is not None else 0,
-        held_out_accuracy=held_out.accuracy if held_out is not None else None,
-        held_out_original_accuracy=held_out.original_accuracy if held_out is not None else None,
-        held_out_error=held_out.error if held_out is not None else None,
+        **held_out,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from placement_problems import problem_of, skewed
 from processes import HANG_SECONDS
 
-from pyorch.cluster.costs import Costs, ServerCosts, Sizes
+from pyorch.cluster.costs import Costs, ServerCosts
 from pyorch.cluster.members import Work
 from pyorch.cluster.migration import RecentUses, Sharing, row_seconds
 from pyorch.cluster.placement.dance import place
@@ -27,9 +27,8 @@ def setting() -> Setting:
     """Three servers with memory for 16 experts of 32 each, and slow disks."""
     problem = problem_of(np.zeros(SHAPE), [16 << 20] * 3, 1 << 20)
     links = np.where(np.eye(3, dtype=bool), np.inf, 1e8)
-    sizes = Sizes(expert=float(problem.sizes[0]), request=256.0, reply=256.0)
     latencies = np.where(np.eye(3, dtype=bool), 0, 1e-3)
-    costs = Costs.of([ServerCosts(disk_bytes_per_second=1e7)] * 3, sizes, SHAPE[1], latencies, links)
+    costs = Costs.of([ServerCosts(disk_bytes_per_second=1e7)] * 3, latencies, links, problem.sizes, 256.0)
     return Setting(problem, costs, INTERVAL)
 
 

@@ -217,7 +217,7 @@ def test_links_and_disks_are_measured_and_what_computing_takes(cluster: Cluster,
     assert sorted(costs.links) == [("a", "b"), ("b", "a")]
     for server in costs.servers.values():  # computing takes time; for what, a busy machine does not tell
         assert server.layer + server.token + server.expert + server.row > 0
-    (machine,) = costs.machines
+    (machine,) = costs.simulated["machines"]
     assert machine["servers"] == ["a", "b"] and 1 <= machine["cores"] <= max(1, os.cpu_count())
 
 

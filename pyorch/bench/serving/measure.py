@@ -18,7 +18,7 @@ from pyorch.bench.processes import memory_group
 from pyorch.bench.serving import client
 from pyorch.bench.serving.client import Answer
 from pyorch.bench.serving.load import Arrival, prompts_of
-from pyorch.bench.serving.process import started
+from pyorch.bench.serving.process import serving
 from pyorch.errors import PyorchError
 from pyorch.runtime import disk
 from pyorch.settings.budget import RESIDENT
@@ -122,7 +122,7 @@ def _run(load: Load, served: Served, i: int, on_answer: Callable[[int], None]) -
     with memory_group(served.config.limit_bytes) as group, tempfile.TemporaryDirectory() as directory:
         failure, answers, seconds, stats = "", [], float("nan"), {}
         try:
-            with started(_arguments(load, served), rounds.environment(served.config), group, Path(directory)) as server:
+            with serving(_arguments(load, served), rounds.environment(served.config), group, Path(directory)) as server:
                 seconds = server.wait_until_ready()
                 prompts = prompts_of(server.tokenize(load.text), load.arrivals)
                 answers = client.run(server.port, load.arrivals, prompts, load.max_seconds, on_answer)

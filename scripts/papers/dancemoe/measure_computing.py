@@ -258,11 +258,11 @@ def _run(args: argparse.Namespace) -> int:
             works.measure(name)
         for name in running.servers:
             servers[name] = works.fit(name, costs.servers.get(name, costs.server))
-        machines = ()
+        simulated = dict(costs.simulated)
         if len(running.servers) > 1:
             cores = works.measure_together(running.servers, lambda: _processors(args.threads), servers)
-            machines = ({"servers": running.servers, "cores": cores},)
-    write_costs(args.output, replace(costs, servers=servers, machines=machines))
+            simulated["machines"] = [{"servers": running.servers, "cores": cores}]
+    write_costs(args.output, replace(costs, servers=servers, simulated=simulated))
     return 0
 
 

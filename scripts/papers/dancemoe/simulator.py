@@ -33,7 +33,7 @@ import numpy as np
 from pyorch.cluster.costs import Costs
 from pyorch.cluster.migration import DISK, Decision, Load, Migration, RecentUses, decide
 from pyorch.errors import PyorchError
-from scripts.papers.dancemoe.machines import Machine
+from scripts.papers.dancemoe.simulated_costs import Machine
 from scripts.papers.dancemoe.simulated_layers import Layer, Layers, Part
 from scripts.papers.dancemoe.simulated_server import MIGRATION_SHARE, Answers, Cores, Request, Server, Traffic
 

@@ -14,7 +14,7 @@ from simulated_cluster import SERVER, Lengths, Random, Same, costs_of, zipf
 
 from pyorch.cluster.costs import CostsFile, ServerCosts
 from pyorch.errors import FormatError, PyorchError
-from scripts.papers.dancemoe.machines import Machine, machines_of
+from scripts.papers.dancemoe.simulated_costs import Machine, Sizes, machines_of
 from scripts.papers.dancemoe.simulated_server import Cores
 from scripts.papers.dancemoe.simulator import Settings, Traffic, simulate
 from scripts.papers.dancemoe.workload import arrival_times
@@ -137,13 +137,14 @@ def test_rows_for_experts_that_many_have_go_to_different_peers():
 
 
 def test_servers_that_are_there_again_share_machines_of_their_own():
-    costs = CostsFile(machines=({"servers": ["a", "c"], "cores": 2},))
+    costs = CostsFile(simulated={"machines": [{"servers": ["a", "c"], "cores": 2}]})
     assert machines_of(costs, ("a", "b", "c", "a", "b")) == (Machine((0, 2), 2.0), Machine((3,), 2.0))
     with pytest.raises(PyorchError, match='costs of a server "c": the cluster has a, b'):
         machines_of(costs, ("a", "b"))
 
 
 @pytest.mark.parametrize(("machines", "sentence"), [
+    ({}, "machines are no list"),
     ([{"servers": ["a"]}], "has not the fields servers and cores"),
     ([{"servers": "a", "cores": 1}], "servers are no list"),
     ([{"servers": ["a"], "cores": 0.5}], "cores is 0.5, less than 1"),
@@ -151,7 +152,7 @@ def test_servers_that_are_there_again_share_machines_of_their_own():
 ])
 def test_machines_that_cannot_be_are_one_sentence(machines, sentence):
     with pytest.raises(FormatError, match=sentence):
-        machines_of(CostsFile(machines=tuple(machines)), ("a", "b"))
+        machines_of(CostsFile(simulated={"machines": machines}), ("a", "b"))
 
 
 def test_two_servers_on_one_core_take_twice_as_long_and_on_two_as_long_as_alone():
@@ -190,6 +191,20 @@ def test_reads_are_computed_on_the_cores_too():
     found = simulate(costs_of(2, 1), only_own([0], [1], n_expert=3), traffic, 10, one_core)
     assert found.end[0] == pytest.approx(1 + 2 + 400 / 1000 + 0.25 + 0.125 + 0.5)
     assert found.n_read == 1
+
+
+# Sizes
+
+
+def test_sizes_of_other_layers_are_refused():
+    with pytest.raises(PyorchError, match="of 2 layers: there are 3"):
+        Sizes((1.0, 2.0), 1.0, 1.0).applied(costs_of(2, 3), 3)
+    for size in (0.0, 1e11):
+        with pytest.raises(PyorchError, match="an expert has 1 byte at least"):
+            Sizes(size, 1.0, 1.0).applied(costs_of(2, 3), 3)
+    for size, sentence in (([], "expert_bytes is"), ([1, None], "expert_bytes is None")):
+        with pytest.raises(FormatError, match=sentence):
+            Sizes.of(CostsFile(simulated={"expert_bytes": size}))
 
 
 # Theory
