@@ -114,15 +114,8 @@ def slots(model: Model) -> Slots:
     if counts is None:
         wrong = stats.speculation.slots - stats.speculation.right if stats.speculation is not None else 0
         return Slots(n_tokens, 0, wrong, 0)
-    refused = (
-        counts.refused_tae
-        + counts.refused_margin
-        + counts.refused_distribution
-        + counts.refused_rho
-        + counts.refused_buddies
-        + counts.refused_sacred
-        + counts.refused_error
-    )
+    refused = sum(getattr(counts, f"refused_{why}") for why in (
+        "tae", "margin", "distribution", "rho", "buddies", "sacred", "error"))
     return Slots(n_tokens, counts.substituted + refused, counts.substituted, counts.dropped, counts.ghosts)
 
 

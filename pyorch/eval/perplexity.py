@@ -80,12 +80,8 @@ def windows(
         first = 0 if has_bos else 1
         for begin in range(first, len(tokens), n_window):
             targets = tokens[begin : begin + min(n_window, left)]
-            inputs = (
-                bos + tokens[begin : begin + len(targets) - 1]
-                if has_bos
-                else tokens[begin - 1 : begin + len(targets) - 1]
-            )
-            result.append(Window(inputs, targets))
+            before = tokens[begin - (not has_bos) : begin + len(targets) - 1]
+            result.append(Window(bos + before, targets))
             left -= len(targets)
             if left <= 0:
                 return result

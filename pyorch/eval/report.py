@@ -51,11 +51,8 @@ def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
     swept = rows[0].rate is not None
     columns = []
     if swept:
-        columns += [
-            ("cache", lambda row: f"{row.rate:g}"),
-            ("method", lambda row: row.method),
-            ("settings", lambda row: row.settings),
-        ]
+        columns += [("cache", lambda row: f"{row.rate:g}"), ("method", lambda row: row.method),
+                    ("settings", lambda row: row.settings)]
     columns += [
         (name, lambda row, i=i: f"{getattr(row.judgement.accuracies[i], metric):.3f}") for i, name in enumerate(files)
     ]
@@ -71,19 +68,13 @@ def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
             ("tok/s", lambda row: _number(row.speed, lambda speed: f"{speed.rate:.2f}")),
             ("speedup", lambda row: "-" if row.speedup is None else f"{row.speedup - 1:+.1%}"),
             ("MiB/token", lambda row: _number(row.speed, lambda speed: f"{speed.bytes_per_token / MiB:.2f}")),
-            (
-                _CHANGED,
-                lambda row: _number(
-                    row.speed,
-                    lambda speed: f"{(speed.substituted + speed.dropped + speed.ghosts) / speed.n_tokens:.2f}"
-                ),
-            ),
+            (_CHANGED, lambda row: _number(
+                row.speed, lambda speed: f"{(speed.substituted + speed.dropped + speed.ghosts) / speed.n_tokens:.2f}")),
         ]
     elif swept:
-        columns.append(
-            (_CHANGED,
-             lambda row: f"{sum(map(row.judgement.slots.per_token, ('substituted', 'dropped', 'ghosts'))):.2f}")
-        )
+        columns.append((
+            _CHANGED, lambda row: f"{sum(map(row.judgement.slots.per_token, ('substituted', 'dropped', 'ghosts'))):.2f}"
+        ))
     return columns
 
 
@@ -194,8 +185,5 @@ def _looks(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
 
 
 def _label(row: Row) -> str:
-    return (
-        row.method
-        if row.method in _LOOKS and row.settings in ("", f"mode={row.method}")
-        else f"{row.method} {row.settings}"
-    )
+    alone = row.method in _LOOKS and row.settings in ("", f"mode={row.method}")
+    return row.method if alone else f"{row.method} {row.settings}"
