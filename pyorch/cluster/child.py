@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from pyorch import ports
 from pyorch.cluster.members import Counters, Job, Work
 from pyorch.cluster.peers import Peers
 from pyorch.cluster.placement.placement import Move, Placement
@@ -266,13 +266,9 @@ def main() -> int:
 def _wait_for_port(host: str, port: int) -> None:
     """The process that had it before is dying, which takes a while with gigabytes. serve() says it if it does not."""
     deadline = time.monotonic() + _PORT_SECONDS
-    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     while time.monotonic() < deadline:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(where)
-                return
+        with contextlib.suppress(OSError), ports.held(host, port):
+            return
         time.sleep(0.1)
 
 

@@ -257,17 +257,13 @@ def _kill(process) -> None:
 
 
 def _read(path: str) -> str:
-    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         return file.read().strip()
     return ""
 
 
 def _last_line(path: str) -> str:
-    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-        lines = [line.strip() for line in file if line.strip()]
-        if lines:
-            return lines[-1]
-    return "it said nothing"
+    return _read(path).rpartition("\n")[2].strip() or "it said nothing"
 
 
 def _first_line(error: BaseException) -> str:

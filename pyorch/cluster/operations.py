@@ -126,32 +126,22 @@ def status(config: Path) -> tuple[Running, list[Status], Report | None]:
 
 def report(ray: ModuleType) -> Report | None:
     """What the scheduler says; None where there is none, or it does not answer in time."""
-    scheduler = _scheduler(ray)
-    if scheduler is not None:
-        with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):  # Ray starts it again
-            return ray.get(scheduler.report.remote(), timeout=STATUS_SECONDS)
-    return None
+    answers, _ = ask_all(ray, [SCHEDULER], "report", seconds=STATUS_SECONDS)
+    found = answers.get(SCHEDULER)
+    return found if isinstance(found, Report) else None  # it died, and Ray starts it again
 
 
 def rebalance(config: Path) -> Verdict:
     """Has the scheduler decide now. PyorchError where the cluster is not up, or has none."""
     running = _running(config)
     with connected(running) as ray:
-        scheduler = _scheduler(ray)
-        if scheduler is None:
-            raise PyorchError("the cluster has no scheduler: it has one when it runs with a plan (`pyorch cluster up "
-                              "--plan`) and cluster.toml does not say enabled = false under [scheduler]")
-        try:
-            return ray.get(scheduler.rebalance.remote(), timeout=REBALANCE_SECONDS)
-        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-            raise PyorchError("the scheduler does not answer: try again when Ray has started it again") from None
-
-
-def _scheduler(ray: ModuleType) -> Any:
-    """The actor; None where there is none."""
-    with contextlib.suppress(ValueError):
-        return ray.get_actor(SCHEDULER)
-    return None
+        answers, late = ask_all(ray, [SCHEDULER], "rebalance", seconds=REBALANCE_SECONDS)
+    if not answers and not late:
+        raise PyorchError("the cluster has no scheduler: it has one when it runs with a plan (`pyorch cluster up "
+                          "--plan`) and cluster.toml does not say enabled = false under [scheduler]")
+    if not isinstance(verdict := answers.get(SCHEDULER), Verdict):
+        raise PyorchError("the scheduler does not answer: try again when Ray has started it again")
+    return verdict
 
 
 def down(config: Path) -> bool:
