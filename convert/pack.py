@@ -5,7 +5,6 @@ and whether a pack holds the experts of its model.
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import time
 from collections import deque
@@ -17,6 +16,7 @@ from functools import partial
 from io import FileIO
 from pathlib import Path
 
+import gguf
 import numpy as np
 
 from pyorch import files
@@ -76,24 +76,25 @@ def pack(
             raise PyorchError(f"{model_map.path} is slim: its experts are in its pack already")
         files.check_no_source(target, model_map.shards)
         with files.continued(target) as (part, descriptor):
-            choice = _begun(descriptor, model_map, layout) if codec == compression.AUTO else None
+            choice = _begun(part, model_map, layout) if codec == compression.AUTO else None
             if choice is None:
                 with Experts(model_map, layouts_of(model_map, layout)) as experts:
                     choice = compression.choose(model_map, experts.read, codec, level, shards)
             plan = Plan(model_map, layout, choice.schemes)
             try:
-                written = _write(plan, choice.ratio, descriptor, target.parent, spare_bytes, on_progress)
-                if written.n_continued:
+                n_continued, stored_bytes = _write(
+                    plan, choice.ratio, descriptor, target.parent, spare_bytes, on_progress)
+                if n_continued:
                     _check_index(model_map, part, descriptor)
                 files.replace(part, target)
             except OSError as error:
                 raise PyorchError(f"writing {part} failed: {error.strerror}; what was packed stays there, and the same "
                                   "command goes on from it") from None
         used = {scheme.codec for scheme in choice.schemes}
-        return Packing(target, layout, len(model_map.layers), plan.n_experts, written.n_continued,
+        return Packing(target, layout, len(model_map.layers), plan.n_experts, n_continued,
                        target.stat().st_size, time.monotonic() - begin,
                        tuple(name for name in codecs.NAMES if name in used),
-                       written.stored_bytes / model_map.info.expert_bytes, choice.kinds, choice.reason)
+                       stored_bytes / model_map.info.expert_bytes, choice.kinds, choice.reason)
 
 
 def _check_index(model_map: ModelMap, part: Path, descriptor: int) -> None:
@@ -107,43 +108,24 @@ def _check_index(model_map: ModelMap, part: Path, descriptor: int) -> None:
                               "command again") from None
 
 
-def _begun(descriptor: int, model_map: ModelMap, layout: str) -> compression.Choice | None:
+def _begun(part: Path, model_map: ModelMap, layout: str) -> compression.Choice | None:
     """What an interrupted run had chosen, if it left something to go on with."""
-    head = os.pread(descriptor, min(os.fstat(descriptor).st_size, 64 * MiB), 0)
-    schemes = _schemes_in(head, sum(len(layer.roles) for layer in model_map.layers))
-    if schemes and head.startswith(Plan(model_map, layout, schemes).header):
-        return compression.Choice(schemes, (), "as the run that was interrupted chose")
-    return None
-
-
-def _schemes_in(head: bytes, n: int) -> tuple[Scheme, ...]:
-    """Of the beginning of a pack, the metadata that say what n matrices are stored with; () without them."""
-    key = f"{packs.KIND}.{packs.CODECS}".encode()
-    at = head.find(struct.pack("<Q", len(key)) + key)
     try:
-        if at < 0 or struct.unpack_from("<Q", head, at + 16 + len(key))[0] != n:
-            return ()
-        at += 24 + len(key)
-        schemes = []
-        for _ in range(n):
-            length = struct.unpack_from("<Q", head, at)[0]
-            schemes.append(Scheme.parse(head[at + 8 : at + 8 + length].decode()))
-            at += 8 + length
-        return tuple(schemes)
-    except (struct.error, ValueError):
-        return ()
-
-
-@dataclass(frozen=True)
-class _Written:
-    n_continued: int
-    stored_bytes: int  # of all chunks
+        schemes = tuple(map(Scheme.parse, gguf.GGUFReader(part).fields[f"{packs.KIND}.{packs.CODECS}"].contents()))
+    except (OSError, ValueError, IndexError, KeyError, OverflowError):  # nothing, or not what was begun here
+        return None
+    if len(schemes) != sum(len(layer.roles) for layer in model_map.layers):
+        return None
+    header = Plan(model_map, layout, schemes).header
+    with part.open("rb") as file:
+        same = file.read(len(header)) == header
+    return compression.Choice(schemes, (), "as the run that was interrupted chose") if same else None
 
 
 def _write(
     plan: Plan, ratio: float, descriptor: int, directory: Path, spare_bytes: int, on_progress: OnProgress | None
-) -> _Written:
-    """Packs what the file does not have yet, in order.
+) -> tuple[int, int]:
+    """Packs what the file does not have yet, in order. Returns how many experts it had, and the bytes of all chunks.
 
     The index is the journal: a row is written when what it tells of is on the disk, and until then it is zeros. Until
     all is there, the header says that the layers are empty.
@@ -195,7 +177,7 @@ def _write(
         journal.flush()
     os.ftruncate(descriptor, aligned(at, packs.PAGE))
     _write_all(descriptor, plan.make_header(data_bytes), 0)
-    return _Written(len(known), stored_bytes)
+    return len(known), stored_bytes
 
 
 def _known_rows(plan: Plan, descriptor: int) -> list[tuple[int, int, np.ndarray]]:

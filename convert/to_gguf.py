@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -85,54 +86,40 @@ def convert(
 
     with files.staging(target) as staging:
         files.check_free_space(target.parent, int(need))
+        converted, quantized = staging / "converted", staging / "quantized"
         try:
-            made = [source]
+            made = [source]  # the one file, or the shards in their order
             if checkpoint is not None:
+                converted.mkdir()
                 job = {
-                    "checkpoint": str(source), "output": str(_directory(staging, "converted") / target.name),
+                    "checkpoint": str(source), "output": str(converted / target.name),
                     "outtype": outtype, "options": ["--split-max-size", split_max_size] if split_max_size else [],
                     "pre_tokenizer": pre_tokenizer, "has_mtp": checkpoint.has_mtp,
                 }
-                children.run_converter([job], verbose=verbose, on_progress=_step("converting", on_progress))
-                made = _files_in(staging / "converted")
+                children.run_converter([job], verbose=verbose,
+                                       on_progress=on_progress and partial(on_progress, "converting"))
+                made = sorted(converted.iterdir())
             if kind is not None:
                 # llama.cpp appends the number of a shard and .gguf to a prefix
                 name = target.stem if len(made) > 1 else target.name
+                quantized.mkdir()
                 job = {
-                    "source": str(made[0]), "output": str(_directory(staging, "quantized") / name),
+                    "source": str(made[0]), "output": str(quantized / name),
                     "file_type": kind.value, "pure": pure, "keep_split": len(made) > 1,
                     "imatrix": None if imatrix is None else str(imatrix),
                 }
-                children.run_quantizer(job, verbose=verbose, on_progress=_step("quantizing", on_progress))
-                made = _files_in(staging / "quantized")
+                children.run_quantizer(job, verbose=verbose,
+                                       on_progress=on_progress and partial(on_progress, "quantizing"))
+                made = sorted(quantized.iterdir())
             n_bytes = sum(file.stat().st_size for file in made)
-            file_type = kind or _file_type(made[0])
+            with ModelMap(made[0]) as model_map:
+                file_type = kind or quantization.by_value(model_map.metadata_int("general.file_type"))
             published = files.publish(made, target.parent)
         except (OSError, children.WriteError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise PyorchError(f"writing to {target.parent} failed: {reason}; nothing was left there") from None
     return Conversion(tuple(published), checkpoint.architecture if checkpoint else "", file_type.name, n_bytes,
                       time.monotonic() - begin)
-
-
-def _directory(staging: Path, name: str) -> Path:
-    (staging / name).mkdir()
-    return staging / name
-
-
-def _files_in(directory: Path) -> list[Path]:
-    """The one file, or the shards in their order."""
-    return sorted(directory.iterdir())
-
-
-def _file_type(path: Path) -> quantization.FileType:
-    """What the header of a converted file, or of its first shard, says."""
-    with ModelMap(path) as model_map:
-        return quantization.by_value(model_map.metadata_int("general.file_type"))
-
-
-def _step(name: str, on_progress: OnProgress | None) -> Callable[[int, int], None] | None:
-    return None if on_progress is None else lambda done, total: on_progress(name, done, total)
 
 
 def _gguf_elements(path: Path) -> int:

@@ -36,7 +36,6 @@ _ACTIVITY_SECONDS = 5.0  # that the scheduler does, and who measures
 _PLAN_SECONDS = 600.0  # for experts to be read
 _MEET_SECONDS = 10.0  # for the others to answer one that comes; who is late is met later
 _DISK_SECONDS = 60.0  # for a second's work, beside requests
-_CONNECT_PAUSES = 0.25, 8.0  # seconds between attempts to reach another server
 _HOLD_SECONDS = 65.0  # for experts to arrive, which the serving process gives up before
 _STOP_SECONDS = 10.0  # for a serving process that was asked to end: it writes down what it learned
 _KEPT_LINES = 20  # of what it said last
@@ -58,7 +57,6 @@ class Server:
         self._job = job
         self._state, self._url, self._reason = STARTING, "", ""
         self._peers: set[str] = set()
-        self._connecting: dict[str, str] = {}  # to whom this server is not connected yet, and why not
         self._plan = None if job.placement is None else Plan(job.placement)
         self._planning = threading.Lock()  # who changes the plan here and in the serving process
         self._memo: Any = None
@@ -69,7 +67,6 @@ class Server:
         self._echo: Echo | None = None
         self._ending = False
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._changing = threading.Lock()  # to whom this server connects
         self._sending = threading.Lock()
         self._answers: dict[int, Future] = {}  # by number, of what somebody waits for
         self._numbers = itertools.count()
@@ -82,11 +79,10 @@ class Server:
         counters, state, reason = None, self._state, self._reason
         if state == SERVING:
             try:
-                counters = self._ask("counters")
+                counters, unmet = self._ask("counters")
+                reason = "; ".join(filter(None, (reason, *unmet)))
             except PyorchError as error:
                 state, reason = ABSENT, str(error)
-        with self._changing:
-            reason = "; ".join(filter(None, (reason, *self._connecting.values())))
         return Status(
             self._job.name, state, self._url, reason, _was_restarted(), os.getpid(), *self._placed(),
             tuple(sorted(self._peers)), self._n_fetched, counters,
@@ -282,33 +278,9 @@ class Server:
 
     def _take_in(self, name: str, both_listen: bool) -> None:
         self._peers.add(name)
-        if both_listen:
-            self._connect_soon(name)
-
-    def _connect_soon(self, name: str) -> None:
-        """Usually that is done when this returns."""
-        connecting = threading.Thread(target=self._connect, args=(name,), daemon=True)
-        connecting.start()
-        connecting.join(_ANSWER_SECONDS)
-
-    def _connect(self, name: str) -> None:
-        """Another server computes its experts for this one from now on. Until it does, it is asked again."""
-        with self._changing:
-            if name in self._connecting:
-                return
-            self._connecting[name] = ""
-        pause = _CONNECT_PAUSES[0]
-        while not self._ending:
-            try:
-                self._ask("connect", seconds=_PLAN_SECONDS, name=name)
-                break
-            except PyorchError as error:
-                with self._changing:
-                    self._connecting[name] = f"server {name} does not compute for this one yet: {error}"
-            time.sleep(pause)
-            pause = min(2 * pause, _CONNECT_PAUSES[1])
-        with self._changing:
-            del self._connecting[name]
+        if both_listen:  # usually that is done when this returns, and else the serving process goes on with it
+            with contextlib.suppress(PyorchError):
+                self._ask("connect", name=name)
 
     def _ask(self, what: str, seconds: float = _ANSWER_SECONDS, **arguments: Any) -> Any:
         """One thing of the serving process. NoAnswer where it does not answer, PyorchError where it refuses."""

@@ -41,6 +41,7 @@ _METRICS = {  # of llama-server, and what they are called here
 }
 _END_SECONDS = 10.0  # for the end of a server whose actor is gone
 _GRACE_SECONDS = 4.0  # for requests that run when it is told to end: less than the actor waits before it kills
+_CONNECT_PAUSES = 0.25, 8.0  # seconds between attempts to reach another server
 _ARRIVE_SECONDS = 60.0  # for experts that move
 _LOOK_SECONDS = 0.005  # between two looks whether they have arrived
 _PORT_SECONDS = 30.0  # in which the port of a process that was killed becomes free
@@ -62,6 +63,8 @@ class Serving:
         self._engine: Engine | None = None
         self._address: Address | None = None
         self._pinned: set[tuple[int, int]] = set()  # il and expert
+        self._unmet: dict[str, str] = {}  # who does not compute for this server yet, and why not
+        self._ending = threading.Event()
         self._n_using = 0  # the engine, which the end of the server takes away
         self._used = threading.Condition()
 
@@ -73,6 +76,7 @@ class Serving:
         try:
             yield
         finally:
+            self._ending.set()
             with self._used:
                 self._used.wait_for(lambda: self._n_using == 0)
                 self._engine = None
@@ -110,7 +114,8 @@ class Serving:
         with contextlib.suppress(OSError), self._used:
             self._connection.send(message)
 
-    def counters(self) -> Counters:
+    def counters(self) -> tuple[Counters, list[str]]:
+        """And sentences: which servers do not compute for this one yet."""
         import psutil
 
         found: dict[str, Any] = {"pinned": len(self._pinned), **self._metrics()}
@@ -127,7 +132,7 @@ class Serving:
                 "met": sum(self._peers.met().values()),
                 "activations": sum(int(row.sum()) for row in self._activations()),
             }
-        return Counters(os.getpid(), psutil.Process().memory_info().rss, **found)
+        return Counters(os.getpid(), psutil.Process().memory_info().rss, **found), list(self._unmet.values())
 
     def work(self) -> Work:
         peers = self._following().peers()
@@ -196,8 +201,20 @@ class Serving:
         self._following().move(moves)
 
     def connect(self, name: str) -> None:
-        """Another server is there, and listens."""
-        self._following().meet(name, *self._job.peers[name])
+        """Another server is there, and listens. Until it computes for this one it is asked again."""
+        if name in self._unmet:
+            return
+        self._unmet[name], pause = "", _CONNECT_PAUSES[0]
+        try:
+            while not self._ending.is_set():
+                try:
+                    return self._following().meet(name, *self._job.peers[name])
+                except PyorchError as error:
+                    self._unmet[name] = f"server {name} does not compute for this one yet: {error}"
+                self._ending.wait(pause)
+                pause = min(2 * pause, _CONNECT_PAUSES[1])
+        finally:
+            del self._unmet[name]
 
     def disk_bytes_per_second(self) -> float:
         """That experts are read with, around the page cache, by as many requests at once as that takes."""

@@ -13,7 +13,7 @@ from pyorch.cluster.tls import Tls
 
 # Of a server: it loads its model; it answers; it does not answer (it died and Ray restarts it, or it hangs); it cannot
 # serve, and a restart would not change that.
-STARTING, SERVING, ABSENT, REFUSED = STATES = ("starting", "serving", "no answer", "refused")
+STARTING, SERVING, ABSENT, REFUSED = ("starting", "serving", "no answer", "refused")
 
 
 @dataclass(frozen=True)

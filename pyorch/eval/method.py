@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pyorch.bench.plan import fits
 from pyorch.errors import PyorchError
 from pyorch.eval.likelihood import N_BATCH
-from pyorch.llama import memory
 from pyorch.llama.apply import find_buddies
 from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
@@ -155,9 +155,7 @@ def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Mo
         info = model_map.info
         if not model_map.layers:
             raise PyorchError(f"{path} is a dense model: it has no experts that could be absent")
-    limit = memory.memory_limit()
-    needed = info.slots_bytes + info.dense_bytes + memory.margin_bytes(limit)
-    with load(path, budget="100%" if needed <= limit.free_bytes else AUTO, **{"n_ctx": _N_CTX, **options}) as model:
+    with load(path, budget="100%" if fits(info) else AUTO, **{"n_ctx": _N_CTX, **options}) as model:
         yield model
 
 
@@ -168,10 +166,7 @@ def kernels(path: str | os.PathLike[str], n_models: int) -> dict[str, bool]:
     beside each other, both compute with the plain kernels, for which weights may stay in the file.
     """
     with ModelMap(path) as model_map:
-        info = model_map.info
-    limit = memory.memory_limit()
-    fit = n_models * (info.slots_bytes + info.dense_bytes) + memory.margin_bytes(limit) <= limit.free_bytes
-    return {} if fit else {"use_extra_bufts": False}
+        return {} if fits(model_map.info, n_models) else {"use_extra_bufts": False}
 
 
 @contextlib.contextmanager

@@ -88,17 +88,17 @@ def verify(
     options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **kernels(path, n_models=1), **load_options}
     with resident_model(path, **options | {"substitution": None, "speculate": False}) as model:
         tokens = model.llama.tokenize(prompt.encode(), add_bos=True)
-        chosen, reference = _decoded(model, tokens, n_tokens, n_threads, partial(report, "resident model"))
+        chosen, reference = decoded(model, tokens, n_tokens, n_threads, partial(report, "resident model"))
     for budget in budgets:
         with load(path, budget=budget, **options) as model:
             if model.stats().substitution is not None:
                 arrival.simulate(model)
-            _, logits = _decoded(model, tokens, n_tokens, n_threads, partial(report, f"budget {budget}"), chosen)
+            _, logits = decoded(model, tokens, n_tokens, n_threads, partial(report, f"budget {budget}"), chosen)
             comparison = _compare(str(budget), reference, logits, model)
         yield comparison
 
 
-def _decoded(
+def decoded(
     model: Model, prompt: Sequence[int], n_tokens: int, n_threads: int, on_token: Callable[[int, int], None],
     chosen: Sequence[int] | None = None,
 ) -> tuple[list[int], np.ndarray]:

@@ -148,7 +148,8 @@ def _arguments(load: Load, served: Served) -> Iterator[str]:
             continue
         flag = option.flag or "--" + name.replace("_", "-")
         yield from (flag,) if option.metavar is None else (flag, str(value))
-    yield from ("--ctx", str(served.slots * _slot_tokens(longest)))
+    # For each request llama-server wants a little more than it computes, and a round number.
+    yield from ("--ctx", str(served.slots * math.ceil((longest + 8) / 256) * 256))
     if load.n_threads:
         yield from ("--threads", str(load.n_threads))
     yield from ("--", "-np", str(served.slots))
@@ -156,11 +157,6 @@ def _arguments(load: Load, served: Served) -> Iterator[str]:
         yield from ("--load-mode", "mmap")
     if not config.repack:
         yield "--no-repack"
-
-
-def _slot_tokens(longest: int) -> int:
-    """Of the context, for one request: llama-server wants a little more than it computes, and a round number."""
-    return math.ceil((longest + 8) / 256) * 256
 
 
 def summarize(runs: Iterable[Run], served: Served) -> Summary:
