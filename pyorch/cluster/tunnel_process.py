@@ -21,6 +21,7 @@ from pyorch.cluster.tls import ENDED, Tls, reason_of
 
 READY = "ready"
 MAX_CONNECTIONS = 256  # that others open; those of our own have no bound but the number of servers
+_PAUSE_SECONDS = 0.1  # before another connection is taken, where one could not be
 _PENDING_BYTES = 4 << 20  # that wait for an end before no more is taken from the other
 
 # One for all connections: what comes is copied before anybody else gets it. With buffers of asyncio's own, large
@@ -51,10 +52,12 @@ class End(asyncio.BufferedProtocol):
         self._early = b""  # what came before there was another end
 
     def join(self, other: End) -> None:
-        self._other = other
-        other.transport.write(self._early)
-        if self.over.done():
-            other.transport.close()
+        """Both go on in each other from now on."""
+        self._other, other._other = other, self
+        for one, opposite in ((self, other), (other, self)):
+            opposite.transport.write(one._early)
+            if one.over.done():
+                opposite.transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -113,14 +116,17 @@ class Process:
     async def _accept(self, listening: socket.socket, way: Way) -> None:
         listening.setblocking(False)
         while True:
-            with contextlib.suppress(OSError):
+            try:
                 connection, peer = await self._loop.sock_accept(listening)
-                if way.secure and self._n_from_others == MAX_CONNECTIONS:
-                    self.say(f"more than {MAX_CONNECTIONS} connections")
-                    connection.close()
-                else:
-                    self._n_from_others += way.secure
-                    self._start(self._carry(connection, peer, way))
+            except OSError:  # such as too many open files
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            if way.secure and self._n_from_others == MAX_CONNECTIONS:
+                self.say(f"more than {MAX_CONNECTIONS} connections")
+                connection.close()
+            else:
+                self._n_from_others += way.secure
+                self._start(self._carry(connection, peer, way))
 
     async def _carry(self, connection: socket.socket, peer: tuple, way: Way) -> None:
         """A connection, from its beginning to its end."""
@@ -130,7 +136,6 @@ class Process:
             await asyncio.wait_for(self._connect(connection, way, ends), self._seconds)
             accepted, reached = ends
             accepted.join(reached)
-            reached.join(accepted)
             error = await (accepted if way.secure else reached).over
             # Who connects was believed before it was carried; who is reached shows by a byte that it does believe us.
             if not way.secure and not reached.heard and not accepted.over.done():
