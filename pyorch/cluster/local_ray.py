@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
@@ -108,8 +107,7 @@ def start(running: Running) -> Running:
     """
     check_installed()
     directory = os.path.realpath(tempfile.mkdtemp(prefix="pyorch-ray-", dir=_TEMPORARY))
-    running = dataclasses.replace(running, directory=directory)
-    remember(running)
+    running = remember(running, directory=directory)
     log = os.path.join(running.directory, "ray.log")
     client = ports.free()  # for all else Ray asks the system, and keeps what it gets
     with open(log, "wb") as output:
@@ -119,16 +117,13 @@ def start(running: Running) -> Running:
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=running.directory,
             env=os.environ | _environment(running), start_new_session=True,
         )
-    running = dataclasses.replace(running, keeper=keeper.pid)
-    remember(running)
+    running = remember(running, keeper=keeper.pid)
     # The file is there when all of Ray is.
     while not (address := _read(os.path.join(running.directory, "ray_current_cluster"))):
         if keeper.poll() is not None:
             raise PyorchError(f"Ray did not start: {_last_line(log)}")
         time.sleep(0.05)
-    running = dataclasses.replace(running, ray=address)
-    remember(running)
-    return running
+    return remember(running, ray=address)
 
 
 @contextlib.contextmanager

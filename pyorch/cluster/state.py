@@ -14,8 +14,9 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from pyorch.errors import PyorchError
 
@@ -65,8 +66,9 @@ def find(config: Path) -> Running | None:
                           f"when no process of the cluster is left (their environment has PYORCH_CLUSTER)") from None
 
 
-def remember(running: Running) -> None:
-    """Writes the file, readable by this user only. It appears whole or not at all."""
+def remember(running: Running, **changes: Any) -> Running:
+    """Writes the file, with changes, readable by this user only. It appears whole or not at all."""
+    running = replace(running, **changes)
     path = _path(Path(running.config))
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
@@ -78,6 +80,7 @@ def remember(running: Running) -> None:
         part.unlink(missing_ok=True)
         raise PyorchError(f"{path}, which is to say where the cluster is, cannot be written: "
                           f"{error.strerror}") from None
+    return running
 
 
 def forget(running: Running) -> None:
