@@ -151,7 +151,7 @@ def test_a_layer_keeps_its_minimum_and_its_maximum(model: Model, prompt_tokens: 
 
 
 @pytest.mark.parametrize("wrong", [
-    LayerSettings(min_experts=-1), LayerSettings(min_experts=9, max_experts=8),
+    LayerSettings(min_experts=9, max_experts=8),
     LayerSettings(max_experts=N_EXPERT + 1), LayerSettings(pinned=frozenset({N_EXPERT})),
 ])
 def test_layer_settings_out_of_range_are_refused_and_change_nothing(model: Model, wrong: LayerSettings) -> None:
