@@ -48,7 +48,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise PyorchError(f"{path} does not exist: name the directory of a Hugging Face checkpoint")
     if not path.is_dir():
         raise PyorchError(f"{path} is not a directory: name the directory of a Hugging Face checkpoint")
-    config = _config(path)
+    if not (path / "config.json").is_file():
+        raise FormatError(f"{path} has no config.json: it is not the directory of a Hugging Face checkpoint")
+    config = _read_json(path / "config.json")
     architecture = _architecture(path, config)
     files = _weight_files(path)
     elements: dict[str, int] = {}
@@ -72,12 +74,6 @@ def _read_json(path: Path) -> dict:
     if not isinstance(value, dict):
         raise FormatError(f"{path} is not a JSON object")
     return value
-
-
-def _config(path: Path) -> dict:
-    if not (path / "config.json").is_file():
-        raise FormatError(f"{path} has no config.json: it is not the directory of a Hugging Face checkpoint")
-    return _read_json(path / "config.json")
 
 
 def _architecture(path: Path, config: dict) -> str:

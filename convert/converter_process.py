@@ -1,25 +1,20 @@
 """Runs llama.cpp's checkpoint converter. A program of its own: children.py starts it, nothing imports it.
 
 Torch and ggml bring two OpenMP runtimes, so torch stays out of processes that load llama.cpp: this
-file imports nothing of pyorch. It reads a list of jobs as JSON from standard input and reports on
-the file descriptor of its second argument, one JSON object a line:
-
-    {"done": bytes, "total": bytes}      while a file is written
-    {"error": kind, "message": text}     and the process ends; kinds are those of children.py
+file imports nothing of pyorch. It is asked to run a list of jobs, and reports the bytes of the file
+that is written.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import sys
 import traceback
+from multiprocessing.connection import Connection
 
-from report import Report
-
-sys.path.pop(0)  # this file's directory: its other neighbours are no top-level modules
+sys.path.pop(0)  # this file's directory: its neighbours are no top-level modules
 
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -27,7 +22,7 @@ WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 class ProgressBar:
     """Takes the place of tqdm in the GGUF writer."""
 
-    report: Report
+    connection: Connection
 
     def __init__(self, *_args: object, desc: str = "", total: int | None = None, **_kwargs: object):
         self._shown = desc == "Writing"
@@ -37,7 +32,7 @@ class ProgressBar:
     def update(self, n: int) -> None:
         self._done += n
         if self._shown:
-            self.report.send(done=self._done, total=self._total)
+            self.connection.send({"done": self._done, "total": self._total})
 
     def reset(self, total: int | None = None) -> None:
         self._done, self._total = 0, total or 0
@@ -101,8 +96,12 @@ def convert(converter, job: dict) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
-    report = Report(int(sys.argv[2]))
-    jobs = json.load(sys.stdin)
+    connection = Connection(int(sys.argv[2]))
+    jobs = connection.recv()
+
+    def fail(kind: str, message: str) -> None:
+        connection.send({"error": kind, "message": message})
+
     # Imports and conversions read local files only.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -113,9 +112,9 @@ def main() -> None:
         import tqdm
         import transformers
     except ImportError as error:
-        report.send(error="missing", message=str(error))
+        fail("missing", str(error))
         sys.exit(1)
-    ProgressBar.report = report
+    ProgressBar.connection = connection
     tqdm.tqdm = ProgressBar
     teach_pre_tokenizer(conversion.base.TextModel)
     read_tokenizers_of_transformers_5(transformers)
@@ -124,21 +123,21 @@ def main() -> None:
             conversion.base.TextModel.pre_tokenizer = job["pre_tokenizer"]
             convert(converter, job)
         except UnknownPreTokenizer:
-            report.send(error="pre-tokenizer", message="")
+            fail("pre-tokenizer", "")
             sys.exit(1)
         except OSError as error:
             # numpy's message for a short write has no errno
             is_write = error.errno in WRITE_ERRORS or "requested and" in str(error)
-            report.send(error="write" if is_write else "failed", message=(is_write and error.strerror) or str(error))
+            fail("write" if is_write else "failed", (is_write and error.strerror) or str(error))
             raise
         except SystemExit as error:
             if error.code:
-                report.send(error="failed", message="")
+                fail("failed", "")
                 raise
         except Exception as error:
             # an assertion has no text: the line it stands on has
             text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
-            report.send(error="failed", message=f"{type(error).__name__}: {text}")
+            fail("failed", f"{type(error).__name__}: {text}")
             raise
 
 

@@ -9,14 +9,10 @@ held out say when to stop, and in which layers the estimator is better than the 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import struct
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -28,8 +24,6 @@ from pyorch.sizes import counted
 from pyorch.traces.recorder import RecordStream, trace_header
 
 OnProgress = Callable[[str, int, int], None]  # "training", tokens decoded and steps done, of at most
-
-_FRAME = struct.Struct("<?I")  # before records: whether they are held out, and how many they are
 
 
 @dataclass(frozen=True)
@@ -113,36 +107,21 @@ def train(
         arrays |= {f"{name}.{i}": array for name, array in routers[il].arrays().items()}
     arrays["eps"] = np.array([routers[il].eps for il in layers])
     arrays |= {name: np.array(value) for name, value in routers[layers[-1]].choice().items() if name != "eps"}
-    with (
-        RecordStream(model, header, data, n_tokens, n_ctx, n_ubatch, n_threads) as stream,
-        tempfile.TemporaryDirectory(prefix="pyorch-") as directory,
-    ):
+    with RecordStream(model, header, data, n_tokens, n_ctx, n_ubatch, n_threads) as stream:
         held_out = split(len(stream.n_tokens), settings.val_share, settings.seed)
         n_training, n_held_out = (int(stream.n_tokens[chosen].sum()) for chosen in (~held_out, held_out))
-        given, output = Path(directory) / "job.npz", Path(directory) / "weights.npz"
-        try:
-            np.savez(given, **arrays)
-        except OSError as error:  # numpy's of a short write has no reason
-            raise PyorchError(
-                f"{directory} cannot be written: {error.strerror or 'the disk is full or at its limit'}"
-            ) from None
-        job = {
-            "header": dataclasses.asdict(header), "arrays": str(given), "output": str(output), "n_training": n_training,
-            **dataclasses.asdict(settings),
-        }
+        job = {"header": header, "arrays": arrays, "n_training": n_training, **dataclasses.asdict(settings)}
 
-        def feed(send: Callable[[bytes], None]) -> None:
+        def feed(send: Callable[[object], None]) -> None:
             # What is held out goes first: all that is measured is measured on the same tokens.
             for is_held_out, chosen in ((True, held_out), (False, ~held_out)):
-                stream.send(chosen, lambda records: send(_FRAME.pack(is_held_out, len(records)) + records.tobytes()))
+                stream.send(chosen, lambda records: send((is_held_out, records)))
 
-        run_estimator(job, feed, verbose=verbose, on_progress=on_progress and partial(on_progress, "training"))
-        measured = json.loads(output.with_suffix(".json").read_text(encoding="utf-8"))
-        with np.load(output) as weights:
-            estimator = Estimator(**weights)
+        weights, measured = run_estimator(
+            job, feed, verbose=verbose, on_progress=on_progress and partial(on_progress, "training"))
     recalls = zip(layers[1:], measured["quasi_hidden"], measured["estimator"])
     return Trained(
-        estimator, tuple(LayerRecall(*recall) for recall in recalls), n_training, n_held_out,
+        Estimator(**weights), tuple(LayerRecall(*recall) for recall in recalls), n_training, n_held_out,
         tuple(measured["losses"]), measured["best_part"], np.array(measured["curve"], np.float32),
     )
 

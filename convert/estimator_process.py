@@ -1,29 +1,34 @@
 """Trains an estimator. A program of its own: children.py starts it, nothing imports it.
 
 Torch and ggml bring two OpenMP runtimes, so torch stays out of processes that load llama.cpp: this file imports
-nothing of pyorch that does. It reads a job (see pyorch.convert.children) as a line of JSON from standard input, behind
-it the records of tokens as they are decoded. It reports as converter_process does, and when it is done with a frame.
+nothing of pyorch that does. Behind its job (see pyorch.convert.children) come the records of tokens as they are
+decoded.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
-import struct
 import sys
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
 
-from report import Report
-
-sys.path.pop(0)  # this file's directory: its other neighbours are no top-level modules
+sys.path.pop(0)  # this file's directory: its neighbours are no top-level modules
 
 import numpy as np
 
 from pyorch.traces.file import TraceHeader
+
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+except ImportError as error:
+    Connection(int(sys.argv[1])).send({"error": "missing", "message": str(error)})
+    sys.exit(1)
 
 # Tuned once on the small trained model: see docs/prefetch.md.
 BATCH = 64  # tokens, each in all layers
@@ -36,51 +41,31 @@ PATIENCE = 4  # parts without improvement
 # Of tokens to draw batches from: what comes is mixed with what came before. Then those that are held out.
 POOL_BYTES, HELD_OUT_BYTES = 1 << 30, 1 << 28
 
-_FRAME = struct.Struct("<?I")  # as in pyorch.convert.estimator
-
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
-    report = Report(int(sys.argv[1]))
-    job = json.loads(sys.stdin.buffer.readline())
-    try:
-        import torch
-    except ImportError as error:
-        report.send(error="missing", message=str(error))
-        sys.exit(1)
+    connection = Connection(int(sys.argv[1]))
+    job = connection.recv()
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     torch.manual_seed(job["seed"])
     try:
-        weights, summary = train(job, sys.stdin.buffer, report)
-        np.savez(job["output"], **weights)
-        Path(job["output"]).with_suffix(".json").write_text(json.dumps(summary), encoding="utf-8")
+        connection.send({"result": train(job, connection)})
     except Exception as error:
-        report.send(error="failed", message=f"{type(error).__name__}: {error}")
+        connection.send({"error": "failed", "message": f"{type(error).__name__}: {error}"})
         raise
 
 
-def frames(source: BinaryIO, dtype: np.dtype) -> Iterator[tuple[bool, np.ndarray]]:
-    """Whether records are held out, and the records, until the source ends."""
-    while header := source.read(_FRAME.size):
-        held_out, n = _FRAME.unpack(header)
-        yield held_out, np.frombuffer(source.read(n * dtype.itemsize), dtype)
-
-
-def train(job: dict, source: BinaryIO, report: Report) -> tuple[dict[str, np.ndarray], dict]:
+def train(job: dict, connection: Connection) -> tuple[dict[str, np.ndarray], dict]:
     """The weights that did best on the held-out records, by name, and what was measured on them."""
-    import torch
-
-    header = TraceHeader(**{**job["header"], "layers": tuple(job["header"]["layers"])})
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with np.load(job["arrays"]) as arrays:
-        lesson = Lesson(header, arrays, device)
+    lesson = Lesson(job["header"], job["arrays"], device)
     order = np.random.default_rng(job["seed"])
     pool, held_out = Pool(lesson, POOL_BYTES, order), Pool(lesson, HELD_OUT_BYTES, order)
-    training = Training(job, lesson, pool, held_out, report)
+    training = Training(job, lesson, pool, held_out, connection)
     n_taken = 0
-    for is_held_out, records in frames(source, header.record_dtype()):
+    while (frame := connection.recv()) is not None:
+        is_held_out, records = frame
         if device != "cpu":
-            report.send(taken=True)  # the next are decoded while these are learned
+            connection.send({"taken": True})  # the next are decoded while these are learned
         (held_out if is_held_out else pool).add(records)
         n_taken += 0 if is_held_out else len(records)
         if pool.is_full:
@@ -89,7 +74,7 @@ def train(job: dict, source: BinaryIO, report: Report) -> tuple[dict[str, np.nda
             break
         training.show(n_taken)
         if device == "cpu":
-            report.send(taken=True)
+            connection.send({"taken": True})
     training.run(training.n_steps)
     return training.best_weights, {
         **training.best, "losses": training.losses, "best_part": training.best_part, "curve": training.curve,
@@ -114,8 +99,6 @@ class Pool:
         return len(self) == self._capacity
 
     def add(self, records: np.ndarray) -> None:
-        import torch
-
         came = self._lesson.tensors(records)
         if not self._tensors:  # memory that nothing was written to is not there
             self._tensors = [torch.empty(self._capacity, *tensor.shape[1:], dtype=tensor.dtype) for tensor in came]
@@ -148,10 +131,8 @@ class Training:
     that are held out.
     """
 
-    def __init__(self, job: dict, lesson: Lesson, pool: Pool, held_out: Pool, report: Report) -> None:
-        import torch
-
-        self._lesson, self._pool, self._held_out, self._report = lesson, pool, held_out, report
+    def __init__(self, job: dict, lesson: Lesson, pool: Pool, held_out: Pool, connection: Connection) -> None:
+        self._lesson, self._pool, self._held_out, self._connection = lesson, pool, held_out, connection
         self._network = Network(lesson.n_embd, job["n_latent"], job["n_hidden"], lesson.n_layers, lesson.n_expert)
         self._network.to(lesson.device)
         matrices, vectors = (
@@ -195,7 +176,7 @@ class Training:
 
     def show(self, n_taken: int) -> None:
         self._n_taken = n_taken
-        self._report.send(done=n_taken + self._step, total=self._n_training + self.n_steps)
+        self._connection.send({"done": n_taken + self._step, "total": self._n_training + self.n_steps})
 
     def _measure(self) -> None:
         measured = evaluate(self._network, self._lesson, self._held_out)
@@ -210,8 +191,6 @@ class Lesson:
     """What is learned from records: tensors of tokens [n, n_layers, ...] of the layers that have one after them."""
 
     def __init__(self, header: TraceHeader, arrays: Mapping[str, np.ndarray], device: str = "cpu") -> None:
-        import torch
-
         self.device = device
         self.n_layers = len(header.layers) - 1
         self.n_expert, self.n_embd, self._n_used = header.n_expert, header.n_embd, header.n_expert_used
@@ -236,8 +215,6 @@ class Lesson:
     def tensors(self, records: np.ndarray) -> list:
         """Of records, what training takes: quasi-hidden states float16[n, n_layers, n_embd], distributions of the
         routers ahead float16[n, n_layers, n_expert] and what they selected, int16[n, n_layers, k]."""
-        import torch
-
         most = torch.finfo(torch.float16).max
         return [
             self.quasi_hidden(records).clamp(-most, most).half().transpose(0, 1).contiguous().cpu(),
@@ -247,8 +224,6 @@ class Lesson:
 
     def quasi_hidden(self, records: np.ndarray):
         """Norm_{l+1}(r_l + sum_i g_i d_{l,i}) of each layer l, float32[n_layers, n, n_embd]."""
-        import torch
-
         states = torch.empty(self.n_layers, len(records), self.n_embd, device=self.device)
         for i in range(self.n_layers):
             state = torch.from_numpy(np.ascontiguousarray(records["states"][:, i])).to(self.device)
@@ -263,8 +238,6 @@ class Lesson:
 
     def routed(self, states):
         """Logits that the routers of the layers ahead give for states, [n_layers, n, n_expert]."""
-        import torch
-
         logits = torch.stack([state @ router["gate"].T for state, router in zip(states, self._routers[1:])])
         for i, router in enumerate(self._routers[1:]):
             if router["bias"] is not None:
@@ -273,8 +246,6 @@ class Lesson:
 
     def _log_gated(self, logits):
         """Logarithms of the probabilities that the model makes of logits; their sum need not be 1."""
-        import torch.nn.functional as F
-
         if self._gating == "sigmoid":
             return F.logsigmoid(logits)
         if self._gating == "sqrt-softplus":
@@ -284,9 +255,6 @@ class Lesson:
     def loss(self, network, states, truth, selected):
         """Of a batch as tensors() has it: KL divergence [n_layers, n] of the estimate from the truth, then the logits
         of the estimate, of the quasi-hidden state, and the experts that were selected, int64[n_layers, n, k]."""
-        import torch
-        import torch.nn.functional as F
-
         states, truth = states.float().transpose(0, 1), truth.float().transpose(0, 1)
         selected = selected.long().transpose(0, 1)
         with torch.no_grad():
@@ -304,9 +272,6 @@ class Lesson:
     def top_k_loss(self, logits, selected):
         """How far experts that were not selected come before, or close behind, selected ones: the worst selected is
         compared with the best other one, and so on. 0 where more than logits selects."""
-        import torch
-        import torch.nn.functional as F
-
         if not self._ranks_by_logits:
             return 0.0
         is_selected = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter_(-1, selected, True)
@@ -316,8 +281,6 @@ class Lesson:
 
     def hits(self, logits, selected):
         """How many of the selected experts [n_layers, n, k] are the k likeliest, by layer: [n_layers]."""
-        import torch
-
         scores = logits
         if not self._ranks_by_logits:
             scores = logits.clone() if self._gating == "softmax-selected" else self._log_gated(logits).exp()
@@ -336,8 +299,6 @@ class Lesson:
 
 def evaluate(network, lesson: Lesson, tokens: Pool) -> dict:
     """On tokens, some at a time: mean loss, and recall@k of the estimate and of quasi-hidden states by layer."""
-    import torch
-
     total, estimated, quasi_hidden, n_selected = 0.0, 0, 0, 0
     with torch.inference_mode():
         for begin in range(0, len(tokens), 512):
@@ -350,36 +311,31 @@ def evaluate(network, lesson: Lesson, tokens: Pool) -> dict:
             "quasi_hidden": (quasi_hidden / n_selected).tolist()}
 
 
-def Network(n_embd: int, n_latent: int, n_hidden: int, n_layers: int, n_expert: int):
+class Network(nn.Module):
     """The network of pyorch_estimator (Speculating Experts, appendix A). Begins by correcting nothing."""
-    import torch
-    from torch import nn
 
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.input = nn.Linear(n_embd, n_latent)
-            self.position = nn.Parameter(0.5 * torch.randn(n_layers, n_latent))
-            self.up, self.down = nn.Linear(n_latent, n_hidden), nn.Linear(n_hidden, n_latent)
-            self.norm = nn.LayerNorm(n_latent)
-            self.head_weight = nn.Parameter(torch.zeros(n_layers, n_expert, n_latent))
-            self.head_bias = nn.Parameter(torch.zeros(n_layers, n_expert))
+    def __init__(self, n_embd: int, n_latent: int, n_hidden: int, n_layers: int, n_expert: int) -> None:
+        super().__init__()
+        self.input = nn.Linear(n_embd, n_latent)
+        self.position = nn.Parameter(0.5 * torch.randn(n_layers, n_latent))
+        self.up, self.down = nn.Linear(n_latent, n_hidden), nn.Linear(n_hidden, n_latent)
+        self.norm = nn.LayerNorm(n_latent)
+        self.head_weight = nn.Parameter(torch.zeros(n_layers, n_expert, n_latent))
+        self.head_bias = nn.Parameter(torch.zeros(n_layers, n_expert))
 
-        def forward(self, states: torch.Tensor) -> torch.Tensor:
-            """[n_layers, n, n_expert] for states [n_layers, n, n_embd]."""
-            latent = self.input(states) + self.position[:, None]
-            latent = self.norm(latent + self.down(nn.functional.silu(self.up(latent))))
-            return torch.baddbmm(self.head_bias[:, None], latent, self.head_weight.transpose(1, 2))
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """[n_layers, n, n_expert] for states [n_layers, n, n_embd]."""
+        latent = self.input(states) + self.position[:, None]
+        latent = self.norm(latent + self.down(F.silu(self.up(latent))))
+        return torch.baddbmm(self.head_bias[:, None], latent, self.head_weight.transpose(1, 2))
 
-        def arrays(self) -> dict[str, np.ndarray]:
-            """Copies, by the names of pyorch_estimator."""
-            named = {"in": self.input, "up": self.up, "down": self.down, "norm": self.norm}
-            tensors = {f"{name}_weight": module.weight for name, module in named.items()}
-            tensors |= {f"{name}_bias": module.bias for name, module in named.items()}
-            tensors |= {name: getattr(self, name) for name in ("position", "head_weight", "head_bias")}
-            return {name: tensor.detach().cpu().numpy().copy() for name, tensor in tensors.items()}
-
-    return Network()
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Copies, by the names of pyorch_estimator."""
+        named = {"in": self.input, "up": self.up, "down": self.down, "norm": self.norm}
+        tensors = {f"{name}_weight": module.weight for name, module in named.items()}
+        tensors |= {f"{name}_bias": module.bias for name, module in named.items()}
+        tensors |= {name: getattr(self, name) for name in ("position", "head_weight", "head_bias")}
+        return {name: tensor.detach().cpu().numpy().copy() for name, tensor in tensors.items()}
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ import gguf
 import numpy as np
 
 from pyorch.convert import compression
-from pyorch.convert.pack_plan import checksum
-from pyorch.convert.packed_experts import chunks_of
+from pyorch.convert.pack_plan import checksum, chunks_of
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
 from pyorch.runtime.model_map import ByteRange, LayerInfo, ModelMap

@@ -1,9 +1,10 @@
-"""Packs: the experts of a GGUF, one after another, in the sidecar model.experts.gguf (docs/packs.md)."""
+"""Packs: the experts of a GGUF, one after another, in the sidecar model.experts.gguf (docs/packs.md);
+and whether a pack holds the experts of its model.
+"""
 
 from __future__ import annotations
 
 import os
-import struct
 import threading
 import time
 from collections import deque
@@ -11,18 +12,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
+from io import FileIO
 from pathlib import Path
 
+import gguf
 import numpy as np
 
 from pyorch import files
 from pyorch.convert import compression
 from pyorch.convert.compression import KindReport, Scheme
-from pyorch.convert.pack_plan import Plan, aligned, layouts_of
-from pyorch.convert.packed_experts import Experts, forget
+from pyorch.convert.pack_plan import Experts, Plan, aligned, checksum, chunks_of, forget, layouts_of
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
-from pyorch.runtime.model_map import LayerInfo, ModelMap
+from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
 from pyorch.sidecars import container, packs
 from pyorch.sizes import MiB
 
@@ -73,24 +76,25 @@ def pack(
             raise PyorchError(f"{model_map.path} is slim: its experts are in its pack already")
         files.check_no_source(target, model_map.shards)
         with files.continued(target) as (part, descriptor):
-            choice = _begun(descriptor, model_map, layout) if codec == compression.AUTO else None
+            choice = _begun(part, model_map, layout) if codec == compression.AUTO else None
             if choice is None:
                 with Experts(model_map, layouts_of(model_map, layout)) as experts:
                     choice = compression.choose(model_map, experts.read, codec, level, shards)
             plan = Plan(model_map, layout, choice.schemes)
             try:
-                written = _write(plan, choice.ratio, descriptor, target.parent, spare_bytes, on_progress)
-                if written.n_continued:
+                n_continued, stored_bytes = _write(
+                    plan, choice.ratio, descriptor, target.parent, spare_bytes, on_progress)
+                if n_continued:
                     _check_index(model_map, part, descriptor)
                 files.replace(part, target)
             except OSError as error:
                 raise PyorchError(f"writing {part} failed: {error.strerror}; what was packed stays there, and the same "
                                   "command goes on from it") from None
         used = {scheme.codec for scheme in choice.schemes}
-        return Packing(target, layout, len(model_map.layers), plan.n_experts, written.n_continued,
+        return Packing(target, layout, len(model_map.layers), plan.n_experts, n_continued,
                        target.stat().st_size, time.monotonic() - begin,
                        tuple(name for name in codecs.NAMES if name in used),
-                       written.stored_bytes / model_map.info.expert_bytes, choice.kinds, choice.reason)
+                       stored_bytes / model_map.info.expert_bytes, choice.kinds, choice.reason)
 
 
 def _check_index(model_map: ModelMap, part: Path, descriptor: int) -> None:
@@ -104,43 +108,24 @@ def _check_index(model_map: ModelMap, part: Path, descriptor: int) -> None:
                               "command again") from None
 
 
-def _begun(descriptor: int, model_map: ModelMap, layout: str) -> compression.Choice | None:
+def _begun(part: Path, model_map: ModelMap, layout: str) -> compression.Choice | None:
     """What an interrupted run had chosen, if it left something to go on with."""
-    head = os.pread(descriptor, min(os.fstat(descriptor).st_size, 64 * MiB), 0)
-    schemes = _schemes_in(head, sum(len(layer.roles) for layer in model_map.layers))
-    if schemes and head.startswith(Plan(model_map, layout, schemes).header):
-        return compression.Choice(schemes, (), "as the run that was interrupted chose")
-    return None
-
-
-def _schemes_in(head: bytes, n: int) -> tuple[Scheme, ...]:
-    """Of the beginning of a pack, the metadata that say what n matrices are stored with; () without them."""
-    key = f"{packs.KIND}.{packs.CODECS}".encode()
-    at = head.find(struct.pack("<Q", len(key)) + key)
     try:
-        if at < 0 or struct.unpack_from("<Q", head, at + 16 + len(key))[0] != n:
-            return ()
-        at += 24 + len(key)
-        schemes = []
-        for _ in range(n):
-            length = struct.unpack_from("<Q", head, at)[0]
-            schemes.append(Scheme.parse(head[at + 8 : at + 8 + length].decode()))
-            at += 8 + length
-        return tuple(schemes)
-    except (struct.error, ValueError):
-        return ()
-
-
-@dataclass(frozen=True)
-class _Written:
-    n_continued: int
-    stored_bytes: int  # of all chunks
+        schemes = tuple(map(Scheme.parse, gguf.GGUFReader(part).fields[f"{packs.KIND}.{packs.CODECS}"].contents()))
+    except (OSError, ValueError, IndexError, KeyError, OverflowError):  # nothing, or not what was begun here
+        return None
+    if len(schemes) != sum(len(layer.roles) for layer in model_map.layers):
+        return None
+    header = Plan(model_map, layout, schemes).header
+    with part.open("rb") as file:
+        same = file.read(len(header)) == header
+    return compression.Choice(schemes, (), "as the run that was interrupted chose") if same else None
 
 
 def _write(
     plan: Plan, ratio: float, descriptor: int, directory: Path, spare_bytes: int, on_progress: OnProgress | None
-) -> _Written:
-    """Packs what the file does not have yet, in order.
+) -> tuple[int, int]:
+    """Packs what the file does not have yet, in order. Returns how many experts it had, and the bytes of all chunks.
 
     The index is the journal: a row is written when what it tells of is on the disk, and until then it is zeros. Until
     all is there, the header says that the layers are empty.
@@ -192,7 +177,7 @@ def _write(
         journal.flush()
     os.ftruncate(descriptor, aligned(at, packs.PAGE))
     _write_all(descriptor, plan.make_header(data_bytes), 0)
-    return _Written(len(known), stored_bytes)
+    return len(known), stored_bytes
 
 
 def _known_rows(plan: Plan, descriptor: int) -> list[tuple[int, int, np.ndarray]]:
@@ -274,3 +259,84 @@ def _write_all(descriptor: int, data: bytes | np.ndarray, at: int) -> None:
     view, n = memoryview(data).cast("B"), 0
     while n < len(view):
         n += os.pwrite(descriptor, view[n:], at + n)
+
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a pack was found to be. damaged: experts whose bytes are not those of the model."""
+
+    path: Path
+    n_layers: int
+    n_experts: int
+    n_bytes: int
+    damaged: tuple[str, ...]
+    seconds: float
+
+
+def check(
+    model: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, layout: str | None = None,
+    on_progress: OnProgress | None = None,
+) -> Check:
+    """Compares every byte of every expert in a pack with the model, and with the checksums; of a slim model's pack,
+    which alone has the bytes, with the checksums only, and decodes what is compressed.
+
+    Raises FormatError for a pack that engines would refuse: of another model, or damaged where it says what is where;
+    and for one in another layout, if one is asked for.
+    """
+    begin = time.monotonic()
+    path = Path(path or container.default_path(model, packs.KIND)).absolute()
+    with ModelMap(model) as model_map, ModelMap(model) as attached:
+        metadata, arrays = packs.read(path, model_map)
+        attached.attach_pack(path)  # which checks the index
+        if layout is not None and metadata[packs.LAYOUTS] != layouts_of(model_map, layout):
+            raise FormatError(f"{path} does not hold the experts in the {layout} layout: make it again with --layout "
+                              f"{layout}, or check it without")
+        damaged, n_done, n_experts, total = [], 0, 0, model_map.info.expert_bytes
+        with ExitStack() as stack:
+            file, packed = stack.enter_context(path.open("rb", buffering=0)), stack.enter_context(ModelMap(path))
+            experts = None if model_map.info.slim else stack.enter_context(Experts(model_map, metadata[packs.LAYOUTS]))
+            for layer in model_map.layers:
+                for (expert, role), rows in chunks_of(arrays, packed, layer).items():
+                    n_bytes = model_map.matrix_bytes(layer, role)
+                    expected = None if experts is None else experts.read(layer, expert, role)
+                    parts = _damaged_parts(list(rows), partial(_stored, file), expected, layer.roles[role], n_bytes)
+                    damaged += [f"{part}expert {expert} of blk.{layer.il}.ffn_{layer.roles[role].name}_exps"
+                                for part in parts]
+                    n_done += n_bytes
+                    if on_progress is not None:
+                        on_progress("checking", n_done, total)
+                n_experts += layer.n_expert
+    return Check(path, len(model_map.layers), n_experts, path.stat().st_size, tuple(damaged), time.monotonic() - begin)
+
+
+def _stored(file: FileIO, row: np.void) -> np.ndarray:
+    """uint8[bytes of a chunk], fewer where the disk does not give them. Read, not mapped: of a page that cannot be had
+    the process would die."""
+    try:
+        content = os.pread(file.fileno(), int(row["stored"]), int(row["offset"]))
+        forget(file.fileno(), int(row["offset"]), len(content))
+    except OSError:
+        content = b""
+    return np.frombuffer(content, np.uint8)
+
+
+def _damaged_parts(
+    rows: list[np.void], stored: Callable[[np.void], np.ndarray], expected: np.ndarray | None, role: Role, n_bytes: int
+) -> list[str]:
+    """What of a matrix is not as in the model, as words to stand before the name of its expert.
+
+    rows: its chunks, by plane; stored: reads the bytes of one; expected: the matrix, uint8[n_bytes], None if only the
+    pack has it.
+    """
+    contents = [stored(row) for row in rows]
+    damaged = [row["plane"] for row, chunk in zip(rows, contents) if checksum(chunk) != row["checksum"]]
+    if not damaged:
+        try:
+            chunks = [(codecs.NAMES[row["codec"]], chunk) for row, chunk in zip(rows, contents)]
+            matrix = compression.decode_matrix(chunks, role, n_bytes)
+            return [] if expected is None or np.array_equal(matrix, expected) else [""]
+        except FormatError:
+            return [""]
+    return ["" if plane == 0 else f"shard {plane} of the exponents of " if plane < len(rows) else
+            "signs and mantissas of " for plane in damaged]

@@ -1,18 +1,17 @@
 """Runs llama.cpp's quantizer: `quantize` in this process, or as a program that children.py starts.
 
-As a program it can be ended at any time, which a call into libllama cannot. It reads one job as JSON
-from standard input and reports as converter_process does.
+As a program it can be ended at any time, which a call into libllama cannot.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import gguf
@@ -20,7 +19,6 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch.convert.imatrix import read_imatrix
-from pyorch.convert.report import Report
 from pyorch.errors import FormatError
 from pyorch.llama import logs
 from pyorch.runtime import fatal
@@ -100,21 +98,22 @@ def check_written(path: Path) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
-    report = Report(int(sys.argv[1]))
-    job = json.load(sys.stdin)
+    connection = Connection(int(sys.argv[1]))
+    job = connection.recv()
     target = Path(job["output"])
     try:
         quantize(
             Path(job["source"]), target, job["file_type"], pure=job["pure"], keep_split=job["keep_split"],
             imatrix=read_imatrix(job["imatrix"]) if job["imatrix"] else None,
-            on_progress=lambda done, total: report.send(done=done, total=total),
+            on_progress=lambda done, total: connection.send({"done": done, "total": total}),
             on_log=lambda text: print(text, end="", file=sys.stderr, flush=True),
         )
         for file in sorted(target.parent.glob(f"{target.name}*")):
             check_written(file)
     except (QuantizeError, FormatError) as error:
         message = str(error)
-        report.send(error="write" if "iostream" in message or "No space" in message else "failed", message=message)
+        kind = "write" if "iostream" in message or "No space" in message else "failed"
+        connection.send({"error": kind, "message": message})
         sys.exit(1)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -21,7 +21,6 @@ from pyorch.runtime.model_map import ModelMap
 
 OnProgress = Callable[[str, int, int], None]  # "converting" or "quantizing", done, total
 
-_SHARD = re.compile(r"(.*)-00001-of-([0-9]{5})\.gguf")
 _SPLIT_SIZE = re.compile(r"[1-9][0-9]*[MG]")
 
 
@@ -42,17 +41,9 @@ class Conversion:
 
 
 def convert(
-    source: str | os.PathLike,
-    target: str | os.PathLike,
-    *,
-    outtype: str = "auto",
-    quantize: str | None = None,
-    pure: bool = False,
-    pre_tokenizer: str | None = None,
-    split_max_size: str | None = None,
-    imatrix: str | os.PathLike | None = None,
-    verbose: bool = False,
-    on_progress: OnProgress | None = None,
+    source: str | os.PathLike, target: str | os.PathLike, *, outtype: str = "auto", quantize: str | None = None,
+    pure: bool = False, pre_tokenizer: str | None = None, split_max_size: str | None = None,
+    imatrix: str | os.PathLike | None = None, verbose: bool = False, on_progress: OnProgress | None = None,
 ) -> Conversion:
     """Converts the checkpoint directory `source` to the GGUF `target`. A GGUF as `source` is quantized.
 
@@ -95,28 +86,34 @@ def convert(
 
     with files.staging(target) as staging:
         files.check_free_space(target.parent, int(need))
+        converted, quantized = staging / "converted", staging / "quantized"
         try:
-            made = [source]
+            made = [source]  # the one file, or the shards in their order
             if checkpoint is not None:
+                converted.mkdir()
                 job = {
-                    "checkpoint": str(source), "output": str(_directory(staging, "converted") / target.name),
+                    "checkpoint": str(source), "output": str(converted / target.name),
                     "outtype": outtype, "options": ["--split-max-size", split_max_size] if split_max_size else [],
                     "pre_tokenizer": pre_tokenizer, "has_mtp": checkpoint.has_mtp,
                 }
-                children.run_converter([job], verbose=verbose, on_progress=_step("converting", on_progress))
-                made = _files_in(staging / "converted")
+                children.run_converter([job], verbose=verbose,
+                                       on_progress=on_progress and partial(on_progress, "converting"))
+                made = sorted(converted.iterdir())
             if kind is not None:
                 # llama.cpp appends the number of a shard and .gguf to a prefix
                 name = target.stem if len(made) > 1 else target.name
+                quantized.mkdir()
                 job = {
-                    "source": str(made[0]), "output": str(_directory(staging, "quantized") / name),
+                    "source": str(made[0]), "output": str(quantized / name),
                     "file_type": kind.value, "pure": pure, "keep_split": len(made) > 1,
                     "imatrix": None if imatrix is None else str(imatrix),
                 }
-                children.run_quantizer(job, verbose=verbose, on_progress=_step("quantizing", on_progress))
-                made = _files_in(staging / "quantized")
+                children.run_quantizer(job, verbose=verbose,
+                                       on_progress=on_progress and partial(on_progress, "quantizing"))
+                made = sorted(quantized.iterdir())
             n_bytes = sum(file.stat().st_size for file in made)
-            file_type = kind or _file_type(made[0])
+            with ModelMap(made[0]) as model_map:
+                file_type = kind or quantization.by_value(model_map.metadata("general.file_type", int))
             published = files.publish(made, target.parent)
         except (OSError, children.WriteError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -125,41 +122,17 @@ def convert(
                       time.monotonic() - begin)
 
 
-def _directory(staging: Path, name: str) -> Path:
-    (staging / name).mkdir()
-    return staging / name
-
-
-def _files_in(directory: Path) -> list[Path]:
-    """The one file, or the shards in their order."""
-    return sorted(directory.iterdir())
-
-
-def _file_type(path: Path) -> quantization.FileType:
-    """What the header of a converted file, or of its first shard, says."""
-    with ModelMap(path) as model_map:
-        return quantization.by_value(model_map.metadata("general.file_type", int))
-
-
-def _step(name: str, on_progress: OnProgress | None) -> Callable[[int, int], None] | None:
-    return None if on_progress is None else lambda done, total: on_progress(name, done, total)
-
-
 def _gguf_elements(path: Path) -> int:
     """The number of weights in a GGUF, all shards included."""
-    split = _SHARD.fullmatch(path.name)
-    shards = sorted(path.parent.glob(f"{glob.escape(split[1])}-?????-of-{split[2]}.gguf")) if split else [path]
-    if split and len(shards) != int(split[2]):
-        raise FormatError(f"{path} is one of {int(split[2])} shards, of which {len(shards)} are there")
     with ModelMap(path) as model_map:  # GGUFReader takes for true what a damaged file says of its lengths
         if model_map.info.slim:
             raise PyorchError(f"{path} is slim, its experts are in its pack: quantize the model that it was made of")
-    n_elements = 0
-    for shard in shards:
-        try:
-            n_elements += sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(shard).tensors)
-        except OSError as error:
-            raise FormatError(f"{shard} cannot be read: {error.strerror}") from None
-        except (ValueError, IndexError, KeyError):
-            raise FormatError(f"{shard} is damaged, incomplete or no GGUF") from None
+        n_elements = 0
+        for shard in model_map.shards:
+            try:
+                n_elements += sum(int(tensor.n_elements) for tensor in gguf.GGUFReader(shard).tensors)
+            except OSError as error:
+                raise FormatError(f"{shard} cannot be read: {error.strerror}") from None
+            except (ValueError, IndexError, KeyError):
+                raise FormatError(f"{shard} is damaged, incomplete or no GGUF") from None
     return n_elements

@@ -119,7 +119,7 @@ def _import_everything() -> None:
     import pyorch.cli.plan
     import pyorch.cli.replay
     import pyorch.cli.run
-    import pyorch.convert.pack_check
+    import pyorch.convert.pack
     import pyorch.llama.model
     import pyorch.sidecars.predictor
     import pyorch.traces.replay  # noqa: F401

@@ -195,7 +195,7 @@ def free_port() -> int:
 
 def small_model(directory: Path) -> Path:
     """The trained model of the tests, as a GGUF."""
-    from pyorch.convert import convert
+    from pyorch.convert.to_gguf import convert
 
     path = directory / "small-moe.gguf"
     convert(ROOT / "tests/fixtures/small-moe", path, pre_tokenizer="gpt-2")

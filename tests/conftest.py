@@ -28,7 +28,8 @@ from models import CHECKPOINT, PROMPT, assert_same_bits, small_model  # noqa: F4
 
 from pyorch.bench import rounds
 from pyorch.cli import inspect, progress
-from pyorch.convert import children, convert
+from pyorch.convert import children
+from pyorch.convert.to_gguf import convert
 from pyorch.llama.model import Model
 from pyorch.settings.budget import RESIDENT
 

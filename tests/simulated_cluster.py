@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from pyorch.cluster.costs import Costs, ServerCosts, Sizes
+from pyorch.cluster.costs import Costs, ServerCosts
 
 # Round numbers, so that what a step takes can be added up by hand.
 SERVER = ServerCosts(step=0.5, layer=1.0, token=0.0, expert=0.25, row=0.125, message=0.0625, disk_latency=2.0,
@@ -19,8 +21,8 @@ def costs_of(
     rates = np.full((n_servers, n_servers), rate)
     np.fill_diagonal(links, 0)
     np.fill_diagonal(rates, np.inf)
-    sizes = Sizes(expert_bytes, row_bytes, row_bytes, message_bytes)
-    return Costs.of([server] * n_servers, sizes, n_layers, links, rates)
+    costs = Costs.of([server] * n_servers, links, rates, np.broadcast_to(expert_bytes, n_layers).copy(), row_bytes)
+    return replace(costs, message_bytes=message_bytes)
 
 
 class Same:

@@ -1,7 +1,5 @@
-"""The measured process: reads a Job from standard input, writes a Measurement to standard output.
-
-Its only argument is a descriptor that nobody writes to: whoever waits for the answer has the other end open, and when
-that is closed, this process ends.
+"""The measured process. Its only argument is the descriptor of a connection, over which it gets a Job and answers with
+a Measurement. When the other end is closed, this process ends.
 
 The work: a cold prompt, then text decoded token by token (the text decides what comes next, so that
 experts are chosen as by real use), then the next part of the text as a second prompt. No sampling. Of several sequences
@@ -11,42 +9,33 @@ each has a part of the text: their prompts come one after the other, then a toke
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import json
 import os
 import random
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as llama  # from the libraries that `import pyorch` has named
 import numpy as np
 
-from pyorch.bench.job import ENGINE, Job, Measurement, Phase, Text, from_json, to_json
-from pyorch.library.bindings import decode_error
-from pyorch.llama import memory
-from pyorch.llama.context import log_softmax
-
-if TYPE_CHECKING:
-    from pyorch.llama.managed import ManagedModel
+from pyorch.bench.job import ENGINE, Job, Measurement, Phase, Text
+from pyorch.bench.processes import end_with
+from pyorch.errors import PyorchError
+from pyorch.llama import interception, logs, memory
+from pyorch.llama.context import Context, log_softmax
+from pyorch.llama.managed import find
 
 _WARM_UP = 0.25  # of the tokens to decode, before those that count
 
 
 def main() -> int:
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    job: Job = from_json(Job, json.load(sys.stdin))
-    print(json.dumps(to_json(measure(job))))
+    connection = Connection(int(sys.argv[1]))
+    job = connection.recv()
+    end_with(connection.fileno())
+    connection.send(measure(job))
     return 0
-
-
-def _end_with(descriptor: int) -> None:
-    """Ends this process when the other end of a pipe is closed, also by a signal that leaves no time to say so."""
-    os.read(descriptor, 1)
-    os._exit(1)
 
 
 def measure(job: Job) -> Measurement:
@@ -72,18 +61,9 @@ def measure(job: Job) -> Measurement:
         prefill = run.timed(lambda: run.prefill(second_prompt, 0))
         stats = run.engine.stats() if run.engine is not None else None
         peak_memory_bytes = memory.peak_bytes()
-    return Measurement(
-        load_seconds,
-        ttft_seconds,
-        prefill,
-        decode,
-        peak_memory_bytes,
-        stats.budget_bytes if stats is not None else 0,
-        stats.peak_bytes if stats is not None else 0,
-        run.planned_stall_seconds,
-        reader.text(),
-        stats.device_used_bytes if stats is not None else 0,
-    )
+    of_engine = (stats.budget_bytes, stats.peak_bytes, stats.device_used_bytes) if stats is not None else (0, 0, 0)
+    return Measurement(load_seconds, ttft_seconds, prefill, decode, peak_memory_bytes, *of_engine,
+                       run.planned_stall_seconds, reader.text())
 
 
 class _Reader:
@@ -96,10 +76,9 @@ class _Reader:
         self._when: list[float] = []
         self._bytes_read: list[int] = []
 
-    def note(self, run: _Run, follows: int | None) -> None:
+    def note(self, run: _Run, logits: np.ndarray, follows: int | None) -> None:
         """After a token of the first sequence. follows: the next one, None for the last."""
         begin = time.perf_counter()
-        logits = run.logits()
         self._most_probable.append(int(logits.argmax()))
         if follows is not None:
             self._log_likelihoods.append(float(log_softmax(logits)[follows]))
@@ -118,14 +97,13 @@ class _Run:
 
     reader: _Reader | None = None  # of the text that is decoded now
 
-    def __init__(self, model: int, context: int, record: ManagedModel | None, n_sequences: int) -> None:
+    def __init__(self, model: int, context: Context, n_sequences: int) -> None:
+        self._record = record = find(model)
         self.engine = record.engine if record is not None else None
         division = record.division.split if record is not None else None
         is_planned = division is not None and division.batch == n_sequences
         self.planned_stall_seconds = division.makespan / n_sequences if is_planned else float("nan")
-        self._record = record
         self._vocab = llama.llama_model_get_vocab(model)
-        self._n_vocab = llama.llama_vocab_n_tokens(self._vocab)
         self._context = context
 
     def tokenize(self, path: str) -> list[int]:
@@ -140,50 +118,33 @@ class _Run:
         self.engine.wait_idle()
 
     def prefill(self, tokens: Sequence[int], sequence: int) -> int:
-        """Appends tokens to a sequence. Logits of the last one. Returns their number."""
-        self._append(tokens, [sequence] * len(tokens), [False] * (len(tokens) - 1) + [True])
+        """Appends tokens to a sequence. Returns their number."""
+        self._context.decode(tokens, [sequence] * len(tokens), (len(tokens) - 1,))
         return len(tokens)
 
     def decode(self, texts: Sequence[Sequence[int]], max_seconds: float) -> int:
         """Appends a text to each sequence, a token to all at once, until the texts or the time are used up.
 
-        Logits of all of them. Returns the number of tokens.
+        Returns the number of tokens.
         """
         end = time.perf_counter() + max_seconds
         n = 0
         for i, tokens in enumerate(zip(*texts)):
-            self._append(tokens, range(len(texts)), [True] * len(texts))
+            logits = self._context.decode(tokens, range(len(texts)))
             n += len(texts)
             if self.reader is not None:
-                self.reader.note(self, texts[0][i + 1] if i + 1 < len(texts[0]) else None)
+                self.reader.note(self, logits[0], texts[0][i + 1] if i + 1 < len(texts[0]) else None)
             if time.perf_counter() >= end:
                 break
         return n
-
-    def _append(self, tokens: Sequence[int], sequences: Sequence[int], with_logits: Sequence[bool]) -> None:
-        n = len(tokens)
-        of_token = [(llama.llama_seq_id * 1)(sequence) for sequence in sequences]
-        # Positions follow those of the sequences. The batch points to the arrays.
-        batch = llama.llama_batch(
-            n_tokens=n, token=(llama.llama_token * n)(*tokens), n_seq_id=(ctypes.c_int32 * n)(*[1] * n),
-            seq_id=(ctypes.POINTER(llama.llama_seq_id) * n)(*of_token), logits=(ctypes.c_int8 * n)(*with_logits),
-        )
-        decode_error()  # of an earlier decode
-        status = llama.llama_decode(self._context, batch)
-        if status != 0:
-            raise RuntimeError(f"llama_decode returned {status} {decode_error()}")
-
-    def logits(self) -> np.ndarray:
-        """After the last token of the first sequence, float32[n_vocab]; until the next one."""
-        return np.ctypeslib.as_array(llama.llama_get_logits_ith(self._context, 0), (self._n_vocab,))
 
     def bytes_read(self) -> int:
         return self.engine.stats().bytes_read if self.engine is not None else _kernel_bytes_read()
 
     def clear(self) -> None:
-        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+        self._context.clear()
 
-    def timed(self, work) -> Phase:
+    def timed(self, work: Callable[[], int]) -> Phase:
         """work() returns the number of tokens."""
         if self.engine is not None:
             self.engine.reset_stats()
@@ -208,51 +169,24 @@ class _Run:
 
 @contextlib.contextmanager
 def _loaded(job: Job) -> Iterator[_Run]:
+    logs.install()
+    logs.set_quiet(True)
     params = llama.llama_model_default_params()
     params.use_extra_bufts = job.config.repack
-    context_params = llama.llama_context_default_params()
-    context_params.n_seq_max = job.n_sequences
-    context_params.n_ctx = job.n_sequences * (job.n_prompt + 2 * job.n_tokens)
-    context_params.n_batch = context_params.n_ubatch = max(job.n_prompt, job.n_sequences)
-    context_params.n_threads = context_params.n_threads_batch = job.n_threads
-    context_params.n_outputs_max = job.n_sequences
+    params.load_mode = llama.LLAMA_LOAD_MODE_NONE if job.config.mode == ENGINE else llama.LLAMA_LOAD_MODE_MMAP
     with contextlib.ExitStack() as stack:
         if job.config.mode == ENGINE:
-            params.load_mode = llama.LLAMA_LOAD_MODE_NONE
-            stack.enter_context(_managing(job))
-        else:
-            params.load_mode = llama.LLAMA_LOAD_MODE_MMAP
-            llama.llama_log_set(_silence, ctypes.c_void_p(0))
+            stack.enter_context(interception.managing(job.config.settings))
         llama.llama_backend_init()
         model = llama.llama_model_load_from_file(os.fsencode(job.model), params)
         if not model:
-            raise RuntimeError(f"llama.cpp cannot load {job.model}")
+            raise PyorchError(f"llama.cpp cannot load {job.model}")
         stack.callback(lambda: llama.llama_model_free(model))
-        context = llama.llama_init_from_model(model, context_params)
-        if not context:
-            raise RuntimeError(f"llama.cpp refuses a context of {context_params.n_ctx} tokens")
-        stack.callback(lambda: llama.llama_free(context))
-        yield _Run(model, context, _record_of(model) if job.config.mode == ENGINE else None, job.n_sequences)
-
-
-@contextlib.contextmanager
-def _managing(job: Job) -> Iterator[None]:
-    from pyorch.llama import interception, logs
-
-    logs.set_quiet(True)
-    with interception.managing(job.config.settings):
-        yield
-
-
-def _record_of(model: int) -> ManagedModel:
-    from pyorch.llama.managed import find
-
-    return find(model)
-
-
-@llama.llama_log_callback
-def _silence(_level, _text, _user):
-    pass
+        n_ctx = job.n_sequences * (job.n_prompt + 2 * job.n_tokens)
+        n_batch = max(job.n_prompt, job.n_sequences)
+        context = stack.enter_context(Context(
+            model, n_ctx, n_batch, n_batch, job.n_sequences, job.n_threads, n_outputs=job.n_sequences))
+        yield _Run(model, context, job.n_sequences)
 
 
 def _kernel_bytes_read() -> int:
@@ -271,7 +205,7 @@ def _random_tokens(n: int) -> list[int]:
 def _parts(tokens: Sequence[int], *sizes: int) -> list[Sequence[int]]:
     """Consecutive parts of the text."""
     if len(tokens) < sum(sizes):
-        raise RuntimeError(
+        raise PyorchError(
             f"the text has {len(tokens)} tokens, but {sum(sizes)} are needed: give a longer one with --data"
         )
     starts = [sum(sizes[:i]) for i in range(len(sizes))]

@@ -1,13 +1,11 @@
-"""What one measured process is asked, and what it answers: plain data, sent as JSON."""
+"""What one measured process is asked, and what it answers: plain data."""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
+from pyorch.runtime.statistics import Stats
 from pyorch.settings.device import NONE
-from pyorch.settings.option import texts
 from pyorch.settings.settings import Settings
 
 # How the experts are kept.
@@ -89,25 +87,9 @@ class Phase:
     def seconds_per_token(self) -> float:
         return self.seconds / self.n_tokens
 
-    @property
-    def hit_rate(self) -> float:
-        uses = self.hits + self.misses
-        return self.hits / uses if uses else float("nan")
-
-    @property
-    def device_ahead_precision(self) -> float:
-        """As pyorch.runtime.statistics.Stats."""
-        return self.device_ahead_hits / self.device_ahead if self.device_ahead else float("nan")
-
-    @property
-    def device_hit_rate(self) -> float:
-        uses = self.device_hits + self.device_misses
-        return self.device_hits / uses if uses else float("nan")
-
-    @property
-    def device_computed_share(self) -> float:
-        uses = self.device_hits + self.device_misses
-        return self.device_computed / uses if uses else float("nan")
+    # As an engine's, of the same counters.
+    hit_rate, device_hit_rate = Stats.hit_rate, Stats.device_hit_rate
+    device_computed_share, device_ahead_precision = Stats.device_computed_share, Stats.device_ahead_precision
 
 
 @dataclass(frozen=True)
@@ -141,22 +123,6 @@ class Measurement:
     peak_memory_bytes: int
     budget_bytes: int
     peak_expert_bytes: int
+    device_used_bytes: int = 0
     planned_stall_seconds: float = float("nan")
     text: Text | None = None
-    device_used_bytes: int = 0
-
-
-def from_json(cls: type, value: dict[str, Any]) -> Any:
-    """A dataclass of this module from what to_json() made of it."""
-    nested = {"config": Config, "prefill": Phase, "decode": Phase, "settings": Settings, "text": Text}
-    return cls(**{
-        key: from_json(nested[key], item) if key in nested and item is not None else item for key, item in value.items()
-    })
-
-
-def to_json(value: Any) -> dict[str, Any]:
-    """Numbers, text and dictionaries of them; of settings what differs from the defaults."""
-    if isinstance(value, Settings):
-        return texts(value)
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return {name: to_json(item) if dataclasses.is_dataclass(item) else item for name, item in fields.items()}

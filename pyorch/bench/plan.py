@@ -98,19 +98,18 @@ def beside(n_busy: int, config: Config) -> Config:
     return replace(config, label=f"{config.label}, beside {what}", n_busy=n_busy)
 
 
-def fits(info: MapInfo) -> bool:
-    """Whether all experts can be resident, beside what else a process needs."""
+def fits(info: MapInfo, n_models: int = 1) -> bool:
+    """Whether all experts of so many models can be resident, beside what else a process needs."""
     limit = memory.memory_limit()
-    return info.slots_bytes + info.dense_bytes + memory.margin_bytes(limit) < limit.free_bytes
+    return n_models * (info.slots_bytes + info.dense_bytes) + memory.margin_bytes(limit) <= limit.free_bytes
 
 
 def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[Config, Config]]]:
     """What is measured: the reference, which is all resident, first; and of these, pairs of a lossy or disturbed
     configuration and the one that differs in nothing else."""
     configs = [RESIDENT, *_budgets(plan, info)]
-    limit_bytes = _limit_bytes(plan, info)
     if "mmap" in plan.baselines:
-        configs.append(mmap_config(limit_bytes, _limit_text(plan)))
+        configs.append(mmap_config(*limit_of(plan.memory_limit, info)))
     if "stock" in plan.baselines:
         configs.append(STOCK)
     if "plain" in plan.baselines:
@@ -125,14 +124,13 @@ def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[
 
 
 def _budgets(plan: Plan, info: MapInfo) -> list[Config]:
-    limit_bytes = _limit_bytes(plan, info)
     suitable = BENCH_BUDGETS if plan.memory_limit is None and fits(info) else (AUTO,)
     configs = []
     for budget in plan.budgets or suitable:
         if budget.amount is not None:
             budget.resolve(info)
         for settings in plan.combined():
-            config = budget_config(replace(settings, budget=budget), limit_bytes, _limit_text(plan))
+            config = budget_config(replace(settings, budget=budget), *limit_of(plan.memory_limit, info))
             label = [config.label]
             if len(plan.policies) > 1:
                 label.append(settings.policy)
@@ -142,12 +140,9 @@ def _budgets(plan: Plan, info: MapInfo) -> list[Config]:
     return configs
 
 
-def _limit_bytes(plan: Plan, info: MapInfo) -> int:
-    return plan.memory_limit.of(info.file_bytes) if plan.memory_limit is not None else 0
-
-
-def _limit_text(plan: Plan) -> str:
-    return str(plan.memory_limit) if plan.memory_limit is not None else ""
+def limit_of(memory_limit: Amount | None, info: MapInfo) -> tuple[int, str]:
+    """In bytes, and as it was asked for; 0 and "" for none."""
+    return (0, "") if memory_limit is None else (memory_limit.of(info.file_bytes), str(memory_limit))
 
 
 def _lossy_pairs(plan: Plan, configs: Sequence[Config]) -> list[tuple[Config, Config]]:

@@ -7,21 +7,20 @@ with the disk's bandwidth measured just before and just after it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import resource
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch import _libs
-from pyorch.bench.busy import busy_processes
-from pyorch.bench.cgroup import MemoryGroup, memory_group
-from pyorch.bench.job import UNMANAGED, Config, Job, Measurement, from_json, to_json
+from pyorch.bench.job import UNMANAGED, Config, Job, Measurement
+from pyorch.bench.processes import busy_processes, memory_group
 from pyorch.errors import PyorchError
+from pyorch.processes import started
 from pyorch.runtime import disk
 from pyorch.sidecars import packs
 from pyorch.signals import terminable
@@ -60,13 +59,8 @@ class Results:
 
 
 def run_rounds(
-    job_for: Callable[[Config], Job],
-    configs: Sequence[Config],
-    n_rounds: int,
-    on_progress: OnProgress,
-    say: Callable[[str], None],
-    done: Sequence[Run] = (),
-    keep: Callable[[Run], None] = lambda run: None,
+    job_for: Callable[[Config], Job], configs: Sequence[Config], n_rounds: int, on_progress: OnProgress,
+    say: Callable[[str], None], done: Sequence[Run] = (), keep: Callable[[Run], None] = lambda run: None,
 ) -> Results:
     """Measures every configuration n_rounds times. say: told what each measurement gave.
 
@@ -91,8 +85,8 @@ def run_rounds(
                     failure, measurement, peak_group_bytes = measure_once(job_for(config))
                 bandwidths.append(disk.measure_bandwidth(model_map, BANDWIDTH_SECONDS))
                 bandwidth = max(bandwidth.bytes_per_second for bandwidth in bandwidths[-2:])
-                runs.append(
-                    Run(config, i, failure, measurement, peak_group_bytes, bandwidth, processors.busy_elsewhere))
+                runs.append(Run(config, i, failure, measurement, peak_group_bytes, bandwidth,
+                                processors.busy_elsewhere))
                 if failure and len(runs) == 1 and not config.limit_bytes:
                     raise PyorchError(failure)
                 say(f"round {i + 1} of {n_rounds}: {config.label}: {_outcome(runs[-1])}")
@@ -120,27 +114,27 @@ def _outcome(run: Run) -> str:
 
 def measure_once(job: Job) -> tuple[str, Measurement | None, int | None]:
     """In a process of its own: why it failed, or what was measured; and the peak of its group."""
-    with (limited(job.config.limit_bytes) as group, terminable(), busy_processes(job.config.n_busy),
-          _lifeline() as descriptor):
-        result = subprocess.run(
-            [sys.executable, "-m", "pyorch.bench.child", str(descriptor)],
-            input=json.dumps(to_json(job)),
-            capture_output=True,
-            text=True,
-            env=environment(job.config),
-            pass_fds=[descriptor],
-            preexec_fn=group.join if group is not None else None,
-        )
+    with (memory_group(job.config.limit_bytes) as group, terminable(), busy_processes(job.config.n_busy),
+          tempfile.TemporaryFile() as log):
+        process, connection = started(
+            [sys.executable, "-m", "pyorch.bench.child"], stdout=log, stderr=log, env=environment(job.config),
+            preexec_fn=group.join if group is not None else None)
+        measurement = None
+        # Left by an exception, too, the second of these ends the process, and the first waits for that.
+        with process, connection, contextlib.suppress(EOFError, OSError):
+            connection.send(job)
+            measurement = connection.recv()
         killed = group is not None and group.n_killed() > 0
         peak = group.peak_bytes() if group is not None else None
-    if result.returncode == 0:
-        return "", from_json(Measurement, json.loads(result.stdout)), peak
+        log.seek(0)
+        said = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    if measurement is not None:
+        return "", measurement, peak
     if killed:
         return "killed for memory", None, peak
-    if result.returncode < 0:
-        return f"ended by signal {-result.returncode}", None, peak
-    said = [line for line in result.stderr.splitlines() if line.strip()]
-    return (said[-1].partition(": ")[2] or said[-1]) if said else f"exit status {result.returncode}", None, peak
+    if process.returncode < 0:
+        return f"ended by signal {-process.returncode}", None, peak
+    return (said[-1].partition(": ")[2] or said[-1]) if said else f"exit status {process.returncode}", None, peak
 
 
 def environment(config: Config) -> dict[str, str]:
@@ -178,27 +172,6 @@ def _busy_seconds() -> float:
 def _children_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
-
-
-@contextlib.contextmanager
-def _lifeline() -> Iterator[int]:
-    """What a child reads to the end of when this process is gone, however it ended."""
-    reader, writer = os.pipe()
-    try:
-        yield reader
-    finally:
-        os.close(reader)
-        os.close(writer)
-
-
-@contextlib.contextmanager
-def limited(limit_bytes: int) -> Iterator[MemoryGroup | None]:
-    """A group with this limit; None for 0, which is no limit."""
-    if not limit_bytes:
-        yield None
-        return
-    with memory_group(limit_bytes) as group:
-        yield group
 
 
 def check_limits(configs: Sequence[Config]) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from pyorch.bench.job import Config, Measurement, Phase
 from pyorch.bench.rounds import Results, Run
+
+
+def _median_of(value: Callable[[Measurement], float]) -> Any:
+    """A field with the median of this over the rounds."""
+    return field(default=math.nan, metadata={"value": value})
 
 
 @dataclass(frozen=True)
@@ -22,69 +29,40 @@ class Summary:
     config: Config
     n_rounds: int
     failure: str
-    prefill_rate: float
-    decode_rate: float
-    prefill_hit_rate: float
-    decode_hit_rate: float
-    prefill_bytes_per_token: float
-    decode_bytes_per_token: float
-    prefill_stall_seconds: float
-    decode_stall_seconds_per_token: float
-    decode_stall_seconds_per_miss: float
-    planned_stall_seconds_per_token: float
-    decode_changed_slots_per_token: float
-    decode_device_hit_rate: float
-    decode_device_computed_share: float
-    decode_device_bytes_per_token: float
-    decode_device_ahead_precision: float
-    device_used_bytes: float
-    ttft_seconds: float
-    peak_memory_bytes: float
-    peak_group_bytes: float
-    budget_bytes: float
-    prefill_roofline: float
-    decode_roofline: float
+    prefill_rate: float = _median_of(lambda run: run.prefill.rate)
+    decode_rate: float = _median_of(lambda run: run.decode.rate)
+    prefill_hit_rate: float = _median_of(lambda run: run.prefill.hit_rate)
+    decode_hit_rate: float = _median_of(lambda run: run.decode.hit_rate)
+    prefill_bytes_per_token: float = _median_of(lambda run: run.prefill.bytes_read / run.prefill.n_tokens)
+    decode_bytes_per_token: float = _median_of(lambda run: run.decode.bytes_read / run.decode.n_tokens)
+    prefill_stall_seconds: float = _median_of(lambda run: run.prefill.stall_seconds)
+    decode_stall_seconds_per_token: float = _median_of(lambda run: run.decode.stall_seconds / run.decode.n_tokens)
+    decode_stall_seconds_per_miss: float = _median_of(
+        lambda run: run.decode.stall_seconds / run.decode.misses if run.decode.misses else math.nan)
+    planned_stall_seconds_per_token: float = _median_of(lambda run: run.planned_stall_seconds)
+    decode_changed_slots_per_token: float = _median_of(lambda run: run.decode.changed_slots / run.decode.n_tokens)
+    decode_device_hit_rate: float = _median_of(lambda run: run.decode.device_hit_rate)
+    decode_device_computed_share: float = _median_of(lambda run: run.decode.device_computed_share)
+    decode_device_bytes_per_token: float = _median_of(lambda run: run.decode.device_bytes / run.decode.n_tokens)
+    decode_device_ahead_precision: float = _median_of(lambda run: run.decode.device_ahead_precision)
+    device_used_bytes: float = _median_of(lambda run: run.device_used_bytes)
+    ttft_seconds: float = _median_of(lambda run: run.ttft_seconds)
+    peak_memory_bytes: float = _median_of(lambda run: run.peak_memory_bytes)
+    budget_bytes: float = _median_of(lambda run: run.budget_bytes)
+    peak_group_bytes: float = math.nan
+    prefill_roofline: float = math.nan
+    decode_roofline: float = math.nan
 
 
 def summarize(results: Results, config: Config, reference: Config | None) -> Summary:
     """reference: the configuration with all experts resident, None without one."""
     runs = results.of(config)
     good = [run for run in runs if run.measurement is not None]
-
-    def median(value: Callable[[Measurement], float]) -> float:
-        return _median(value(run.measurement) for run in good)
-
+    medians = {one.name: _median(one.metadata["value"](run.measurement) for run in good)
+               for one in fields(Summary) if one.metadata}
     return Summary(
-        config=config,
-        n_rounds=len(good),
-        failure=next((run.failure for run in runs if run.failure), ""),
-        prefill_rate=median(lambda measured: measured.prefill.rate),
-        decode_rate=median(lambda measured: measured.decode.rate),
-        prefill_hit_rate=median(lambda measured: measured.prefill.hit_rate),
-        decode_hit_rate=median(lambda measured: measured.decode.hit_rate),
-        prefill_bytes_per_token=median(lambda measured: measured.prefill.bytes_read / measured.prefill.n_tokens),
-        decode_bytes_per_token=median(lambda measured: measured.decode.bytes_read / measured.decode.n_tokens),
-        prefill_stall_seconds=median(lambda measured: measured.prefill.stall_seconds),
-        decode_stall_seconds_per_token=median(
-            lambda measured: measured.decode.stall_seconds / measured.decode.n_tokens
-        ),
-        decode_stall_seconds_per_miss=median(
-            lambda measured: measured.decode.stall_seconds / measured.decode.misses
-            if measured.decode.misses else float("nan")
-        ),
-        planned_stall_seconds_per_token=median(lambda measured: measured.planned_stall_seconds),
-        decode_changed_slots_per_token=median(
-            lambda measured: measured.decode.changed_slots / measured.decode.n_tokens
-        ),
-        decode_device_hit_rate=median(lambda measured: measured.decode.device_hit_rate),
-        decode_device_computed_share=median(lambda measured: measured.decode.device_computed_share),
-        decode_device_bytes_per_token=median(lambda measured: measured.decode.device_bytes / measured.decode.n_tokens),
-        decode_device_ahead_precision=median(lambda measured: measured.decode.device_ahead_precision),
-        device_used_bytes=median(lambda measured: measured.device_used_bytes),
-        ttft_seconds=median(lambda measured: measured.ttft_seconds),
-        peak_memory_bytes=median(lambda measured: measured.peak_memory_bytes),
+        config, len(good), next((run.failure for run in runs if run.failure), ""), **medians,
         peak_group_bytes=_median(run.peak_group_bytes for run in good if run.peak_group_bytes is not None),
-        budget_bytes=median(lambda measured: measured.budget_bytes),
         prefill_roofline=_roofline(results, good, reference, lambda measured: measured.prefill),
         decode_roofline=_roofline(results, good, reference, lambda measured: measured.decode),
     )
@@ -131,7 +109,7 @@ def _roofline(
     results: Results, runs: list[Run], reference: Config | None, phase: Callable[[Measurement], Phase]
 ) -> float:
     if reference is None:
-        return float("nan")
+        return math.nan
     resident = {run.round: run.measurement for run in results.of(reference)}
     fractions = []
     for run in runs:
@@ -146,4 +124,4 @@ def _roofline(
 
 def _median(values: Iterable[float]) -> float:
     values = [value for value in values if value == value]
-    return statistics.median(values) if values else float("nan")
+    return statistics.median(values) if values else math.nan

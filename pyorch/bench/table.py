@@ -1,23 +1,26 @@
-"""The report, for people."""
+"""The report, for people; and a picture of what is read while text is decoded, as figure 8 of BuddyMoE."""
 
 from __future__ import annotations
 
 import platform
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pyorch.bench.job import Config, Measurement
+import numpy as np
+
+from pyorch import pictures
+from pyorch.bench.job import Config, Text
 from pyorch.bench.rounds import Results
 from pyorch.bench.summary import Summary, TextChange, ratio, text_change
 from pyorch.llama.memory import physical_cores
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import GiB, MiB, counted, format_bytes
 
-_COLUMNS = (
-    "configuration", "prefill tok/s", "decode tok/s", "hits", "MiB/token", "stall ms/token",
-    "prefill roofline", "decode roofline", "first token s", "peak MiB",
-)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _DISTURBED = 0.1  # share of the processors that others may use before the numbers are doubted
 
@@ -60,21 +63,31 @@ def header(
 
 def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Titles of columns, and rows."""
-    columns = [*_COLUMNS]
-    cells: list[Callable[[Summary], str]] = []
+    columns: dict[str, Callable[[Summary], str]] = {
+        "prefill tok/s": lambda summary: f"{summary.prefill_rate:.1f}",
+        "decode tok/s": lambda summary: f"{summary.decode_rate:.2f}",
+        "hits": lambda summary: _percent(summary.decode_hit_rate),
+        "MiB/token": lambda summary: f"{summary.decode_bytes_per_token / MiB:.1f}",
+        "stall ms/token": lambda summary: f"{summary.decode_stall_seconds_per_token * 1000:.1f}" + _planned(summary),
+        "prefill roofline": lambda summary: _percent(summary.prefill_roofline),
+        "decode roofline": lambda summary: _percent(summary.decode_roofline),
+        "first token s": lambda summary: f"{summary.ttft_seconds:.2f}",
+        "peak MiB": _peak,
+    }
     if any(summary.config.lossy for summary in summaries):
-        columns.append("changed slots/token")
-        cells.append(lambda summary: f"{summary.decode_changed_slots_per_token:.2f}")
+        columns["changed slots/token"] = lambda summary: f"{summary.decode_changed_slots_per_token:.2f}"
     if any(summary.config.settings.device_ahead for summary in summaries):
-        columns.append("forecasts right")
-        cells.append(lambda summary: _percent(summary.decode_device_ahead_precision))
+        columns["forecasts right"] = lambda summary: _percent(summary.decode_device_ahead_precision)
     if any(summary.config.on_device for summary in summaries):
-        columns += ("device hits", "device computed", "uploaded MiB/token", "device MiB")
-        cells += (lambda summary: _percent(summary.decode_device_hit_rate),
-                  lambda summary: _percent(summary.decode_device_computed_share),
-                  lambda summary: f"{summary.decode_device_bytes_per_token / MiB:.1f}",
-                  lambda summary: f"{summary.device_used_bytes / MiB:.0f}")
-    return tuple(columns), [_row(summary, cells) for summary in summaries]
+        columns |= {
+            "device hits": lambda summary: _percent(summary.decode_device_hit_rate),
+            "device computed": lambda summary: _percent(summary.decode_device_computed_share),
+            "uploaded MiB/token": lambda summary: f"{summary.decode_device_bytes_per_token / MiB:.1f}",
+            "device MiB": lambda summary: f"{summary.device_used_bytes / MiB:.0f}",
+        }
+    rows = [(summary.config.label, *(cell(summary) if summary.n_rounds else "-" for cell in columns.values()))
+            for summary in summaries]
+    return ("configuration", *columns), rows
 
 
 def footer(
@@ -85,14 +98,12 @@ def footer(
     best = max(results.bandwidths, key=lambda bandwidth: bandwidth.bytes_per_second)
     how = "direct" if best.direct else "buffered"
     rows = [("failed", f"{summary.config.label}: {summary.failure}") for summary in summaries if summary.failure]
-    rows.append(
-        (
-            "disk",
-            f"peak {rates[len(rates) // 2] / GiB:.2f} GiB/s, from {rates[0] / GiB:.2f} to {rates[-1] / GiB:.2f} during "
-            f"the benchmark (best with {best.reader}, {counted(best.depth, 'request')} of "
-            f"{format_bytes(best.request_bytes)} at once, {how})",
-        )
-    )
+    rows.append((
+        "disk",
+        f"peak {rates[len(rates) // 2] / GiB:.2f} GiB/s, from {rates[0] / GiB:.2f} to {rates[-1] / GiB:.2f} during "
+        f"the benchmark (best with {best.reader}, {counted(best.depth, 'request')} of "
+        f"{format_bytes(best.request_bytes)} at once, {how})",
+    ))
     if resident is not None and resident.n_rounds:
         rows.append((
             "compute", f"decode {1000 / resident.decode_rate:.1f} ms/token, prefill "
@@ -116,14 +127,10 @@ def footer(
     return rows
 
 
-def _decode_rate(measurement: Measurement) -> float:
-    return measurement.decode.rate
-
-
 def ratio_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> list[str]:
     """What substitution brings, or busy processes cost. pairs: configurations that differ in nothing else."""
     return [
-        f"{one.label}: decode {ratio(results, one, other, _decode_rate):.2f}x {other.label}"
+        f"{one.label}: decode {ratio(results, one, other, lambda run: run.decode.rate):.2f}x {other.label}"
         + (_of_text(text_change(results, one, other)) if one.lossy else "")
         for one, other in pairs
     ]
@@ -136,26 +143,10 @@ def _of_text(change: TextChange | None) -> str:
             f"lossless {-change.base_log_likelihood:.3f}")
 
 
-def _row(summary: Summary, more: Sequence[Callable[[Summary], str]]) -> tuple[str, ...]:
-    """more: what is in the columns behind those of all tables."""
-    if not summary.n_rounds:
-        return (summary.config.label, *("-" for _ in (*_COLUMNS[1:], *more)))
-    peak = (
-        summary.peak_group_bytes if summary.peak_group_bytes == summary.peak_group_bytes else summary.peak_memory_bytes
-    )
-    return (
-        summary.config.label,
-        f"{summary.prefill_rate:.1f}",
-        f"{summary.decode_rate:.2f}",
-        _percent(summary.decode_hit_rate),
-        f"{summary.decode_bytes_per_token / MiB:.1f}",
-        f"{summary.decode_stall_seconds_per_token * 1000:.1f}" + _planned(summary),
-        _percent(summary.prefill_roofline),
-        _percent(summary.decode_roofline),
-        f"{summary.ttft_seconds:.2f}",
-        f"{peak / MiB:.0f}",
-        *(cell(summary) for cell in more),
-    )
+def _peak(summary: Summary) -> str:
+    """Of the group, page cache included, where there is a limit; else of the process."""
+    of_group = summary.peak_group_bytes
+    return f"{(of_group if of_group == of_group else summary.peak_memory_bytes) / MiB:.0f}"
 
 
 def _planned(summary: Summary) -> str:
@@ -165,3 +156,35 @@ def _planned(summary: Summary) -> str:
 
 def _percent(share: float) -> str:
     return f"{share:.0%}" if share == share else "-"
+
+
+_BINS = 24
+
+
+def draw(results: Results, pairs: Sequence[tuple[Config, Config]], path: Path) -> None:
+    """Writes the picture, of the last round. PyorchError without matplotlib, or where it cannot be written."""
+    pictures.save_as(partial(_bandwidths, results=results, pairs=pairs), path, pictures.PRINT_DPI)
+
+
+def _bandwidths(figure_class: type[Figure], results: Results, pairs: Sequence[tuple[Config, Config]]) -> Figure:
+    bases = list(dict.fromkeys(base for _, base in pairs))
+    figure = figure_class(figsize=(9, 3 * len(bases)), layout="constrained")
+    for axis, base in zip(figure.subplots(len(bases), 1, squeeze=False)[:, 0], bases):
+        for config in (base, *(one for one, other in pairs if other == base)):
+            texts = [run.measurement.text for run in results.of(config) if run.measurement is not None]
+            if not texts or len(texts[-1].seconds) < 2:
+                continue
+            seconds, rates = bandwidth(texts[-1])
+            axis.step(seconds, rates / MiB, where="mid", label=config.label)
+        axis.set_ylabel("MiB read a second")
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=7)
+    axis.set_xlabel("seconds")
+    return figure
+
+
+def bandwidth(text: Text, n_bins: int = _BINS) -> tuple[np.ndarray, np.ndarray]:
+    """Over equal pieces of the time that decoding took: their middles, in seconds, and bytes read a second in each."""
+    edges = np.linspace(0, text.seconds[-1], n_bins + 1)
+    read = np.interp(edges, text.seconds, text.bytes_read)
+    return (edges[1:] + edges[:-1]) / 2, np.diff(read) / np.diff(edges)

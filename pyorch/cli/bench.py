@@ -77,8 +77,8 @@ def _take_serve(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pyorch.bench import plan, rounds, table
     from pyorch.bench.job import Config, Job
-    from pyorch.bench.reading_plot import draw
     from pyorch.bench.summary import summarize
+    from pyorch.bench.table import draw
     from pyorch.llama.memory import cache_bytes, physical_cores
     from pyorch.pictures import check_plot
     from pyorch.runtime.devices import find_device

@@ -106,15 +106,14 @@ def _ways(args: argparse.Namespace, settings: dict, info: object) -> list[Served
     from pyorch.settings.budget import AUTO
     from pyorch.settings.settings import Settings
 
-    limit = plan.read_limit(args.memory_limit)
-    limit_bytes, limit_text = (limit.of(info.file_bytes), str(limit)) if limit is not None else (0, "")
+    limit = plan.limit_of(plan.read_limit(args.memory_limit), info)
     configs = []
     for budget in listed(args, "budget") or (AUTO,):
         if budget.amount is not None:
             budget.resolve(info)
-        configs.append(plan.budget_config(Settings(budget=budget, **settings), limit_bytes, limit_text))
+        configs.append(plan.budget_config(Settings(budget=budget, **settings), *limit))
     if args.baseline == "mmap":
-        configs.append(plan.mmap_config(limit_bytes, limit_text))
+        configs.append(plan.mmap_config(*limit))
     return [Served(config, slots) for config in configs for slots in args.np]
 
 

@@ -162,7 +162,7 @@ def _down(args: argparse.Namespace) -> int:
 def _started(args: argparse.Namespace) -> AbstractContextManager[tuple[ModuleType, list[Status]]]:
     from pyorch.cluster import operations
     from pyorch.cluster.config import read_cluster
-    from pyorch.cluster.placement.file import read_placement
+    from pyorch.cluster.placement.placement import read_placement
     from pyorch.runtime.model_map import ModelMap
     from pyorch.settings.option import texts
     from pyorch.settings.settings import Settings

@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
     from pyorch.cli.model_stats import show_stats
     from pyorch.cli.verify import sentence
-    from pyorch.convert import convert
     from pyorch.convert.checkpoint import open_checkpoint
+    from pyorch.convert.to_gguf import convert
     from pyorch.eval.verify import verify
     from pyorch.files import check_target
     from pyorch.llama.model import load

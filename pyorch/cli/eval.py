@@ -136,7 +136,7 @@ def swept(args: argparse.Namespace, methods: Sequence[Method]) -> list[Row]:
     _check_arc(args)
 
     from pyorch.eval import sweep
-    from pyorch.eval.record import Record
+    from pyorch.eval.sweep import Record
     from pyorch.pictures import check_plot
 
     plan = sweep.Plan(
@@ -163,7 +163,7 @@ def swept(args: argparse.Namespace, methods: Sequence[Method]) -> list[Row]:
 def show_rows(args: argparse.Namespace, rows: Sequence[Row], objects: Sequence[dict[str, object]]) -> None:
     """objects: of the rows, as JSON and CSV are to have them."""
     from pyorch.eval import report
-    from pyorch.eval.sweep_plot import draw
+    from pyorch.eval.report import draw
     from pyorch.files import write_text
 
     if args.csv is not None:

@@ -115,8 +115,7 @@ def _check_not_of_slim(output: Path) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0. Raises PyorchError, also for a pack whose experts are not those of the model."""
-    from pyorch.convert.pack import pack
-    from pyorch.convert.pack_check import check
+    from pyorch.convert.pack import check, pack
     from pyorch.convert.slim import check_slim, slim_bytes, write_slim
     from pyorch.runtime.model_map import SIDECARS, ModelMap
     from pyorch.sidecars import container, packs

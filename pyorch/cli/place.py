@@ -84,7 +84,7 @@ def decide(args: argparse.Namespace, place: Callable[[Problem, bool], Placement]
 
     from pyorch.cluster.activations import read_counts, write_counts
     from pyorch.cluster.config import read_cluster
-    from pyorch.cluster.placement.file import write_placement
+    from pyorch.cluster.placement.placement import write_placement
     from pyorch.cluster.placement.problem import Problem
     from pyorch.runtime.model_map import ModelMap
 

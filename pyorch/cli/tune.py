@@ -71,10 +71,9 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     check_readable(args.held_out)
 
-    from pyorch.eval.levers import LEVERS
     from pyorch.eval.method import share as share_of_experts
     from pyorch.eval.search import Goal
-    from pyorch.eval.tune import Request, tune
+    from pyorch.eval.tune import LEVERS, Request, tune
     from pyorch.runtime.model_map import ModelMap
     from pyorch.settings.budget import Budget
     from pyorch.sidecars.tuned_setting import default_path, write_tuned
@@ -179,7 +178,7 @@ def _table(tuning, metric: str) -> Table:
     """Without the columns that say nothing here."""
     titles = ("settings", "tried on", "accuracy", "kept", "KL", "reads/token", "tok/s", "")
     original = tuning.speeds.get(None)
-    rows = [("lossless", "100%", _number(tuning.original.accuracy(metric), ".3f"), "", "",
+    rows = [("lossless", "100%", _number(tuning.original.average(metric), ".3f"), "", "",
              _number(_absent(tuning), ".1f"), _number(original.rate if original else None, ".2f"), "")]
     for row in _trials(tuning):
         rows.append((

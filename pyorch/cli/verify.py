@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 if every logit is bit-identical under every budget; 1 otherwise, also where that was asked for."""
     prompt = read_prompt(args.prompt, args.file)
 
-    from pyorch.eval.arrival import Arrival
+    from pyorch.eval.method import Arrival
     from pyorch.eval.verify import PROMPT, verify
 
     comparisons = []

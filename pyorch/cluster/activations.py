@@ -1,13 +1,7 @@
-"""Which experts the users of each server activate: counted in traces, or by a running cluster.
+"""Which experts the users of each server activate: counted in traces, or by a running cluster, in a JSON file.
 
-A running cluster's counts are a JSON file:
-
-    {"kind": "pyorch count of activations", "version": 1, "model": "olmoe.gguf", "fingerprint": "...",
-     "layers": [0, 1, ...],
-     "servers": [{"name": "clinic", "counts": [[412, 96, ...], ...]}, ...]}
-
-layers: the block numbers of those with routed experts that a decode passes. counts: for each of them, how often each
-of its experts was selected for a token of a request to this server, wherever it was computed.
+In the file the counts of a server have, for each layer with routed experts that a decode passes, how often each of its
+experts was selected for a token of a request to this server, wherever it was computed (docs/cluster.md).
 """
 
 from __future__ import annotations
@@ -23,6 +17,7 @@ from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import json_file
 from pyorch.traces.file import Trace
+from pyorch.traces.routing_statistics import activation_counts
 
 KIND = "pyorch count of activations"
 VERSION = 1
@@ -82,18 +77,16 @@ def count_traces(
 
 def _counted(trace: Trace, layers: tuple[int, ...], n_experts: np.ndarray, part: tuple[float, float]) -> np.ndarray:
     columns = [trace.layer_index(il) for il in layers]
-    width = int(n_experts.max(initial=1))
-    counts = np.zeros((len(layers), width))
+    counts = np.zeros((len(layers), int(n_experts.max(initial=1))))
     begin, end = (round(len(trace) * share) for share in part)
     rows = max(1, _CHUNK_BYTES // trace.records.dtype.itemsize)
     for start in range(begin, end, rows):
-        experts = trace.records["experts"][start : min(start + rows, end)][:, columns].astype(np.int64)
-        highest = experts.max(axis=(0, 2))
-        for il, expert, n_expert in zip(layers, highest, n_experts):
-            if expert >= n_expert:
-                raise FormatError(f"{trace.path} is damaged: it names expert {expert} of {n_expert} in layer {il}")
-        of_all = experts + width * np.arange(len(layers))[:, None]
-        counts += np.bincount(of_all.ravel(), minlength=counts.size).reshape(counts.shape)
+        experts = trace.records["experts"][start : min(start + rows, end)]
+        for row, column, il, n_expert in zip(counts, columns, layers, n_experts):
+            highest = experts[:, column].max()
+            if highest >= n_expert:
+                raise FormatError(f"{trace.path} is damaged: it names expert {highest} of {n_expert} in layer {il}")
+            row += activation_counts(experts[:, column], len(row))
     return counts
 
 

@@ -6,31 +6,29 @@ Ray restarts; nothing here does.
 
 from __future__ import annotations
 
-import base64
+import concurrent.futures
 import contextlib
 import hashlib
-import hmac
+import itertools
 import json
 import os
-import secrets
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
-from pyorch.cluster.channel import Channel
 from pyorch.cluster.links import Echo, Measured, measure_link
-from pyorch.cluster.local_ray import CHILD, ray_library
-from pyorch.cluster.members import ABSENT, REFUSED, SERVING, STARTING, Activity, Counters, Job, Membership, Plan, Status
-from pyorch.cluster.placement.placement import Move, Placement
+from pyorch.cluster.local_ray import CHILD, ask_all, ray_library
+from pyorch.cluster.members import ABSENT, REFUSED, SERVING, STARTING, Activity, Job, Plan, Status
+from pyorch.cluster.placement.placement import Move
 from pyorch.cluster.state import Running
 from pyorch.errors import PyorchError
+from pyorch.processes import started
 from pyorch.runtime.model_map import ModelMap
 
 _ANSWER_SECONDS = 1.5  # that a status waits for the serving process
@@ -38,15 +36,18 @@ _ACTIVITY_SECONDS = 5.0  # that the scheduler does, and who measures
 _PLAN_SECONDS = 600.0  # for experts to be read
 _MEET_SECONDS = 10.0  # for the others to answer one that comes; who is late is met later
 _DISK_SECONDS = 60.0  # for a second's work, beside requests
-_CONNECT_PAUSES = 0.25, 8.0  # seconds between attempts to reach another server
-_LOOK_SECONDS = 0.005  # between two looks whether experts have arrived
+_HOLD_SECONDS = 65.0  # for experts to arrive, which the serving process gives up before
 _STOP_SECONDS = 10.0  # for a serving process that was asked to end: it writes down what it learned
 _KEPT_LINES = 20  # of what it said last
 _RESTARTS = 100  # of one server, by Ray
 
 
+class NoAnswer(PyorchError):
+    """The serving process has ended, or hangs."""
+
+
 class Server:
-    """A member. Its methods are called through Ray, several at once.
+    """A member. Its methods are called through Ray, several at once. They raise PyorchError for what cannot be done.
 
     What it is given is the same for each of its lives. The plan is not: a server that was restarted asks the others for
     the one that they follow.
@@ -56,25 +57,20 @@ class Server:
         self._job = job
         self._state, self._url, self._reason = STARTING, "", ""
         self._peers: set[str] = set()
-        self._connecting: dict[str, str] = {}  # to whom this server is not connected yet, and why not
-        self._planned: tuple[Placement | None, int] = (
-            Placement.from_fields(job.placement) if job.placement else None,
-            0,
-        )
+        self._plan = None if job.placement is None else Plan(job.placement)
         self._planning = threading.Lock()  # who changes the plan here and in the serving process
         self._memo: Any = None
         self._model_map: ModelMap | None = None  # of experts that others ask for
         self._reading = threading.Lock()
         self._n_fetched = 0
-        self._life = secrets.token_hex(8)
         self._listening = False
         self._echo: Echo | None = None
         self._ending = False
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
-        self._answered = threading.Condition()
-        self._answers: dict[int, dict[str, Any] | None] = {}  # by number, of what somebody waits for
-        self._number = 0
-        self._process, self._channel = self._start()
+        self._sending = threading.Lock()
+        self._answers: dict[int, Future] = {}  # by number, of what somebody waits for
+        self._numbers = itertools.count()
+        self._process, self._connection = self._start()
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._forward, daemon=True).start()
 
@@ -83,121 +79,77 @@ class Server:
         counters, state, reason = None, self._state, self._reason
         if state == SERVING:
             try:
-                counters = Counters(**self._ask("counters"))
-            except (PyorchError, TimeoutError) as error:
+                counters, unmet = self._ask("counters")
+                reason = "; ".join(filter(None, (reason, *unmet)))
+            except PyorchError as error:
                 state, reason = ABSENT, str(error)
-        with self._answered:
-            reason = "; ".join(filter(None, (reason, *self._connecting.values())))
         return Status(
             self._job.name, state, self._url, reason, _was_restarted(), os.getpid(), *self._placed(),
             tuple(sorted(self._peers)), self._n_fetched, counters,
         )
 
-    def counters(self) -> Counters | str:
-        """Likewise, of the serving process alone, for whoever can wait; a sentence where it does not serve."""
-        if self._state != SERVING:
-            return self._reason or "it starts"
-        try:
-            return Counters(**self._ask("counters", seconds=_ACTIVITY_SECONDS))
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
-
     def plan(self) -> Plan | None:
         """That this server follows; None where it has none."""
-        plan, number = self._planned
-        return None if plan is None else Plan(plan.to_fields(), number)
+        return self._plan
 
-    def activity(self) -> Activity | str:
-        """What it did and holds; a sentence where it does not serve now, or does not answer."""
+    def activity(self) -> Activity:
+        """What it did and holds."""
         if self._state != SERVING:
-            return self._reason or "it starts"
-        try:
-            found = self._ask("activity", seconds=_ACTIVITY_SECONDS)
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
-        width = max(map(len, found["activations"]))
-        counts = np.array([[*row, *[0] * (width - len(row))] for row in found.pop("activations")], np.float64)
-        return Activity(self._life, self.plan(), counts, memo=self._memo, **found)
+            raise PyorchError(self._reason or "it starts")
+        return Activity(self._ask("work", seconds=_ACTIVITY_SECONDS), self._plan, self._memo)
 
     def remember(self, memo: Any) -> None:
         """Keeps something for the scheduler, until the next."""
         self._memo = memo
 
-    def follow(self, plan: Plan) -> str:
-        """Goes by this plan from now on, unless it is older than its own. A sentence where it cannot."""
+    def follow(self, plan: Plan) -> None:
+        """Goes by this plan from now on, unless it is older than its own."""
         with self._planning:
-            _, number = self._planned
+            number = self._plan.number if self._plan is not None else 0
             if plan.number < number:
-                return f"it follows plan {number}, which is newer than {plan.number}"
-            return self._change("follow", Placement.from_fields(plan.placement), plan.number, placement=plan.placement)
+                raise PyorchError(f"it follows plan {number}, which is newer than {plan.number}")
+            self._change(plan, "follow", placement=plan.placement)
 
-    def move(self, number: int, moves: list[Move]) -> str:
-        """Goes by its plan with these moves, which are plan `number`, from now on. A sentence where it cannot."""
+    def move(self, number: int, moves: list[Move]) -> None:
+        """Goes by its plan with these moves, which are plan `number`, from now on."""
         with self._planning:
-            plan, before = self._planned
-            if plan is None or before != number - 1:
-                return f"it follows plan {before}, not {number - 1}"
-            return self._change("move", plan.changed(moves), number, moves=[list(move) for move in moves])
+            before = self._plan.number if self._plan is not None else None
+            if before != number - 1:
+                raise PyorchError(f"it follows plan {before}, not {number - 1}")
+            self._change(Plan(self._plan.placement.changed(moves), number), "move", moves=moves)
 
-    def expert(self, layer: int, expert: int) -> bytes | str:
-        """The bytes of an expert, layer (an index of the plan) and number, as the model's file has them; a sentence
-        where they cannot be read there."""
-        plan, _ = self._planned
-        try:
-            with self._reading:
-                if self._model_map is None:
-                    self._model_map = ModelMap(self._job.model)
-                return self._model_map.read_expert(plan.layers[layer], expert)
-        except PyorchError as error:
-            return str(error)
+    def expert(self, layer: int, expert: int) -> bytes:
+        """The bytes of an expert, layer (an index of the plan) and number, as the model's file has them."""
+        with self._reading:
+            if self._model_map is None:
+                self._model_map = ModelMap(self._job.model)
+            return self._model_map.read_expert(self._plan.placement.layers[layer], expert)
 
-    def hold(self, take: list[tuple[int, int]], drop: list[tuple[int, int]], sources: list[str]) -> str:
+    def hold(self, take: list[tuple[int, int]], drop: list[tuple[int, int]], source: str) -> None:
         """Keeps experts in memory, layer (an index) and number, and others no longer. When it returns they are there.
 
-        sources: of each to take, the server whose disk it is to come from; "": the own one. A sentence where it cannot.
-        An expert for which its budget has no room is read when it is used.
+        source: the server whose disk those to take are to come from; "": the own one. An expert for which its budget
+        has no room is read when it is used.
         """
-        for (layer, expert), source in zip(take, sources):
-            if source:
-                self._fetch(layer, expert, source)
-        try:
-            deadline = time.monotonic() + _DISK_SECONDS
-            self._ask("hold", seconds=_DISK_SECONDS, take=take, drop=drop)
-            while take and self._ask("missing", seconds=_DISK_SECONDS, experts=take):
-                if time.monotonic() > deadline:
-                    return "experts of the new plan do not arrive in its memory"
-                time.sleep(_LOOK_SECONDS)
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
-        return ""
+        for layer, expert in take if source else ():
+            self._fetch(layer, expert, source)
+        self._ask("hold", seconds=_HOLD_SECONDS, take=take, drop=drop)
 
-    def settle(self) -> str:
-        """Keeps of its share of the plan what there is room for, after moves. A sentence where it cannot."""
-        try:
-            self._pin()
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
-        return ""
+    def settle(self) -> None:
+        """Keeps of its share of the plan what there is room for, after moves."""
+        n_pinned, reason = self._ask("pin", seconds=_PLAN_SECONDS)
+        self._reason = reason and f"{n_pinned} experts of the plan stay in memory, and no more: {reason}"
 
-    def introduce(self, name: str, membership: Membership) -> tuple[str, bool]:
-        """Another server presents itself, which computes for others already, if it has a plan.
-
-        Returns "", or a sentence: why it is refused; and whether this server computes for others, too.
-        """
-        reason = refusal(self._job.membership, membership)
-        if not reason and name not in self._job.peers:
-            reason = "the cluster has none of that name"
-        if reason:
-            return f"server {self._job.name} refuses server {name}: {reason}", False
-        self._peers.add(name)
-        if self._listening:
-            self._connect_soon(name)
-        return "", self._listening
+    def introduce(self, name: str) -> bool:
+        """Another server presents itself, which computes for others already, if it has a plan. Returns whether this
+        server does, too. That both know the token and have the same model, their engines prove to each other."""
+        self._take_in(name, self._listening)
+        return self._listening
 
     def open_link(self) -> tuple[str, int]:
         """Lets other servers measure how fast they reach this one, at the address and port that it returns."""
         self.close_link()  # of a command that was interrupted
-        self._echo = Echo(self._job.address, self._job.membership.token)
+        self._echo = Echo(self._job.address, self._job.token)
         return self._job.address, self._echo.port
 
     def close_link(self) -> None:
@@ -206,19 +158,13 @@ class Server:
             self._echo.close()
             self._echo = None
 
-    def measure_link(self, address: str, port: int) -> Measured | str:
-        """How fast a server is reached that has opened a link; a sentence where it is not."""
-        try:
-            return measure_link(address, port, self._job.membership.token)
-        except PyorchError as error:
-            return str(error)
+    def measure_link(self, address: str, port: int) -> Measured:
+        """How fast a server is reached that has opened a link."""
+        return measure_link(address, port, self._job.token)
 
-    def measure_disk(self) -> float | str:
-        """Bytes per second; a sentence where it cannot be measured."""
-        try:
-            return self._ask("disk_bytes_per_second", seconds=_DISK_SECONDS)
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
+    def measure_disk(self) -> float:
+        """Bytes per second."""
+        return self._ask("disk_bytes_per_second", seconds=_DISK_SECONDS)
 
     def stop(self) -> None:
         """Ends the serving process in order. The actor stays, until Ray ends it."""
@@ -230,39 +176,25 @@ class Server:
             self._process.kill()
             self._process.wait()
 
-    def _start(self) -> tuple[subprocess.Popen, Channel]:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", CHILD, str(theirs.fileno())], stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(theirs.fileno(),), start_new_session=True,
-            )
-        channel = Channel(ours)
-        job = self._job
+    def _start(self) -> tuple[subprocess.Popen, Connection]:
+        process, connection = started([sys.executable, "-m", CHILD], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                      start_new_session=True)
         with contextlib.suppress(OSError):
-            channel.send({
-                "name": job.name, "peer_port": job.peer_port, "peers": dict(job.peers),
-                "placement": dict(job.placement), "tls": dict(job.tls), "reads": job.reads,
-                "token": job.membership.token, "fingerprint": job.membership.fingerprint,
-                "model": job.model, "budget": job.budget,
-                "address": job.address, "port": job.port, "restarted": _was_restarted(), "settings": dict(job.settings),
-                "flags": ["--host", job.address, "--port", str(job.port), "--metrics", *job.flags],
-            })
-        return process, channel
+            connection.send((self._job, _was_restarted()))
+        return process, connection
 
     def _listen(self) -> None:
         """Takes what the serving process says, until it ends; then this actor ends, too, unless that would not help."""
-        while (message := self._channel.receive()) is not None:
-            if "ready" in message:
-                self._url = message["ready"]
-                threading.Thread(target=self._join, daemon=True).start()
-            elif "failed" in message:
-                self._reason = message["failed"]
-            else:
-                with self._answered:
-                    if message["number"] in self._answers:
-                        self._answers[message["number"]] = message
-                        self._answered.notify_all()
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                kind, *said = self._connection.recv()
+                if kind == "ready":
+                    self._url, = said
+                    threading.Thread(target=self._join, daemon=True).start()
+                elif kind == "failed":
+                    self._reason, = said
+                elif future := self._answers.get(said[0]):
+                    future.set_result((kind, said[1]))
         status = self._process.wait()
         if self._ending:
             return
@@ -280,163 +212,98 @@ class Server:
             self._said.append(text)
             print(text, file=sys.stderr, flush=True)
 
-    def _change(self, what: str, plan: Placement, number: int, **arguments: Any) -> str:
+    def _change(self, plan: Plan, what: str, **arguments: Any) -> None:
         """REQUIRES: self._planning."""
         if not self._listening:
-            return "it starts"
-        try:
-            self._ask(what, seconds=_PLAN_SECONDS, **arguments)
-        except (PyorchError, TimeoutError) as error:
-            return str(error)
-        self._planned = plan, number
-        return ""
+            raise PyorchError("it starts")
+        self._ask(what, seconds=_PLAN_SECONDS, **arguments)
+        self._plan = plan
 
     def _fetch(self, layer: int, expert: int, source: str) -> None:
         """Has another server send an expert. Where it does not, the own disk has it, too."""
         ray = ray_library()
-        with contextlib.suppress(ValueError, ray.exceptions.RayError, ray.exceptions.GetTimeoutError, PyorchError,
-                                 TimeoutError):
+        with contextlib.suppress(ValueError, ray.exceptions.RayError, ray.exceptions.GetTimeoutError, PyorchError):
             matrices = ray.get(ray.get_actor(source).expert.remote(layer, expert), timeout=_DISK_SECONDS)
-            if isinstance(matrices, bytes):
-                self._ask("offer", seconds=_DISK_SECONDS, layer=layer, expert=expert,
-                          matrices=base64.b64encode(matrices).decode())
-                self._n_fetched += 1
+            self._ask("offer", seconds=_DISK_SECONDS, layer=layer, expert=expert, matrices=matrices)
+            self._n_fetched += 1
 
     def _placed(self) -> tuple[str, int]:
         """The plan's digest, and how many experts it gives this server."""
-        plan, _ = self._planned
-        if plan is None:
+        if self._plan is None:
             return "", 0
+        plan = self._plan.placement
         fields = json.dumps(plan.to_fields(), sort_keys=True)
         return hashlib.sha256(fields.encode()).hexdigest(), int(plan.held[plan.servers.index(self._job.name)].sum())
 
-    def _pin(self) -> None:
-        kept = self._ask("pin", seconds=_PLAN_SECONDS)
-        self._reason = kept["reason"] and \
-            f"{kept['pinned']} experts of the plan stay in memory, and no more: {kept['reason']}"
-
     def _catch_up(self) -> None:
         """Experts may have moved while this server was away: the plan is that of the others."""
-        ray = ray_library()
-        asked = []
-        for name in self._job.peers:
-            with contextlib.suppress(ValueError):
-                asked.append(ray.get_actor(name).plan.remote())
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_MEET_SECONDS) if asked else ([], [])
-        for answer in ready:
-            with contextlib.suppress(ray.exceptions.RayError):
-                plan = ray.get(answer)
-                if plan is not None and plan.number > self._planned[1]:
+        answers, _ = ask_all(ray_library(), self._job.peers, "plan", seconds=_MEET_SECONDS)
+        for plan in answers.values():
+            if isinstance(plan, Plan) and plan.number > self._plan.number:
+                with contextlib.suppress(PyorchError):
                     self.follow(plan)
 
     def _join(self) -> None:
         """The model is loaded: this server goes by the plan, and presents itself to the others."""
         try:
-            if self._job.placement:
+            if self._job.placement is not None:
                 self._ask("listen", seconds=_PLAN_SECONDS)
                 self._listening = True
                 if _was_restarted():
                     self._catch_up()
-                self._pin()
-            refused = self._present()
+                self.settle()
+            self._present()
+        except NoAnswer as error:  # it ends, or hangs: status says so
+            self._reason = str(error)
         except PyorchError as error:
-            refused = str(error)
-        except TimeoutError as error:  # it ends, or hangs: status says so
-            self._reason, refused = str(error), ""
-        if refused:
-            self._reason, self._state = refused, REFUSED
+            self._reason, self._state = str(error), REFUSED
             self.stop()
-        else:
-            self._state = SERVING
+            return
+        self._state = SERVING
 
-    def _present(self) -> str:
-        """To all others that are there; the rest presents itself when it comes. Returns what one says that refuses."""
-        ray = ray_library()
-        asked = {}
-        for name in self._job.peers:
-            with contextlib.suppress(ValueError):  # it is not there yet
-                asked[ray.get_actor(name).introduce.remote(self._job.name, self._job.membership)] = name
-        ready, late = ray.wait(list(asked), num_returns=len(asked), timeout=_MEET_SECONDS) if asked else ([], [])
-        for answer in ready:
-            if sentence := self._take_in(asked[answer], answer):
-                return sentence
-        for answer in late:  # it is busy
-            threading.Thread(target=self._take_in, args=(asked[answer], answer), daemon=True).start()
-        return ""
+    def _present(self) -> None:
+        """To all others that are there; the rest presents itself when it comes."""
+        answers, late = ask_all(ray_library(), self._job.peers, "introduce", lambda name: (self._job.name,),
+                                _MEET_SECONDS)
+        for name, listening in answers.items():
+            if not isinstance(listening, Exception):  # it died meanwhile
+                self._take_in(name, listening)
+        for name, answer in late.items():  # it is busy
+            threading.Thread(target=self._wait_for, args=(name, answer), daemon=True).start()
 
-    def _take_in(self, name: str, answer: Any) -> str:
-        """What another server says when this one has presented itself. Returns why it refuses, or ""."""
+    def _wait_for(self, name: str, answer: Any) -> None:
         ray = ray_library()
         with contextlib.suppress(ray.exceptions.RayError):  # it died meanwhile
-            sentence, listening = ray.get(answer)
-            if sentence:
-                self._reason = sentence
-                return sentence
-            self._peers.add(name)
-            if listening:
-                self._connect_soon(name)
-        return ""
+            self._take_in(name, ray.get(answer))
 
-    def _connect_soon(self, name: str) -> None:
-        """Usually that is done when this returns."""
-        connecting = threading.Thread(target=self._connect, args=(name,), daemon=True)
-        connecting.start()
-        connecting.join(_ANSWER_SECONDS)
-
-    def _connect(self, name: str) -> None:
-        """Another server computes its experts for this one from now on. Until it does, it is asked again."""
-        with self._answered:
-            if name in self._connecting:
-                return
-            self._connecting[name] = ""
-        pause = _CONNECT_PAUSES[0]
-        while not self._ending:
-            try:
-                self._ask("connect", seconds=_PLAN_SECONDS, name=name)
-                break
-            except (PyorchError, TimeoutError) as error:
-                with self._answered:
-                    self._connecting[name] = f"server {name} does not compute for this one yet: {error}"
-            time.sleep(pause)
-            pause = min(2 * pause, _CONNECT_PAUSES[1])
-        with self._answered:
-            del self._connecting[name]
+    def _take_in(self, name: str, both_listen: bool) -> None:
+        self._peers.add(name)
+        if both_listen:  # usually that is done when this returns, and else the serving process goes on with it
+            with contextlib.suppress(PyorchError):
+                self._ask("connect", name=name)
 
     def _ask(self, what: str, seconds: float = _ANSWER_SECONDS, **arguments: Any) -> Any:
-        """One thing of the serving process. TimeoutError where it does not answer, PyorchError where it refuses."""
-        with self._answered:
-            self._number += 1
-            number = self._number
-            self._answers[number] = None
+        """One thing of the serving process. NoAnswer where it does not answer, PyorchError where it refuses."""
+        number, future = next(self._numbers), Future()
+        self._answers[number] = future
         try:
-            self._channel.send({"ask": what, "with": arguments, "number": number})
-            with self._answered:
-                self._answered.wait_for(lambda: self._answers[number] is not None, seconds)
+            with self._sending:
+                self._connection.send((number, what, arguments))
+            kind, answer = future.result(seconds)
+        except concurrent.futures.TimeoutError:
+            raise NoAnswer("the process that serves does not answer") from None
         except OSError:
-            raise TimeoutError("the process that serves has ended") from None
+            raise NoAnswer("the process that serves has ended") from None
         finally:
-            with self._answered:
-                answer = self._answers.pop(number)
-        if answer is None:
-            raise TimeoutError("the process that serves does not answer")
-        if "refused" in answer:
-            raise PyorchError(answer["refused"])
-        return answer["answer"]
+            del self._answers[number]
+        if kind == "refused":
+            raise PyorchError(answer)
+        return answer
 
     def _last_words(self) -> str:
         time.sleep(0.05)  # what it said last is on its way
         words = [line for line in self._said if line]
         return words[-1].removeprefix("pyorch: ").removeprefix("error: ") if words else "it said nothing"
-
-
-def refusal(ours: Membership, theirs: Membership) -> str:
-    """Why a server with that membership cannot join one with ours: a sentence, or "" if it can."""
-    if not hmac.compare_digest(ours.token.encode(), theirs.token.encode()):
-        return "its token is not that of this cluster"
-    if ours.fingerprint != theirs.fingerprint:
-        return (f"its model has the fingerprint {theirs.fingerprint[:12]}, the cluster serves the one with "
-                f"{ours.fingerprint[:12]}")
-    return ""
 
 
 def start_server(ray: ModuleType, job: Job, node: str = "") -> Any:

@@ -1,32 +1,30 @@
 """The process that serves a model for a server of a cluster: `pyorch serve`, and a thread that obeys the actor.
 
-Its argument is the descriptor of its end of a channel, on which the actor first says what to serve. When the channel
-ends, the actor is gone, and this process with it.
+Its argument is the descriptor of its end of a connection, on which the actor first says what to serve. When the
+connection ends, the actor is gone, and this process with it.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import dataclasses
 import os
 import re
+import secrets
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
-from pyorch.cluster.channel import Channel
-from pyorch.cluster.members import Counters
+from pyorch import ports
+from pyorch.cluster.members import Counters, Job, Work
 from pyorch.cluster.peers import Peers
 from pyorch.cluster.placement.placement import Move, Placement
-from pyorch.cluster.tls import Tls
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import memory
 from pyorch.runtime.disk import MEASURE_SECONDS, measure_bandwidth
@@ -43,169 +41,184 @@ _METRICS = {  # of llama-server, and what they are called here
 }
 _END_SECONDS = 10.0  # for the end of a server whose actor is gone
 _GRACE_SECONDS = 4.0  # for requests that run when it is told to end: less than the actor waits before it kills
+_CONNECT_PAUSES = 0.25, 8.0  # seconds between attempts to reach another server
+_ARRIVE_SECONDS = 60.0  # for experts that move
+_LOOK_SECONDS = 0.005  # between two looks whether they have arrived
 _PORT_SECONDS = 30.0  # in which the port of a process that was killed becomes free
 
 
 class Serving:
-    """What the actor can ask of a process that serves: its methods named in ASKED."""
+    """What the actor can ask of a process that serves: methods by their names. connection: with the actor.
 
-    ASKED = ("counters", "activity", "pin", "listen", "connect", "follow", "move", "offer", "hold", "missing",
-             "disk_bytes_per_second")
-    SLOW = ("connect", "disk_bytes_per_second")  # others are answered meanwhile
+    An answer is "answer" or "refused", the question's number, and what is answered, or a sentence.
+    """
 
-    def __init__(self, channel: Channel, job: Mapping[str, Any]) -> None:
-        self._channel = channel
+    SLOW = ("connect", "disk_bytes_per_second", "hold")  # others are answered meanwhile
+
+    def __init__(self, connection: Connection, job: Job | None) -> None:
+        self._connection = connection
         self._job = job
+        self._life = secrets.token_hex(8)
         self._peers: Peers | None = None
         self._engine: Engine | None = None
         self._address: Address | None = None
         self._pinned: set[tuple[int, int]] = set()  # il and expert
+        self._unmet: dict[str, str] = {}  # who does not compute for this server yet, and why not
+        self._ending = threading.Event()
         self._n_using = 0  # the engine, which the end of the server takes away
         self._used = threading.Condition()
-
-    @property
-    def _n_threads(self) -> int:
-        return self._job["settings"].get("n_threads") or memory.physical_cores()
 
     @contextlib.contextmanager
     def attached(self, engine: Engine | None, address: Address) -> Iterator[None]:
         """While the server answers requests. engine: None of a model without experts."""
         self._engine, self._address = engine, address
-        with contextlib.suppress(OSError):
-            self._channel.send({"ready": address.url})
+        self.say("ready", address.url)
         try:
             yield
         finally:
+            self._ending.set()
             with self._used:
                 self._used.wait_for(lambda: self._n_using == 0)
                 self._engine = None
 
-    def answer(self) -> None:
-        """Until the channel ends, with the actor. Then this process does, in order if that is soon done."""
-        while (message := self._channel.receive()) is not None:
-            with self._used:
-                self._n_using += 1
-            if message["ask"] in self.SLOW:
-                threading.Thread(target=self._answer, args=(message,), daemon=True).start()
-            else:
-                self._answer(message)
+    def obey(self) -> None:
+        """Until the connection ends, with the actor. Then this process does, in order if that is soon done."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                question = self._connection.recv()
+                with self._used:
+                    self._n_using += 1
+                if question[1] in self.SLOW:
+                    threading.Thread(target=self._answer, args=question, daemon=True).start()
+                else:
+                    self._answer(*question)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_END_SECONDS)
         os._exit(1)
 
-    def _answer(self, message: Mapping[str, Any]) -> None:
+    def _answer(self, number: int, what: str, arguments: dict[str, Any]) -> None:
         try:
-            assert message["ask"] in self.ASKED
-            answer = {"answer": getattr(self, message["ask"])(**message["with"])}
+            answer = "answer", number, getattr(self, what)(**arguments)
         except PyorchError as error:
-            answer = {"refused": str(error)}
+            answer = "refused", number, str(error)
         except Exception as error:  # else the thread that answers ends, and the process outlives its actor
             traceback.print_exc()
-            answer = {"refused": f"{type(error).__name__}: {error}"}
+            answer = "refused", number, f"{type(error).__name__}: {error}"
         finally:
             with self._used:
                 self._n_using -= 1
                 self._used.notify_all()
-        with contextlib.suppress(OSError):
-            self._channel.send(answer | {"number": message["number"]})
+        self.say(*answer)
 
-    def counters(self) -> dict[str, Any]:
-        """Counters, as a dictionary."""
+    def say(self, *message: object) -> None:
+        with contextlib.suppress(OSError), self._used:
+            self._connection.send(message)
+
+    def counters(self) -> tuple[Counters, list[str]]:
+        """And sentences: which servers do not compute for this one yet."""
         import psutil
 
-        counters = Counters(
-            os.getpid(), psutil.Process().memory_info().rss, pinned=len(self._pinned), **self._metrics()
-        )
+        found: dict[str, Any] = {"pinned": len(self._pinned), **self._metrics()}
         if self._engine is not None:
             stats = self._engine.stats()
-            counters = dataclasses.replace(counters, **{
-                name: getattr(stats, name)
-                for name in ("budget_bytes", "used_bytes", "hits", "misses", "bytes_read", "failures")
-            }, stalled_ns=stats.stall_ns)
+            found |= {name: getattr(stats, name) for name in (
+                "budget_bytes", "used_bytes", "hits", "misses", "bytes_read", "failures")}
+            found["stalled_ns"] = stats.stall_ns
         if self._engine is not None and self._peers is not None:
             remote, served = self._engine.remote_stats(), self._engine.served()
-            counters = dataclasses.replace(counters, sent=remote.slots, fallback=remote.fallback,
-                                           waited_ns=remote.wait_ns, read=remote.read, served=served.slots,
-                                           served_messages=served.requests, served_ns=served.compute_ns,
-                                           met=sum(self._peers.met().values()),
-                                           activations=sum(int(row.sum()) for row in self._activations()))
-        return dataclasses.asdict(counters)
+            found |= {
+                "sent": remote.slots, "fallback": remote.fallback, "waited_ns": remote.wait_ns, "read": remote.read,
+                "served": served.slots, "served_messages": served.requests, "served_ns": served.compute_ns,
+                "met": sum(self._peers.met().values()),
+                "activations": sum(int(row.sum()) for row in self._activations()),
+            }
+        return Counters(os.getpid(), psutil.Process().memory_info().rss, **found), list(self._unmet.values())
 
-    def activity(self) -> dict[str, Any]:
-        """What Activity has of the engine."""
-        following = self._following()
+    def work(self) -> Work:
+        peers = self._following().peers()
         stats, remote, served = self._engine.stats(), self._engine.remote_stats(), self._engine.served()
-        activations = [row.tolist() for row in self._activations()]
-        peers = following.peers()
-        return {
-            "activations": activations, "sent": remote.slots - remote.fallback,
-            "messages": sum(peer.requests for peer in peers), "sent_bytes": sum(peer.bytes_sent for peer in peers),
-            "computed": sum(map(sum, activations)) - remote.slots + remote.fallback + served.slots,
-            "uses": stats.hits + stats.misses, "served": served.slots, "served_ns": served.compute_ns,
-        }
+        rows = self._activations()
+        activations = np.zeros((len(rows), max(map(len, rows))))
+        for layer, row in enumerate(rows):
+            activations[layer, : len(row)] = row
+        sent = remote.slots - remote.fallback
+        return Work(
+            self._life, activations, sent, sum(peer.requests for peer in peers), sum(peer.bytes_sent for peer in peers),
+            int(activations.sum()) - sent + served.slots, stats.hits + stats.misses, served.slots, served.compute_ns,
+        )
 
-    def pin(self) -> dict[str, Any]:
+    def pin(self) -> tuple[int, str]:
         """Keeps the experts of the plan in memory, of each layer alike many, as many as the budget lets.
 
         Returns how many are kept, and why not all: a sentence, or "".
         """
         placement = self._following().placement
-        own = [np.flatnonzero(row).tolist() for row in placement.held[placement.servers.index(self._job["name"])]]
+        own = [np.flatnonzero(row).tolist() for row in placement.held[placement.servers.index(self._job.name)]]
         by_rank = [(layer, experts[rank]) for rank in range(max(map(len, own))) for layer, experts in enumerate(own)
                    if rank < len(experts)]
         reason = self._keep(by_rank)
-        return {"pinned": len(self._pinned), "reason": reason}
+        return len(self._pinned), reason
 
-    def offer(self, layer: int, expert: int, matrices: str) -> None:
-        """The bytes of an expert, layer (an index) and number, in base64: they need not be read."""
-        self._engine.offer(self._following().placement.layers[layer], expert, base64.b64decode(matrices))
+    def offer(self, layer: int, expert: int, matrices: bytes) -> None:
+        """The bytes of an expert, layer (an index) and number: they need not be read."""
+        self._engine.offer(self._following().placement.layers[layer], expert, matrices)
 
-    def hold(self, take: list[list[int]], drop: list[list[int]]) -> str:
+    def hold(self, take: list[tuple[int, int]], drop: list[tuple[int, int]]) -> str:
         """Experts, layer (an index) and number, that are kept in memory from now on, and those that need not be.
 
-        Those to take are on their way when it returns. Returns why not all of them stay, or "".
+        When it returns they are there. Returns why not all of them stay, or "".
         """
         layers = self._following().placement.layers
         for layer, expert in drop:
             if (layers[layer], expert) in self._pinned:
                 self._engine.unpin(layers[layer], [expert])
                 self._pinned.remove((layers[layer], expert))
-        return self._keep(take)
-
-    def missing(self, experts: list[list[int]]) -> list[list[int]]:
-        """Of these, those that are not in memory yet, and are to be."""
-        layers = self._following().placement.layers
-        resident = {layer: self._engine.residency(layers[layer]) for layer in {layer for layer, _ in experts}}
-        return [[layer, expert] for layer, expert in experts
-                if not resident[layer].resident[expert] and (layers[layer], expert) in self._pinned]
+        reason, deadline = self._keep(take), time.monotonic() + _ARRIVE_SECONDS
+        while any((layers[layer], expert) in self._pinned and not self._engine.residency(layers[layer]).resident[expert]
+                  for layer, expert in take):
+            if time.monotonic() > deadline:
+                raise PyorchError("experts of the new plan do not arrive in its memory")
+            time.sleep(_LOOK_SECONDS)
+        return reason
 
     def listen(self) -> None:
         """Computes for other servers from now on; and those that are met do for this one, as the plan says."""
         job = self._job
         if self._engine is None:
             raise PyorchError("a model without experts has none to place")
-        peers = Peers(self._engine, job["name"], job["token"], job["fingerprint"],
-                      Tls.of(job["tls"]) if job["tls"] else None)
-        self._engine.allow_reads(job["reads"])
-        peers.follow(Placement.from_fields(job["placement"]))
-        peers.listen(job["address"], job["peer_port"], self._n_threads)
+        peers = Peers(self._engine, job.name, job.token, job.fingerprint, job.tls)
+        self._engine.allow_reads(job.reads)
+        peers.follow(job.placement)
+        peers.listen(job.address, job.peer_port, job.settings.get("n_threads") or memory.physical_cores())
         self._peers = peers
 
-    def follow(self, placement: Mapping[str, Any]) -> None:
+    def follow(self, placement: Placement) -> None:
         """Another plan, from now on."""
-        self._following().follow(Placement.from_fields(placement))
+        self._following().follow(placement)
 
-    def move(self, moves: list[list[int]]) -> None:
+    def move(self, moves: list[Move]) -> None:
         """The plan, but for these experts, from now on."""
-        self._following().move([Move(*move) for move in moves])
+        self._following().move(moves)
 
     def connect(self, name: str) -> None:
-        """Another server is there, and listens."""
-        self._following().meet(name, *self._job["peers"][name])
+        """Another server is there, and listens. Until it computes for this one it is asked again."""
+        if name in self._unmet:
+            return
+        self._unmet[name], pause = "", _CONNECT_PAUSES[0]
+        try:
+            while not self._ending.is_set():
+                try:
+                    return self._following().meet(name, *self._job.peers[name])
+                except PyorchError as error:
+                    self._unmet[name] = f"server {name} does not compute for this one yet: {error}"
+                self._ending.wait(pause)
+                pause = min(2 * pause, _CONNECT_PAUSES[1])
+        finally:
+            del self._unmet[name]
 
     def disk_bytes_per_second(self) -> float:
         """That experts are read with, around the page cache, by as many requests at once as that takes."""
-        with ModelMap(self._job["model"]) as model_map:
+        with ModelMap(self._job.model) as model_map:
             return measure_bandwidth(model_map, MEASURE_SECONDS).bytes_per_second
 
     def _following(self) -> Peers:
@@ -213,10 +226,9 @@ class Serving:
             raise PyorchError("the server ends, or has no plan")
         return self._peers
 
-    def _activations(self) -> Iterator[np.ndarray]:
+    def _activations(self) -> list[np.ndarray]:
         """Of each layer of the plan, in its order."""
-        for il in self._peers.placement.layers:
-            yield self._engine.activations(il)
+        return [self._engine.activations(il) for il in self._peers.placement.layers]
 
     def _keep(self, experts: Iterable[Sequence[int]]) -> str:
         """As many of these in memory as there is room for, layer (an index) and number. Returns why not all, or ""."""
@@ -244,39 +256,36 @@ class Serving:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command in the foreground
-    channel = Channel(socket.socket(fileno=int(sys.argv[1])))
-    job = channel.receive()
-    if job is None:
-        return 1
-    serving = Serving(channel, job)
-    threading.Thread(target=serving.answer, daemon=True).start()
+    connection = Connection(int(sys.argv[1]))
     try:
-        with ModelMap(job["model"]) as model_map:
-            found = fingerprint(model_map)
-        if found != job["fingerprint"]:
-            raise PyorchError(f'{job["model"]} is another model than the cluster serves: its fingerprint is '
-                              f'{found[:12]}, that of the others {job["fingerprint"][:12]}')
-        if job["restarted"]:
-            for port in (job["port"], job["peer_port"]):
-                _wait_for_port(job["address"], port)
-        return serve(job["model"], job["budget"], job["flags"], grace=_GRACE_SECONDS, beside=serving.attached,
-                     placed=bool(job["placement"]), **job["settings"])
+        job, restarted = connection.recv()
+    except (EOFError, OSError):
+        return 1
+    serving = Serving(connection, job)
+    threading.Thread(target=serving.obey, daemon=True).start()
+    try:
+        with ModelMap(job.model) as model_map:
+            found, expected = fingerprint(model_map), job.fingerprint
+        if found != expected:
+            raise PyorchError(f"{job.model} is another model than the cluster serves: its fingerprint is {found[:12]}, "
+                              f"that of the others {expected[:12]}")
+        if restarted:
+            for port in (job.port, job.peer_port):
+                _wait_for_port(job.address, port)
+        flags = ["--host", job.address, "--port", str(job.port), "--metrics", *job.flags]
+        return serve(job.model, job.budget, flags, grace=_GRACE_SECONDS, beside=serving.attached,
+                     placed=job.placement is not None, **job.settings)
     except PyorchError as error:
-        with contextlib.suppress(OSError):
-            channel.send({"failed": str(error)})
+        serving.say("failed", str(error))
         return 2
 
 
 def _wait_for_port(host: str, port: int) -> None:
     """The process that had it before is dying, which takes a while with gigabytes. serve() says it if it does not."""
     deadline = time.monotonic() + _PORT_SECONDS
-    family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     while time.monotonic() < deadline:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind(where)
-                return
+        with contextlib.suppress(OSError), ports.held(host, port):
+            return
         time.sleep(0.1)
 
 

@@ -1,42 +1,6 @@
 """cluster.toml: the servers of a cluster, what each of them can hold, and the network between them.
 
-    model = "olmoe.gguf"            # a path; a relative one begins at this file's directory
-    read = "faster"                 # an expert that another server has is read from disk where that is estimated to be
-                                    # faster than to ask; "last": only when no server is there that has it
-
-    [network]                       # between any two servers
-    bandwidth = "500Mbit/s"         # or bytes, such as "60MB/s"; default 1Gbit/s
-    latency = "1ms"                 # one way; default 0.2ms
-    plain = false                   # true: without [tls], also between machines
-
-    [tls]                           # between servers; relative paths begin at this file's directory
-    certificate = "server.pem"      # of each server, for its address; with all others, where the server runs
-    key = "server.key"
-    authority = "authority.pem"     # that signed the certificates of all servers
-
-    [[server]]
-    name = "clinic"
-    address = "10.0.0.1"            # default 127.0.0.1
-    port = 8080                     # of its OpenAI endpoint; default 0, any free one
-    peer_port = 9080                # where the other servers reach it; default 0, any free one
-    memory = "2GiB"                 # for experts; a share such as "40%" is one of all the model's experts
-    devices = 2                     # default 1; they divide the memory evenly
-
-    [[server]]
-    name = "lab"
-    memory = ["1GiB", "512MiB"]     # of each of its devices
-    model = "/models/olmoe.gguf"    # where this server has it, if not where the others do
-    tls = { certificate = "lab.pem", key = "lab.key" }    # likewise, all of [tls] or a part
-
-    [[link]]                        # of two servers, where it differs from the others
-    between = ["clinic", "lab"]
-    bandwidth = "100Mbit/s"
-    latency = "5ms"
-
-    [scheduler]                     # of servers that run with a plan
-    interval = "5min"               # after which it places the experts again; the default
-    costs = "costs.json"            # links and disks, by pyorch cluster measure; default: as the tables above say
-    enabled = true                  # the default; false: the plan stays as it is
+docs/cluster.md shows all keys of the file, with their defaults. Relative paths begin at the file's directory.
 """
 
 from __future__ import annotations

@@ -2,21 +2,8 @@
 
 A row is what one expert makes of one token. A server computes the dense part of a layer, then the experts that it has,
 one job after another; peers are asked for the rest, in one message each. The coefficients lie in a JSON file, of the
-whole server with all its devices; only what differs from the defaults need stand there:
-
-    {
-      "kind": "pyorch file of costs", "version": 1,
-      "expert_bytes": 8257536,                       or a list: of each layer
-      "request_bytes": 8192,                         of a token's input, once for all experts of a peer
-      "reply_bytes": 8192,                           of a row
-      "message_bytes": 64,                           of a message beside these
-      "server": {"layer": 4e-4, "expert": 1e-4},     coefficients of every server
-      "servers": {"lab": {"layer": 2e-4}},           where one has others
-      "links": [{"from": "clinic", "to": "lab", "bytes_per_second": 6.2e7, "latency": 4e-4}],
-      "machines": [{"servers": ["clinic", "lab"], "cores": 2}]    servers that compute on the same cores
-    }
-
-Links that are not named there are those of the cluster.toml, and servers that are on no machine have one of their own.
+whole server with all its devices (docs/cluster.md); only what differs from the defaults need stand there. Links that
+are not named there are those of the cluster.toml.
 """
 
 from __future__ import annotations
@@ -24,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -35,7 +22,7 @@ from pyorch.sidecars import json_file
 
 KIND, VERSION = "pyorch file of costs", 1
 MOST = 1e15  # seconds or bytes
-MOST_OF_EXPERT = 1e10  # bytes
+SIMULATED = ("expert_bytes", "request_bytes", "reply_bytes", "message_bytes", "machines")
 
 
 @dataclass(frozen=True)
@@ -59,40 +46,13 @@ class ServerCosts:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """In bytes. expert: of one expert, or of one of each layer; request: of a token's input, which a peer gets once for
-    all its experts; reply: of a row; message: of a message beside these. None: as the model has it; or_of() fills that
-    in."""
-
-    expert: float | tuple[float, ...] | None = None
-    request: float | None = None
-    reply: float | None = None
-    message: float = 64.0
-
-    def or_of(self, expert: float | tuple[float, ...], n_embd: int) -> Sizes:
-        """What is None, of a model: a row is float32[n_embd]."""
-        row = 4.0 * n_embd
-        return replace(self, **{name: value for name, value in (("expert", expert), ("request", row), ("reply", row))
-                                if getattr(self, name) is None})
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Servers that share its cores, by their names or numbers. cores: jobs that it computes at once without any being
-    slower for that: so where a job has several threads, the cores over these."""
-
-    servers: tuple[Any, ...]
-    cores: float
-
-
-@dataclass(frozen=True)
 class Costs:
     """Of a cluster, for computing with.
 
     step ... message, disk_latency, disk_bytes_per_second: float64[n_servers], as ServerCosts has them.
     latency, bytes_per_second: float64[n_servers, n_servers], from a server to a server; latency in seconds, one way.
-    expert_bytes: float64[n_layers]. request_bytes, reply_bytes, message_bytes: as Sizes has them.
-    machines: with numbers of servers; one that is on none of them has a device of its own.
+    expert_bytes: float64[n_layers], of one expert of each layer. request_bytes: of a token's input, which a peer gets
+    once for all its experts; reply_bytes: of a row; message_bytes: of a message beside these.
     """
 
     step: np.ndarray
@@ -108,29 +68,19 @@ class Costs:
     expert_bytes: np.ndarray
     request_bytes: float
     reply_bytes: float
-    message_bytes: float
-    machines: tuple[Machine, ...] = ()
+    message_bytes: float = 64.0
 
     @classmethod
     def of(
-        cls, servers: Sequence[ServerCosts], sizes: Sizes, n_layers: int, latency: np.ndarray,
-        bytes_per_second: np.ndarray, machines: Sequence[Machine] = (),
+        cls, servers: Sequence[ServerCosts], latency: np.ndarray, bytes_per_second: np.ndarray,
+        expert_bytes: np.ndarray, row_bytes: float,
     ) -> Costs:
-        """sizes: without None. PyorchError where they are of another number of layers, or no expert has such."""
-        expert = np.atleast_1d(np.asarray(sizes.expert, np.float64))
-        if len(expert) not in (1, n_layers):
-            raise PyorchError(f"expert_bytes are of {len(expert)} layers: there are {n_layers}")
-        if not (expert.min() >= 1 and expert.max() <= MOST_OF_EXPERT):
-            raise PyorchError(f"expert_bytes are from {expert.min():g} to {expert.max():g}: an expert has 1 byte at "
-                              f"least, and {MOST_OF_EXPERT:g} at most")
-        columns = {field.name: np.array([getattr(server, field.name) for server in servers], np.float64)
-                   for field in fields(ServerCosts)}
-        return cls(
-            **columns, latency=np.asarray(latency, np.float64),
-            bytes_per_second=np.asarray(bytes_per_second, np.float64),
-            expert_bytes=np.broadcast_to(expert, n_layers).copy(), request_bytes=float(sizes.request),
-            reply_bytes=float(sizes.reply), message_bytes=float(sizes.message), machines=tuple(machines),
-        )
+        """row_bytes: of a token's input, and of a row."""
+        columns = {one.name: np.array([getattr(server, one.name) for server in servers], np.float64)
+                   for one in fields(ServerCosts)}
+        return cls(**columns, latency=np.asarray(latency, np.float64),
+                   bytes_per_second=np.asarray(bytes_per_second, np.float64),
+                   expert_bytes=np.asarray(expert_bytes, np.float64), request_bytes=row_bytes, reply_bytes=row_bytes)
 
     @property
     def disk_seconds(self) -> np.ndarray:
@@ -141,92 +91,57 @@ class Costs:
 
 @dataclass(frozen=True)
 class CostsFile:
-    """What stands in such a file. servers: by name; links: (bytes per second, seconds one way) by two names. machines:
-    with names of servers, each on one of them at most."""
+    """What stands in such a file. servers: by name; links: (bytes per second, seconds one way) by two names. simulated:
+    what only simulations know, by SIMULATED, as it stands there."""
 
     server: ServerCosts = ServerCosts()
-    servers: Mapping[str, ServerCosts] | None = None
-    sizes: Sizes = Sizes()
-    links: Mapping[tuple[str, str], tuple[float, float]] | None = None
-    machines: tuple[Machine, ...] = ()
+    servers: Mapping[str, ServerCosts] = field(default_factory=dict)
+    links: Mapping[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    simulated: Mapping[str, Any] = field(default_factory=dict)
 
     def check_names(self, names: Sequence[str]) -> None:
         """PyorchError where the file has costs of a server that is not among these."""
-        for name in [*(self.servers or {}), *(end for pair in self.links or {} for end in pair),
-                     *(name for machine in self.machines for name in machine.servers)]:
+        for name in [*self.servers, *(end for pair in self.links for end in pair)]:
             if name not in names:
                 raise PyorchError(f'there are costs of a server "{name}": the cluster has {", ".join(names)}')
 
     def of(
-        self, names: Sequence[str], n_layers: int, latency: np.ndarray, bytes_per_second: np.ndarray, sizes: Sizes
+        self, names: Sequence[str], latency: np.ndarray, bytes_per_second: np.ndarray, expert_bytes: np.ndarray,
+        row_bytes: float,
     ) -> Costs:
-        """For servers of these names, with links that are these where this file has no others. sizes: without None.
-
-        A name may be there several times: then the machine of that server is, too.
-
-        latency, bytes_per_second: float64[n_servers, n_servers], from a server to a server.
-        """
+        """For servers of these names, with links that are these where this file has no others, as Costs.of()."""
         latency, rate = latency.copy(), bytes_per_second.copy()
-        if self.links:
-            for i, one in enumerate(names):
-                for j, other in enumerate(names):
-                    if i != j and (one, other) in self.links:
-                        rate[i, j], latency[i, j] = self.links[one, other]
-        servers = self.servers or {}
-        return Costs.of([servers.get(name, self.server) for name in names], sizes, n_layers, latency, rate,
-                        self._machines_of(names))
-
-    def _machines_of(self, names: Sequence[str]) -> list[Machine]:
-        """Of servers that are there again the machines are, too."""
-        again = [names[:i].count(name) for i, name in enumerate(names)]
-        found = []
-        for machine in self.machines:
-            for n in range(max(again) + 1):
-                there = tuple(i for i, name in enumerate(names) if name in machine.servers and again[i] == n)
-                if there:
-                    found.append(Machine(there, machine.cores))
-        return found
+        for i, one in enumerate(names):
+            for j, other in enumerate(names):
+                if i != j and (one, other) in self.links:
+                    rate[i, j], latency[i, j] = self.links[one, other]
+        return Costs.of([self.servers.get(name, self.server) for name in names], latency, rate, expert_bytes, row_bytes)
 
 
 def read_costs(path: str | os.PathLike[str]) -> CostsFile:
     """Raises FormatError, with the field, for a file that is none or has what cannot be."""
     value = json_file.read_any(path, KIND, VERSION, command="cluster measure")
-    known = {"kind", "version", "server", "servers", "links", "machines",
-             *(f"{field.name}_bytes" for field in fields(Sizes))}
-    for name in sorted(value.keys() - known):
+    for name in sorted(value.keys() - {"kind", "version", "server", "servers", "links", *SIMULATED}):
         raise FormatError(f'{path}: "{name}" is not known')
     server = _server(value.get("server", {}), ServerCosts(), f"{path}: server")
     servers = {name: _server(given, server, f"{path}: server {name}")
                for name, given in _object(value.get("servers", {}), f"{path}: servers").items()}
-    sizes = {field.name: value[f"{field.name}_bytes"] for field in fields(Sizes) if f"{field.name}_bytes" in value}
-    for name, size in sizes.items():
-        several = name == "expert" and isinstance(size, list) and size
-        for one in size if several else [size]:
-            _number(one, f"{path}: {name}_bytes")
-        sizes[name] = tuple(map(float, size)) if several else float(size)
-    links = _list(value.get("links", []), f"{path}: links")
-    machines = [_machine(machine, f"{path}: machines[{i}]")
-                for i, machine in enumerate(_list(value.get("machines", []), f"{path}: machines"))]
-    names = [name for machine in machines for name in machine.servers]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise FormatError(f"{path}: machines: server {twice[0]} is there twice")
-    return CostsFile(server, servers, Sizes(**sizes), dict(_link(link, f"{path}: links[{i}]") for i, link in
-                                                           enumerate(links)), tuple(machines))
+    links = dict(_link(link, f"{path}: links[{i}]")
+                 for i, link in enumerate(_list(value.get("links", []), f"{path}: links")))
+    return CostsFile(server, servers, links, {name: value[name] for name in SIMULATED if name in value})
 
 
 def write_costs(path: str | os.PathLike[str], costs: CostsFile) -> None:
     """Writes it, whole or not at all. PyorchError where it cannot."""
-    sizes = {f"{name}_bytes": size for name, size in asdict(costs.sizes).items() if size is not None}
     links = [{"from": one, "to": other, "bytes_per_second": rate, "latency": latency}
-             for (one, other), (rate, latency) in (costs.links or {}).items()]
-    value = {"kind": KIND, "version": VERSION, **sizes, "server": asdict(costs.server),
-             "servers": {name: asdict(server) for name, server in (costs.servers or {}).items()}, "links": links,
-             "machines": [asdict(machine) for machine in costs.machines]}
+             for (one, other), (rate, latency) in costs.links.items()]
+    value = {"kind": KIND, "version": VERSION, **costs.simulated, "server": asdict(costs.server),
+             "servers": {name: asdict(server) for name, server in costs.servers.items()}, "links": links}
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def _server(value: Any, default: ServerCosts, where: str) -> ServerCosts:
-    known = {field.name for field in fields(ServerCosts)}
+    known = {one.name for one in fields(ServerCosts)}
     for name, number in _object(value, where).items():
         if name not in known:
             raise FormatError(f'{where}: "{name}" is no cost: {", ".join(sorted(known))} are')
@@ -241,15 +156,6 @@ def _link(value: Any, where: str) -> tuple[tuple[str, str], tuple[float, float]]
     if rate == 0:
         raise FormatError(f"{where}: bytes_per_second is 0")
     return (str(value["from"]), str(value["to"])), (rate, latency)
-
-
-def _machine(value: Any, where: str) -> Machine:
-    if set(_object(value, where)) != {"servers", "cores"}:
-        raise FormatError(f"{where} has not the fields servers and cores")
-    cores = _number(value["cores"], f"{where}: cores")
-    if cores < 1:
-        raise FormatError(f"{where}: cores is {cores:g}, less than 1")
-    return Machine(tuple(map(str, _list(value["servers"], f"{where}: servers"))), cores)
 
 
 def _list(value: Any, where: str) -> list[Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import socketserver
 import statistics
 import threading
 import time
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 
 from pyorch.errors import PyorchError
 from pyorch.sizes import MiB
@@ -28,41 +29,42 @@ class Measured:
     latency: float
 
 
-class Echo:
+class Echo(socketserver.ThreadingTCPServer):
     """Answers those who measure, until it is closed: to any message, with 64 bytes.
 
     port: that it listens on, a free one of the address.
     """
 
+    daemon_threads = True  # whoever is connected is answered until they go
+
     def __init__(self, address: str, token: str) -> None:
-        self._listener = Listener((address, 0))
+        super().__init__((address, 0), socketserver.BaseRequestHandler)
         self._token = token.encode()
-        self._closed = False
-        self._address = address
-        self.port: int = self._listener.address[1]
-        threading.Thread(target=self._answer, daemon=True).start()
+        self.port: int = self.server_address[1]
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Ends it. Whoever is connected is answered until they go."""
-        self._closed = True
-        # A thread in accept() does not notice that its socket is closed, but one more connection.
-        with contextlib.suppress(OSError), socket.create_connection((self._address, self.port)):
-            self._listener.close()
+        self.shutdown()
+        self.server_close()
 
-    def _answer(self) -> None:
-        while not self._closed:
-            try:
-                connection = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=_echo, args=(connection, self._token), daemon=True).start()
+    def finish_request(self, request: socket.socket, client_address: object) -> None:
+        """In a thread for each connection."""
+        _send_at_once(request)
+        # A stranger sends anything.
+        with Connection(request.detach()) as connection, contextlib.suppress(AuthenticationError, OSError, EOFError):
+            deliver_challenge(connection, self._token)
+            answer_challenge(connection, self._token)
+            while True:
+                connection.recv_bytes(len(_LARGE))
+                connection.send_bytes(_SMALL)
 
 
 def measure_link(address: str, port: int, token: str) -> Measured:
     """From here to an Echo. PyorchError where it cannot be reached, or has another token."""
     try:
         with Client((address, port), authkey=token.encode()) as connection:
-            _send_at_once(connection)
+            with socket.socket(fileno=os.dup(connection.fileno())) as same:
+                _send_at_once(same)
             _seconds(connection, _SMALL)  # the first one waits for the other's thread
             small = statistics.median(_seconds(connection, _SMALL) for _ in range(_ROUND_TRIPS))
             large = statistics.median(_seconds(connection, _LARGE) for _ in range(_TRANSFERS))
@@ -74,16 +76,6 @@ def measure_link(address: str, port: int, token: str) -> Measured:
     return Measured(len(_LARGE) / max(large - small, 1e-6), small / 2)
 
 
-def _echo(connection: Connection, token: bytes) -> None:
-    with connection, contextlib.suppress(AuthenticationError, OSError, EOFError):  # a stranger sends anything
-        deliver_challenge(connection, token)
-        answer_challenge(connection, token)
-        _send_at_once(connection)
-        while True:
-            connection.recv_bytes(len(_LARGE))
-            connection.send_bytes(_SMALL)
-
-
 def _seconds(connection: Connection, message: bytes) -> float:
     begin = time.perf_counter()
     connection.send_bytes(message)
@@ -91,7 +83,6 @@ def _seconds(connection: Connection, message: bytes) -> float:
     return time.perf_counter() - begin
 
 
-def _send_at_once(connection: Connection) -> None:
+def _send_at_once(connection: socket.socket) -> None:
     """Not only when there is more to send, or an answer to what was sent before (Nagle's algorithm)."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import json
 import os
@@ -14,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
+from typing import Any
 
 from pyorch import ports
 from pyorch.cluster.state import Running, remember
@@ -74,6 +74,31 @@ def check_installed() -> None:
         raise PyorchError("a cluster needs Ray, which is not installed: pip install 'pyorch[cluster]'")
 
 
+def ask_all(
+    ray: ModuleType, names: Iterable[str], method: str, arguments: Callable[[str], tuple] = lambda name: (),
+    seconds: float | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Calls a method of the actors with these names that Ray knows.
+
+    Returns by name what they answered, what they raised, the RayError of one that died; and the references of answers
+    that are late.
+    """
+    calls: dict[Any, str] = {}
+    for name in names:
+        with contextlib.suppress(ValueError):  # Ray knows it not, or no longer
+            calls[getattr(ray.get_actor(name), method).remote(*arguments(name))] = name
+    ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=seconds) if calls else ([], [])
+    answers: dict[str, Any] = {}
+    for call in ready:
+        try:
+            answers[calls[call]] = ray.get(call)
+        except ray.exceptions.RayTaskError as error:
+            answers[calls[call]] = error.cause
+        except ray.exceptions.RayError as error:
+            answers[calls[call]] = error
+    return answers, {calls[call]: call for call in late}
+
+
 def start(running: Running) -> Running:
     """Starts Ray for a cluster, on the loopback interface. Returns where it is.
 
@@ -82,8 +107,7 @@ def start(running: Running) -> Running:
     """
     check_installed()
     directory = os.path.realpath(tempfile.mkdtemp(prefix="pyorch-ray-", dir=_TEMPORARY))
-    running = dataclasses.replace(running, directory=directory)
-    remember(running)
+    running = remember(running, directory=directory)
     log = os.path.join(running.directory, "ray.log")
     client = ports.free()  # for all else Ray asks the system, and keeps what it gets
     with open(log, "wb") as output:
@@ -93,16 +117,13 @@ def start(running: Running) -> Running:
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=running.directory,
             env=os.environ | _environment(running), start_new_session=True,
         )
-    running = dataclasses.replace(running, keeper=keeper.pid)
-    remember(running)
+    running = remember(running, keeper=keeper.pid)
     # The file is there when all of Ray is.
     while not (address := _read(os.path.join(running.directory, "ray_current_cluster"))):
         if keeper.poll() is not None:
             raise PyorchError(f"Ray did not start: {_last_line(log)}")
         time.sleep(0.05)
-    running = dataclasses.replace(running, ray=address)
-    remember(running)
-    return running
+    return remember(running, ray=address)
 
 
 @contextlib.contextmanager
@@ -231,17 +252,13 @@ def _kill(process) -> None:
 
 
 def _read(path: str) -> str:
-    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         return file.read().strip()
     return ""
 
 
 def _last_line(path: str) -> str:
-    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
-        lines = [line.strip() for line in file if line.strip()]
-        if lines:
-            return lines[-1]
-    return "it said nothing"
+    return _read(path).rpartition("\n")[2].strip() or "it said nothing"
 
 
 def _first_line(error: BaseException) -> str:

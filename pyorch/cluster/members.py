@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
+from pyorch.cluster.placement.placement import Placement
+from pyorch.cluster.tls import Tls
+
 # Of a server: it loads its model; it answers; it does not answer (it died and Ray restarts it, or it hangs); it cannot
 # serve, and a restart would not change that.
-STARTING, SERVING, ABSENT, REFUSED = STATES = ("starting", "serving", "no answer", "refused")
-
-
-@dataclass(frozen=True)
-class Membership:
-    """Who may join: servers that know the token and hold the model.
-
-    fingerprint: of the model (pyorch.sidecars.container). token: made by `up`, never shown.
-    """
-
-    fingerprint: str
-    token: str = field(repr=False)
+STARTING, SERVING, ABSENT, REFUSED = ("starting", "serving", "no answer", "refused")
 
 
 @dataclass(frozen=True)
 class Job:
     """What one server does, the same after each restart.
 
-    name, address, port: of its endpoint; the port is not 0. peer_port: where it computes for other servers. peers:
-    where those do that for it, address and port by name. settings: texts, as pyorch.serve takes them. flags: of
-    llama-server. placement: the plan that it begins with, as Placement.to_fields() has it; empty without one. tls: what
-    it speaks to the others, as Tls.to_fields() has it; empty: plain TCP. reads: it reads experts that others have where
-    that is faster than to ask.
+    name, address, port: of its endpoint; the port is not 0. peer_port: where it computes for other servers.
+    fingerprint: of the model. token: made by `up`, never shown. peers: where others compute for it, address and port by
+    name. settings: texts, as pyorch.serve takes them. flags: of llama-server. placement: the plan that it begins with.
+    tls: what it speaks to the others; None: plain TCP. reads: it reads experts that others have where that is faster
+    than to ask.
     """
 
     name: str
@@ -41,44 +33,58 @@ class Job:
     port: int
     peer_port: int
     budget: str
-    membership: Membership
+    fingerprint: str
+    token: str = field(repr=False)
     peers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
-    placement: Mapping[str, Any] = field(default_factory=dict)
-    tls: Mapping[str, str] = field(default_factory=dict)
+    placement: Placement | None = None
+    tls: Tls | None = None
     reads: bool = True
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement, as Placement.to_fields() has it, and which of those it is that followed one another, from 0."""
+    """A placement, and which of those it is that followed one another, from 0."""
 
-    placement: Mapping[str, Any]
+    placement: Placement
     number: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Activity:
-    """What a server did since it started, and what it holds; for the scheduler.
+class Work:
+    """What a server did since it started.
 
-    life: of the process that serves, another one after a restart. plan: that it follows. activations: float64[n_layers,
-    n_expert], how often its routers selected each expert, as pyorch_get_activations. sent: rows times experts that were
-    sent, in so many messages of so many bytes. computed: rows times experts that were computed here, and uses: of an
-    expert, by any number of rows at once. served: rows times experts that were computed for others, in served_ns. memo:
-    what the scheduler gave it last.
+    life: of the process that serves, another one after a restart. activations: float64[n_layers, n_expert], how often
+    its routers selected each expert, as pyorch_get_activations. sent: rows times experts that were sent, in so many
+    messages of so many bytes. computed: rows times experts that were computed here, and uses: of an expert, by any
+    number of rows at once. served: rows times experts that were computed for others, in served_ns.
     """
 
     life: str
-    plan: Plan
     activations: np.ndarray
-    sent: int
-    messages: int
-    sent_bytes: int
-    computed: int
-    uses: int
-    served: int
-    served_ns: int
+    sent: int = 0
+    messages: int = 0
+    sent_bytes: int = 0
+    computed: int = 0
+    uses: int = 0
+    served: int = 0
+    served_ns: int = 0
+
+    def since(self, before: Work) -> Work:
+        """What came after `before`; all of it where the server was restarted since."""
+        if before.life != self.life:
+            return self
+        return Work(self.life, *(np.maximum(getattr(self, one.name) - getattr(before, one.name), 0)
+                                 for one in fields(self)[1:]))
+
+
+@dataclass(frozen=True, eq=False)
+class Activity:
+    """What a server did, and the plan that it follows; for the scheduler. memo: what that gave it last."""
+
+    work: Work
+    plan: Plan
     memo: Any
 
 
@@ -87,8 +93,8 @@ class Counters:
     """Of a serving process. Bytes of memory; requests as llama-server counts them, None while it is too busy to say.
 
     pid: of the process with the model. pinned: experts of the plan that stay in memory. activations: rows times experts
-    that its routers selected, wherever they were computed. sent: of them, those that
-    other servers were asked for; fallback: of them, those that no server answered; waited_ns: for answers, when its own
+    that its routers selected, wherever they were computed. sent: of them, those that other servers were asked for;
+    fallback: of them, those that no server answered; waited_ns: for answers, when its own
     experts were done; read: that none was asked for, because reading their experts was estimated to be faster. served:
     rows times experts that it computed for others, in so many messages and so long; stalled_ns: that its own layers
     waited for reads. met: other servers that compute for it now.
@@ -127,7 +133,7 @@ class Status:
 
     url: of its endpoint. reason: a sentence where it does not serve, or not all of the plan's experts stay in memory.
     restarted: by Ray, at least once. actor_pid: of the Ray actor. digest: of the plan; placed: experts that it gives
-    this server. peers: servers that took its token and its model. fetched: experts that came from another server's disk
+    this server. peers: servers that it knows, and that know it. fetched: experts that came from another server's disk
     when they moved. counters: None unless it serves.
     """
 

@@ -20,14 +20,13 @@ from pyorch.cluster import local_ray, state
 from pyorch.cluster.actor import start_server, stop_servers
 from pyorch.cluster.config import Cluster, Server
 from pyorch.cluster.costs import CostsFile, ServerCosts
-from pyorch.cluster.local_ray import connected
-from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Membership, Status
+from pyorch.cluster.local_ray import ask_all, connected
+from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Status
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.rebalancing import Setting, Verdict
 from pyorch.cluster.scheduler import NAME as SCHEDULER
 from pyorch.cluster.scheduler import Report, start_scheduler
 from pyorch.cluster.state import Running
-from pyorch.cluster.tls import Tls
 from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import fingerprint
@@ -77,7 +76,10 @@ def brought_up(
             raise PyorchError(f"{flag} cannot be one for all servers: {cluster.path} has address and port of each")
     if placement is not None:
         cluster.check_privacy()
-    setting = _setting(cluster) if placement is not None and cluster.scheduler.enabled else None
+    setting = None
+    if placement is not None and cluster.scheduler.enabled:
+        with ModelMap(cluster.model_of(cluster.servers[0])) as model_map:
+            setting = Setting.of(cluster, model_map)
     with contextlib.ExitStack() as connection:
         with state.locked(cluster.path):
             before = state.find(cluster.path)
@@ -88,7 +90,7 @@ def brought_up(
                                   f"{cluster.path}` takes it down")
             running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
             if not ray_address:  # the servers are here: what cannot be is refused before anything starts
-                found = _examined(cluster, lambda server: examine(*_asked(cluster, server)))
+                found = _examined(cluster, lambda server: examine(_model_of(cluster, server), server))
             try:
                 if not ray_address:
                     say("starting Ray")
@@ -124,37 +126,22 @@ def status(config: Path) -> tuple[Running, list[Status], Report | None]:
 
 def report(ray: ModuleType) -> Report | None:
     """What the scheduler says; None where there is none, or it does not answer in time."""
-    scheduler = _scheduler(ray)
-    if scheduler is not None:
-        with contextlib.suppress(ray.exceptions.RayError, ray.exceptions.GetTimeoutError):  # Ray starts it again
-            return ray.get(scheduler.report.remote(), timeout=STATUS_SECONDS)
-    return None
+    answers, _ = ask_all(ray, [SCHEDULER], "report", seconds=STATUS_SECONDS)
+    found = answers.get(SCHEDULER)
+    return found if isinstance(found, Report) else None  # it died, and Ray starts it again
 
 
 def rebalance(config: Path) -> Verdict:
     """Has the scheduler decide now. PyorchError where the cluster is not up, or has none."""
     running = _running(config)
     with connected(running) as ray:
-        scheduler = _scheduler(ray)
-        if scheduler is None:
-            raise PyorchError("the cluster has no scheduler: it has one when it runs with a plan (`pyorch cluster up "
-                              "--plan`) and cluster.toml does not say enabled = false under [scheduler]")
-        try:
-            return ray.get(scheduler.rebalance.remote(), timeout=REBALANCE_SECONDS)
-        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-            raise PyorchError("the scheduler does not answer: try again when Ray has started it again") from None
-
-
-def _scheduler(ray: ModuleType) -> Any:
-    """The actor; None where there is none."""
-    with contextlib.suppress(ValueError):
-        return ray.get_actor(SCHEDULER)
-    return None
-
-
-def _setting(cluster: Cluster) -> Setting:
-    with ModelMap(cluster.model_of(cluster.servers[0])) as model_map:
-        return Setting.of(cluster, model_map)
+        answers, late = ask_all(ray, [SCHEDULER], "rebalance", seconds=REBALANCE_SECONDS)
+    if not answers and not late:
+        raise PyorchError("the cluster has no scheduler: it has one when it runs with a plan (`pyorch cluster up "
+                          "--plan`) and cluster.toml does not say enabled = false under [scheduler]")
+    if not isinstance(verdict := answers.get(SCHEDULER), Verdict):
+        raise PyorchError("the scheduler does not answer: try again when Ray has started it again")
+    return verdict
 
 
 def down(config: Path) -> bool:
@@ -179,12 +166,12 @@ def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
     with connected(running) as ray:
 
         def asked(name: str, method: str, *arguments: Any) -> Any:
-            try:
-                answer = ray.get(getattr(ray.get_actor(name), method).remote(*arguments), timeout=MEASURE_SECONDS)
-            except (ValueError, ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
-                raise PyorchError(f"server {name} does not answer: `pyorch cluster status` shows how it does") from None
-            if isinstance(answer, str):
+            answers, _ = ask_all(ray, [name], method, lambda name: arguments, MEASURE_SECONDS)
+            answer = answers.get(name)
+            if isinstance(answer, PyorchError):
                 raise PyorchError(f"server {name}: {answer}")
+            if name not in answers or isinstance(answer, Exception):
+                raise PyorchError(f"server {name} does not answer: `pyorch cluster status` shows how it does")
             return answer
 
         links, servers = {}, {}
@@ -230,52 +217,41 @@ def watch(
 
 def statuses(ray: ModuleType, names: Sequence[str], seconds: float = STATUS_SECONDS) -> list[Status]:
     """Of the servers with these names, in this order; those that do not answer in time are absent."""
-    calls, found = {}, {}
+    answers, late = ask_all(ray, names, "status", seconds=seconds)
+    found = []
     for name in names:
-        try:
-            calls[ray.get_actor(name).status.remote()] = name
-        except ValueError:
-            found[name] = Status(name, ABSENT, reason="Ray knows it no longer")
-    ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=seconds) if calls else ([], [])
-    for call in ready:
-        try:
-            found[calls[call]] = ray.get(call)
-        except ray.exceptions.RayActorError as error:
-            given_up = isinstance(error, ray.exceptions.ActorDiedError)
-            found[calls[call]] = Status(
-                calls[call], REFUSED if given_up else ABSENT,
-                reason=f"it died, and Ray {'gave it up' if given_up else 'starts it again'}",
-            )
-    for name in calls.values():
-        found.setdefault(name, Status(name, ABSENT, reason="it hangs, or died and Ray starts it again"))
-    return [found[name] for name in names]
+        answer = answers.get(name)
+        if isinstance(answer, Status):
+            found.append(answer)
+        elif isinstance(answer, ray.exceptions.ActorDiedError):
+            found.append(Status(name, REFUSED, reason="it died, and Ray gave it up"))
+        elif answer is not None:
+            found.append(Status(name, ABSENT, reason="it died, and Ray starts it again"))
+        else:
+            found.append(Status(name, ABSENT, reason="it hangs, or died and Ray starts it again" if name in late else
+                                "Ray knows it no longer"))
+    return found
 
 
-def examine(
-    model: str, address: str, port: int, peer_port: int, memory: Sequence[Any], tls: Tls | None = None,
-) -> Examined | str:
-    """Looks whether a server could run here: a sentence says why not.
-
-    memory: of each device, an Amount of all experts.
-    """
+def examine(model: str, server: Server) -> Examined | str:
+    """Looks whether a server could run here with a model: a sentence says why not."""
     try:
-        if tls is not None:
-            tls.check(address)
+        if server.tls is not None:
+            server.tls.check(server.address)
         with ModelMap(model) as model_map:
             info = model_map.info
-            budget = sum(amount.of(info.slots_bytes) for amount in memory)
+            budget = sum(server.device_bytes(info.slots_bytes))
             if model_map.layers and budget < info.floor_bytes:
                 return (f"its memory of {format_bytes(budget)} is below what the model needs at once, "
                         f"{format_bytes(info.floor_bytes, round_up=True)} (twice the experts of a token, and one)")
-            return Examined(fingerprint(model_map), *_free_ports(address, port, peer_port), budget)
+            found = _free_ports(server.address, server.port, server.peer_port)
+            return Examined(fingerprint(model_map), *found, budget)
     except PyorchError as error:
         return str(error)
 
 
-def _asked(cluster: Cluster, server: Server) -> tuple[str, str, int, int, tuple, Tls | None]:
-    """The arguments of examine()."""
-    return (str(cluster.model_of(server).resolve()), server.address, server.port, server.peer_port, server.memory,
-            server.tls)
+def _model_of(cluster: Cluster, server: Server) -> str:
+    return str(cluster.model_of(server).resolve())
 
 
 def _examined(cluster: Cluster, examine: Callable[[Server], Examined | str]) -> dict[str, Examined]:
@@ -304,9 +280,10 @@ def _examine_there(ray: ModuleType, cluster: Cluster, server: Server, node: str)
     """On the machine of a server."""
     there = ray.remote(examine).options(num_cpus=0, max_retries=0, resources={f"node:{node}": 0.001})
     try:
-        return ray.get(there.remote(*_asked(cluster, server)))
+        return ray.get(there.remote(_model_of(cluster, server), server))
     except ray.exceptions.RayError as error:
-        raise PyorchError(f"server {server.name}: pyorch does not run on {node}: {_last_line(error)}") from None
+        last_line = [type(error).__name__, *filter(None, map(str.strip, str(error).splitlines()))][-1]
+        raise PyorchError(f"server {server.name}: pyorch does not run on {node}: {last_line}") from None
 
 
 def _check_same(cluster: Cluster, found: Mapping[str, Examined]) -> None:
@@ -322,15 +299,14 @@ def _jobs(
     cluster: Cluster, found: Mapping[str, Examined], running: Running, placement: Placement | None,
     settings: Mapping[str, Any], flags: Sequence[str],
 ) -> list[Job]:
-    membership = Membership(found[cluster.names[0]].fingerprint, running.token)
-    fields = {} if placement is None else placement.to_fields()
     peers = {server.name: (server.address, found[server.name].peer_port) for server in cluster.servers}
     return [
         Job(
-            server.name, str(cluster.model_of(server).resolve()), server.address, found[server.name].port,
-            found[server.name].peer_port, str(found[server.name].budget_bytes), membership,
-            {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags), fields,
-            tls=server.tls.to_fields() if server.tls else {}, reads=cluster.reads,
+            server.name, _model_of(cluster, server), server.address, found[server.name].port,
+            found[server.name].peer_port, str(found[server.name].budget_bytes),
+            found[server.name].fingerprint, running.token,
+            {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags),
+            placement, server.tls, cluster.reads,
         )
         for server in cluster.servers
     ]
@@ -366,16 +342,15 @@ def _addresses(host: str) -> set[str]:
 
 def _free_ports(host: str, *wanted: int) -> list[int]:
     """The ports, any that is free for 0. PyorchError where nothing can be listened on there."""
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        return [_held(stack, host, port) for port in wanted]
-
-
-def _held(stack: contextlib.ExitStack, host: str, port: int) -> int:
-    try:
-        return stack.enter_context(ports.held(host, port))
-    except OSError as error:
-        raise PyorchError(f"cannot listen on {host} port {port}: {error.strerror or error}; a server on another "
-                          f"machine needs a Ray cluster with that machine in it (--address)") from None
+        try:
+            for port in wanted:
+                found.append(stack.enter_context(ports.held(host, port)))
+        except OSError as error:
+            raise PyorchError(f"cannot listen on {host} port {port}: {error.strerror or error}; a server on another "
+                              f"machine needs a Ray cluster with that machine in it (--address)") from None
+    return found
 
 
 def _wait(ray: ModuleType, names: Sequence[str], say: Callable[[str], None]) -> list[Status]:
@@ -410,8 +385,3 @@ def _take_down(running: Running) -> None:
     else:
         local_ray.end(running)
     state.forget(running)
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__

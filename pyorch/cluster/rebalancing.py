@@ -7,14 +7,14 @@ Plain data in, a decision out; who asks the servers, and moves experts, is pyorc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
 from pyorch.cluster.config import Cluster
 from pyorch.cluster.costs import Costs, CostsFile, read_costs
-from pyorch.cluster.members import Activity
+from pyorch.cluster.members import Work
 from pyorch.cluster.migration import FADING, Decision, RecentUses, Sharing, decide, migration_seconds
 from pyorch.cluster.placement.dance import place
 from pyorch.cluster.placement.placement import Placement
@@ -55,37 +55,8 @@ class Setting:
         n_expert = max((layer.n_expert for layer in layers), default=1)
         problem = Problem.of_model(cluster, model_map, np.zeros((len(cluster.servers), len(layers), n_expert)))
         n_embd = model_map.hparam("embedding_length", N_EMBD)
-        sizes = known.sizes.or_of(tuple(map(float, problem.sizes.tolist())), n_embd)
-        return cls(problem, known.of(cluster.names, len(layers), cluster.latencies, cluster.bandwidths, sizes),
-                   scheduler.interval)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a server had counted when it was looked at."""
-
-    life: str
-    activations: np.ndarray
-    sent: int = 0
-    messages: int = 0
-    sent_bytes: int = 0
-    computed: int = 0
-    uses: int = 0
-    served: int = 0
-    served_ns: int = 0
-
-    @classmethod
-    def of(cls, activity: Activity) -> Seen:
-        return cls(**{one.name: getattr(activity, one.name) for one in fields(cls)})
-
-    def since(self, before: Seen) -> Seen:
-        """What came after `before`; all of it where the server was restarted since."""
-        if before.life != self.life:
-            return self
-        return Seen(self.life, np.maximum(self.activations - before.activations, 0), *(
-            max(0, getattr(self, name) - getattr(before, name))
-            for name in ("sent", "messages", "sent_bytes", "computed", "uses", "served", "served_ns")
-        ))
+        costs = known.of(cluster.names, cluster.latencies, cluster.bandwidths, problem.sizes, 4.0 * n_embd)
+        return cls(problem, costs, scheduler.interval)
 
 
 @dataclass(frozen=True)
@@ -123,7 +94,7 @@ class Recent:
 
     uses: RecentUses
     at: float
-    seen: dict[str, Seen] = field(default_factory=dict)
+    seen: dict[str, Work] = field(default_factory=dict)
     local: dict[str, float] = field(default_factory=dict)  # ratio of each server, in the window that ended then
     sharing: Sharing = Sharing()
     served: dict[str, tuple[float, float]] = field(default_factory=dict)  # rows for others, and seconds; both fade
@@ -132,28 +103,23 @@ class Recent:
     def begin(cls, setting: Setting, at: float) -> Recent:
         return cls(RecentUses(setting.problem.shape, setting.interval), at)
 
-    def look(self, setting: Setting, found: Mapping[str, Activity], at: float) -> None:
+    def look(self, setting: Setting, now: Mapping[str, Work], at: float) -> None:
         """Takes what these servers did since the last look; of one that is seen for the first time, nothing."""
-        names = setting.problem.servers
-        now = {name: Seen.of(activity) for name, activity in found.items()}
         new = {name: one.since(self.seen.get(name, one)) for name, one in now.items()}
         counts = np.zeros(setting.problem.shape)
+        seconds = max(0.0, at - self.at)
+        faded = FADING ** (seconds / setting.interval)
         for name, one in new.items():
-            counts[names.index(name)] = one.activations
-        if at > self.at:
-            self.uses.add(counts, at - self.at)
-        faded = FADING ** (max(0.0, at - self.at) / setting.interval)
-        for name, one in new.items():
-            rows, seconds = self.served.get(name, (0.0, 0.0))
-            self.served[name] = faded * rows + one.served, faded * seconds + 1e-9 * one.served_ns
+            counts[setting.problem.servers.index(name)] = one.activations
+            rows, busy = self.served.get(name, (0.0, 0.0))
+            self.served[name] = faded * rows + one.served, faded * busy + 1e-9 * one.served_ns
+            if total := float(one.activations.sum()):
+                self.local[name] = 1 - one.sent / total
+        if seconds:
+            self.uses.add(counts, seconds)
         self.at = at
-        for name, one in new.items():
-            total = one.activations.sum()
-            if total:
-                self.local[name] = 1 - one.sent / float(total)
         self.seen.update(now)
         self.sharing = _sharing(list(new.values()), setting.costs) or self.sharing
-
 
     def costs(self, setting: Setting) -> Costs:
         """The setting's, but for rows as long as they took lately on servers that computed any for others.
@@ -169,7 +135,7 @@ class Recent:
                        message=np.where(known, 0.0, costs.message))
 
 
-def _sharing(windows: Sequence[Seen], costs: Costs) -> Sharing | None:
+def _sharing(windows: Sequence[Work], costs: Costs) -> Sharing | None:
     """Of what servers sent; None where they sent nothing."""
     sent, messages, computed, uses = (sum(getattr(window, name) for window in windows)
                                       for name in ("sent", "messages", "computed", "uses"))

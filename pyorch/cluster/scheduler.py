@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from pyorch.cluster.local_ray import ray_library
+from pyorch.cluster.local_ray import ask_all, ray_library
 from pyorch.cluster.members import Activity, Plan
 from pyorch.cluster.migration import DISK, Load, Migration
 from pyorch.cluster.placement.placement import ABSENT, Placement
@@ -102,15 +102,8 @@ class Scheduler:
     def report(self) -> Report:
         """How it does, now."""
         return Report(
-            os.getpid(),
-            self._setting.interval,
-            self._next,
-            self._number,
-            self._last,
-            dict(self._recent.local),
-            self._moving,
-            self._moved,
-            self._failed,
+            os.getpid(), self._setting.interval, self._next, self._number, self._last, dict(self._recent.local),
+            self._moving, self._moved, self._failed,
         )
 
     def rebalance(self) -> Verdict:
@@ -176,7 +169,7 @@ class Scheduler:
         found = {name: activity for name, activity in self._ask(self._names, "activity", seconds=_LOOK_SECONDS).items()
                  if isinstance(activity, Activity)}
         self._take_memo(found)
-        self._recent.look(self._setting, found, time.time())
+        self._recent.look(self._setting, {name: activity.work for name, activity in found.items()}, time.time())
         return self._agreed(found)
 
     def _take_memo(self, found: Mapping[str, Activity]) -> None:
@@ -204,21 +197,20 @@ class Scheduler:
             return found
         plans = {name: activity.plan for name, activity in found.items()}
         number = max(plan.number for plan in plans.values())
-        placements = {name: Placement.from_fields(plan.placement) for name, plan in plans.items()}
-        newest = next(placements[name] for name, plan in plans.items() if plan.number == number)
+        newest = next(plan.placement for plan in plans.values() if plan.number == number)
         device = newest.device.copy()
-        for name, placement in placements.items():
+        for name, plan in plans.items():
             own = self._names.index(name)
-            device[own] = placement.device[own]
+            device[own] = plan.placement.device[own]
         self._plan, self._number = replace(newest, device=device), number
         if all(plan.number == number for plan in plans.values()) and (device == newest.device).all():
             return found
         self._number += 1
         answers = self._ask(list(found), "follow", self._whole_plan, _PLAN_SECONDS)
-        return {name: activity for name, activity in found.items() if answers.get(name) == ""}
+        return {name: found[name] for name, answer in answers.items() if answer is None}
 
     def _whole_plan(self, _: str) -> tuple[Plan]:
-        return (Plan(self._plan.to_fields(), self._number),)
+        return (Plan(self._plan, self._number),)
 
     def _begin(self, candidate: Placement, present: Sequence[str]) -> None:
         self._failed = ""
@@ -281,10 +273,8 @@ class Scheduler:
 
         def arguments(name: str) -> tuple:
             load = load_of.get(name)
-            if load is None:
-                return [], drop[name], []
-            source = "" if load.source == DISK else self._names[load.source]
-            return [(load.layer, load.expert)], drop[name], [source]
+            source = "" if load is None or load.source == DISK else self._names[load.source]
+            return [] if load is None else [(load.layer, load.expert)], drop[name], source
 
         self._all([name for name in present if name in load_of or drop[name]], "hold", arguments, _HOLD_SECONDS)
 
@@ -296,7 +286,8 @@ class Scheduler:
         self._number += 1
         self._plan = plan
         answers = self._ask(present, "move", lambda name: (self._number, moves), _PLAN_SECONDS)
-        rest = [name for name in present if answers.get(name) != ""]  # they did not follow the plan before it
+        # Who follows another plan than the one before it gets the whole.
+        rest = [name for name in present if name not in answers or answers[name] is not None]
         self._all(rest, "follow", self._whole_plan, _PLAN_SECONDS)
 
     def _remember(self, target: Placement | None) -> None:
@@ -307,29 +298,20 @@ class Scheduler:
     def _all(
         self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0
     ) -> None:
-        """Asks servers for what returns "" or a sentence. PyorchError where one cannot, or does not answer."""
+        """Asks servers to do something. PyorchError where one cannot, or does not answer."""
         answers = self._ask(names, method, arguments, seconds)
         for name in names:
-            if name not in answers:
+            answer = answers.get(name, TimeoutError())
+            if isinstance(answer, PyorchError):
+                raise PyorchError(f"server {name}: {answer}")
+            if isinstance(answer, Exception):
                 raise PyorchError(f"server {name} does not answer")
-            if answers[name]:
-                raise PyorchError(f"server {name}: {answers[name]}")
 
     def _ask(
         self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0
     ) -> dict[str, Any]:
-        """What servers answer, by name; those that do not in time are left out."""
-        ray = ray_library()
-        calls = {}
-        for name in names:
-            with contextlib.suppress(ValueError):  # Ray knows it no longer
-                calls[getattr(ray.get_actor(name), method).remote(*arguments(name))] = name
-        ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=seconds) if calls else ([], [])
-        answers = {}
-        for call in ready:
-            with contextlib.suppress(ray.exceptions.RayError):
-                answers[calls[call]] = ray.get(call)
-        return answers
+        """What servers answer or raise, by name; those that do not in time are left out."""
+        return ask_all(ray_library(), names, method, arguments, seconds)[0]
 
 
 def start_scheduler(ray: ModuleType, setting: Setting) -> Any:

@@ -14,7 +14,7 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,6 @@ class Running:
         return bool(self.directory)
 
     @classmethod
-    def read(cls, values: dict[str, Any]) -> Running:
-        """Of what dataclasses.asdict() made of one, and JSON of that. KeyError or TypeError for anything else."""
-        return cls(**{one.name: values[one.name] for one in fields(cls)} | {"servers": tuple(values["servers"])})
-
-    @classmethod
     def new(cls, config: Path) -> Running:
         """With a mark and a token that nobody else has."""
         return cls(str(config.resolve()), secrets.token_hex(8), secrets.token_hex(32))
@@ -63,7 +58,7 @@ def find(config: Path) -> Running | None:
     path = _path(config)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return Running.read(values)
+        return Running(**{**values, "servers": tuple(values["servers"])})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -71,8 +66,9 @@ def find(config: Path) -> Running | None:
                           f"when no process of the cluster is left (their environment has PYORCH_CLUSTER)") from None
 
 
-def remember(running: Running) -> None:
-    """Writes the file, readable by this user only. It appears whole or not at all."""
+def remember(running: Running, **changes: Any) -> Running:
+    """Writes the file, with changes, readable by this user only. It appears whole or not at all."""
+    running = replace(running, **changes)
     path = _path(Path(running.config))
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
@@ -84,6 +80,7 @@ def remember(running: Running) -> None:
         part.unlink(missing_ok=True)
         raise PyorchError(f"{path}, which is to say where the cluster is, cannot be written: "
                           f"{error.strerror}") from None
+    return running
 
 
 def forget(running: Running) -> None:

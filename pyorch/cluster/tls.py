@@ -7,6 +7,7 @@ reached; who asks, any that the authority signed. Versions below TLS 1.3 are not
 
 from __future__ import annotations
 
+import os
 import ssl
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,14 +28,6 @@ class Tls:
     key: Path
     authority: Path
 
-    def to_fields(self) -> dict[str, str]:
-        """What Tls.of() reads, ready for JSON."""
-        return {name: str(path) for name, path in asdict(self).items()}
-
-    @classmethod
-    def of(cls, fields: dict[str, str]) -> Tls:
-        return cls(**{name: Path(text) for name, text in fields.items()})
-
     def context(self, *, listens: bool) -> ssl.SSLContext:
         """For connections that others open (listens), or for those to others.
 
@@ -43,8 +36,6 @@ class Tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listens else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
-        # Who has said all may still be told something. Frames know their length: none is taken for whole that is not.
-        context.options |= getattr(ssl, "OP_IGNORE_UNEXPECTED_EOF", 0)
         for what, path in asdict(self).items():
             try:
                 path.read_bytes()
@@ -98,6 +89,8 @@ def reason_of(error: OSError) -> str:
         return ENDED
     if isinstance(error, ssl.SSLError) and error.reason:
         return _REASONS.get(error.reason, error.reason.lower().replace("_", " "))
+    if (error.errno or 0) > 0:
+        return os.strerror(error.errno)  # asyncio puts the address in the place of the reason
     return error.strerror or str(error) or type(error).__name__
 
 

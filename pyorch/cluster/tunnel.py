@@ -10,16 +10,15 @@ the owner, so that nobody else can take them, and be told the token, meanwhile.
 from __future__ import annotations
 
 import contextlib
-import json
+import pickle
 import socket
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 
 from pyorch.cluster.tls import Tls
-from pyorch.cluster.tunnel_process import READY
+from pyorch.cluster.tunnel_process import READY, Way
 from pyorch.errors import PyorchError
 
 PROGRAM = "pyorch.cluster.tunnel_process"
@@ -28,18 +27,6 @@ _LOOPBACK = "127.0.0.1"
 _PAUSE_SECONDS = 0.25, 8.0  # before it is started again: the longer the more often it died soon
 _SOON_SECONDS = 10.0
 _START_SECONDS, _END_SECONDS = 60.0, 5.0
-
-
-@dataclass(frozen=True)
-class _Way:
-    """One port of the tunnel, and where what connects to it is led. secure: who connects speaks TLS. name: that the
-    certificate of who is there must bear."""
-
-    listening: socket.socket
-    secure: bool
-    name: str
-    address: str
-    port: int
 
 
 class Tunnel:
@@ -52,7 +39,7 @@ class Tunnel:
         for listens in (True, False):
             tls.context(listens=listens)
         self._tls, self._handshake_seconds = tls, handshake_seconds
-        self._ways: list[_Way] = []
+        self._ways: list[tuple[socket.socket, Way]] = []
         self._changing = threading.Lock()
         self._closed, self._ready = threading.Event(), threading.Event()
         self._said = threading.Condition()
@@ -70,11 +57,6 @@ class Tunnel:
         return self._process.pid
 
     @property
-    def error(self) -> str:
-        """Why a connection failed last, "" if none did."""
-        return self._error
-
-    @property
     def n_errors(self) -> int:
         """That there were."""
         return self._n_errors
@@ -89,7 +71,7 @@ class Tunnel:
 
         PyorchError where nobody can listen there.
         """
-        return self._open(address, port, True, "", _LOOPBACK, to_port)
+        return self._open(address, port, Way(True, "", _LOOPBACK, to_port))
 
     def port_to(self, address: str, port: int) -> int:
         """The port of the loopback interface from which TLS leads to another server."""
@@ -97,10 +79,11 @@ class Tunnel:
             found = str(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
             raise PyorchError(f"{address} is no address: {error.strerror}") from None
-        for way in list(self._ways):
-            if not way.secure and (way.name, way.address, way.port) == (address, found, port):
-                return way.listening.getsockname()[1]
-        return self._open(_LOOPBACK, 0, False, address, found, port)
+        wanted = Way(False, address, found, port)
+        for listening, way in list(self._ways):
+            if way == wanted:
+                return listening.getsockname()[1]
+        return self._open(_LOOPBACK, 0, wanted)
 
     def close(self) -> None:
         """Ends the process and all connections."""
@@ -108,8 +91,8 @@ class Tunnel:
         with self._changing:
             with contextlib.suppress(OSError):
                 self._channel.shutdown(socket.SHUT_RDWR)  # which both ends hear
-            for way in self._ways:
-                way.listening.close()
+            for listening, _ in self._ways:
+                listening.close()
             self._ways.clear()
         try:
             self._process.wait(_END_SECONDS)
@@ -118,16 +101,15 @@ class Tunnel:
         self._keeper.join()
         self._channel.close()
 
-    def _open(self, host: str, port: int, secure: bool, name: str, address: str, to_port: int) -> int:
+    def _open(self, host: str, port: int, way: Way) -> int:
         try:
             family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             listening = socket.create_server(where[:2], family=family, backlog=64)
         except OSError as error:
             raise PyorchError(f"cannot listen at {host}:{port}: {error.strerror or error}") from None
-        way = _Way(listening, secure, name, address, to_port)
         with self._changing:
-            self._ways.append(way)
-            self._tell(way)
+            self._ways.append((listening, way))
+            self._tell(listening, way)
         return listening.getsockname()[1]
 
     def _start(self) -> tuple[subprocess.Popen, socket.socket]:
@@ -136,15 +118,12 @@ class Tunnel:
         with theirs:
             process = subprocess.Popen([sys.executable, "-m", PROGRAM, str(theirs.fileno())], stdin=subprocess.DEVNULL,
                                        pass_fds=(theirs.fileno(),), start_new_session=True)
-        fields = {"tls": self._tls.to_fields(), "handshake_seconds": self._handshake_seconds}
-        ours.sendall(json.dumps(fields).encode())
+        ours.sendall(pickle.dumps((self._tls, self._handshake_seconds)))
         return process, ours
 
-    def _tell(self, way: _Way) -> None:
-        fields = {"secure": way.secure, "name": way.name, "address": way.address, "port": way.port}
-        message = json.dumps(fields).encode()
+    def _tell(self, listening: socket.socket, way: Way) -> None:
         with contextlib.suppress(OSError):  # it has just died: the next one is told of all ways
-            socket.send_fds(self._channel, [message], [way.listening.fileno()])
+            socket.send_fds(self._channel, [pickle.dumps(way)], [listening.fileno()])
 
     def _keep(self) -> None:
         """Hears what the process says, and starts another one when it ends."""
@@ -173,8 +152,8 @@ class Tunnel:
                 self._channel.close()
                 with contextlib.suppress(OSError):
                     self._process, self._channel = self._start()
-                    for way in self._ways:
-                        self._tell(way)
+                    for listening, way in self._ways:
+                        self._tell(listening, way)
 
     def _note(self, error: str) -> None:
         with self._said:

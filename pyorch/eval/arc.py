@@ -116,10 +116,7 @@ def accuracy(scores: Sequence[Score]) -> Accuracy:
 
 
 def read_task(
-    model: Model,
-    path: str | os.PathLike[str],
-    n_shots: int = 0,
-    shots_path: str | os.PathLike[str] | None = None,
+    model: Model, path: str | os.PathLike[str], n_shots: int = 0, shots_path: str | os.PathLike[str] | None = None,
     limit: int | None = None,
 ) -> Task:
     """The questions of a file in ARC's layout, tokenized.
@@ -174,11 +171,7 @@ def _prompt(tokenizer: llama_cpp.Llama, shots: str, question: Question, path: st
 
 
 def score(
-    model: Model,
-    task: Task,
-    n_ubatch: int = N_BATCH,
-    together: bool | None = None,
-    n_threads: int | None = None,
+    model: Model, task: Task, n_ubatch: int = N_BATCH, together: bool | None = None, n_threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Score]:
     """Scores the questions of a task as the model computes now: under its budget, its substitution, its cache.

@@ -67,12 +67,8 @@ class Calibrated:
 
 
 def calibrate(
-    path: str | os.PathLike[str],
-    data: Sequence[str | os.PathLike[str]],
-    n_tokens: int | None = None,
-    n_threads: int | None = None,
-    on_progress: OnProgress | None = None,
-    seconds: float | None = None,
+    path: str | os.PathLike[str], data: Sequence[str | os.PathLike[str]], n_tokens: int | None = None,
+    n_threads: int | None = None, on_progress: OnProgress | None = None, seconds: float | None = None,
     **load_options: object,
 ) -> Calibrated:
     """Measures default vectors on documents (see pyorch.traces.data), at any budget, and how far ahead reading pays.

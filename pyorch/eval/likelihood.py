@@ -13,8 +13,7 @@ import llama_cpp
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch.eval.logits import log_probabilities
-from pyorch.llama.context import Context
+from pyorch.llama.context import Context, log_softmax
 from pyorch.llama.model import Model
 
 N_BATCH = 512  # tokens of several prompts that are computed at once
@@ -66,10 +65,7 @@ def tokenize(tokenizer: llama_cpp.Llama, text: str) -> tuple[int, ...]:
 
 
 def likelihoods(
-    model: Model,
-    prompts: Sequence[Prompt],
-    n_ubatch: int = N_BATCH,
-    together: bool | None = None,
+    model: Model, prompts: Sequence[Prompt], n_ubatch: int = N_BATCH, together: bool | None = None,
     n_threads: int | None = None,
 ) -> Iterator[Likelihoods]:
     """Of each prompt, as the model computes now: under its budget, its substitution, its cache.
@@ -210,3 +206,23 @@ def _score_batch(context: Context, prompts: Sequence[Prompt]) -> Iterator[Likeli
             found.append(_likelihood(logits[[begin, *range(row, row + n)]], continuation))
             row += n
         yield _of_prompt(found)
+
+
+def log_probabilities(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Of the token that follows each row, float64[n]. logits: [n, n_vocab], tokens: int[n]."""
+    # A row at a time: float64 of all rows would be large.
+    return np.array([log_softmax(row)[token] for row, token in zip(logits, tokens, strict=True)], np.float64)
+
+
+def kl_divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Of each row's distribution from the reference's, in nats, float64[n]. Both are [n, n_vocab]."""
+    result = np.empty(len(reference), np.float64)
+    for i, (p, q) in enumerate(zip(reference, logits, strict=True)):
+        p, q = log_softmax(p), log_softmax(q)
+        result[i] = (np.exp(p) * (p - q)).sum()
+    return result
+
+
+def top1_agreements(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Whether the most probable token is the same, bool[n]."""
+    return reference.argmax(-1) == logits.argmax(-1)

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from pyorch.bench.plan import fits
 from pyorch.errors import PyorchError
-from pyorch.eval.arrival import Arrival
 from pyorch.eval.likelihood import N_BATCH
-from pyorch.llama import memory
 from pyorch.llama.apply import find_buddies
 from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
@@ -29,6 +29,39 @@ from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """When experts arrive in a cache whose time is simulated: so that what is evaluated does not depend on the machine.
+
+    Whether an expert that is on its way counts as absent decides what a lossy setting computes. Here it is decided by a
+    clock of its own: a layer of a token takes one unit of it, reads come one after another through a disk that takes as
+    long as it is told, and a layer waits for what it demands. The residency table, its eviction and what is deferred
+    are those of a run. Guesses are not simulated: a run finds somewhat more experts there.
+
+    read_time: of an expert, in layers of a token. seed: 0: every read takes that; else from half to one and a half
+    of it, as drawn. PyorchError for what cannot be.
+    """
+
+    read_time: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.read_time) and self.read_time >= 0):
+            raise PyorchError(f"--read-time {self.read_time:g} is not a number of layers from 0 on")
+        if not 0 <= self.seed < 1 << 64:
+            raise PyorchError(f"--read-seed {self.seed} is not from 0 to 2^64 - 1")
+
+    def simulate(self, model: Model, residents: Mapping[int, np.ndarray] | None = None) -> None:
+        """From now on absent experts of a model are those of a cache with its budget. residents: il to bool[n_expert],
+        with what it begins; None: it is empty."""
+        if model.engine is None:
+            return
+        model.engine.simulate_cache(self.read_time, self.seed)
+        for il, mask in (residents or {}).items():
+            model.engine.fill_simulated_cache(il, mask.nonzero()[0])
+
 
 _N_CTX = 64  # of the context that load() makes and that nothing is computed in
 
@@ -81,15 +114,8 @@ def slots(model: Model) -> Slots:
     if counts is None:
         wrong = stats.speculation.slots - stats.speculation.right if stats.speculation is not None else 0
         return Slots(n_tokens, 0, wrong, 0)
-    refused = (
-        counts.refused_tae
-        + counts.refused_margin
-        + counts.refused_distribution
-        + counts.refused_rho
-        + counts.refused_buddies
-        + counts.refused_sacred
-        + counts.refused_error
-    )
+    refused = sum(getattr(counts, f"refused_{why}") for why in (
+        "tae", "margin", "distribution", "rho", "buddies", "sacred", "error"))
     return Slots(n_tokens, counts.substituted + refused, counts.substituted, counts.dropped, counts.ghosts)
 
 
@@ -129,9 +155,7 @@ def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Mo
         info = model_map.info
         if not model_map.layers:
             raise PyorchError(f"{path} is a dense model: it has no experts that could be absent")
-    limit = memory.memory_limit()
-    needed = info.slots_bytes + info.dense_bytes + memory.margin_bytes(limit)
-    with load(path, budget="100%" if needed <= limit.free_bytes else AUTO, **{"n_ctx": _N_CTX, **options}) as model:
+    with load(path, budget="100%" if fits(info) else AUTO, **{"n_ctx": _N_CTX, **options}) as model:
         yield model
 
 
@@ -142,10 +166,7 @@ def kernels(path: str | os.PathLike[str], n_models: int) -> dict[str, bool]:
     beside each other, both compute with the plain kernels, for which weights may stay in the file.
     """
     with ModelMap(path) as model_map:
-        info = model_map.info
-    limit = memory.memory_limit()
-    fit = n_models * (info.slots_bytes + info.dense_bytes) + memory.margin_bytes(limit) <= limit.free_bytes
-    return {} if fit else {"use_extra_bufts": False}
+        return {} if fits(model_map.info, n_models) else {"use_extra_bufts": False}
 
 
 @contextlib.contextmanager

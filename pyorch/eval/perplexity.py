@@ -19,8 +19,7 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.eval.likelihood import N_BATCH, tokenize
-from pyorch.eval.logits import kl_divergences, log_probabilities, top1_agreements
+from pyorch.eval.likelihood import N_BATCH, kl_divergences, log_probabilities, tokenize, top1_agreements
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.sizes import format_bytes
@@ -81,12 +80,8 @@ def windows(
         first = 0 if has_bos else 1
         for begin in range(first, len(tokens), n_window):
             targets = tokens[begin : begin + min(n_window, left)]
-            inputs = (
-                bos + tokens[begin : begin + len(targets) - 1]
-                if has_bos
-                else tokens[begin - 1 : begin + len(targets) - 1]
-            )
-            result.append(Window(inputs, targets))
+            before = tokens[begin - (not has_bos) : begin + len(targets) - 1]
+            result.append(Window(bos + before, targets))
             left -= len(targets)
             if left <= 0:
                 return result
@@ -96,12 +91,8 @@ def windows(
 
 
 def measure(
-    model: Model,
-    texts: Sequence[Window],
-    reference: Model | None = None,
-    n_ubatch: int = N_BATCH,
-    n_threads: int | None = None,
-    on_progress: OnProgress | None = None,
+    model: Model, texts: Sequence[Window], reference: Model | None = None, n_ubatch: int = N_BATCH,
+    n_threads: int | None = None, on_progress: OnProgress | None = None,
 ) -> Perplexity:
     """Perplexity as the model computes now: under its budget, its substitution, its cache.
 

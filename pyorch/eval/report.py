@@ -1,16 +1,23 @@
-"""A sweep's table: for people, as CSV, and as plain data for JSON."""
+"""A sweep's table: for people, as CSV, as plain data for JSON, and as a picture of accuracy against throughput."""
 
 from __future__ import annotations
 
 import csv
 import io
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from pyorch import pictures
+from pyorch.errors import PyorchError
 from pyorch.eval.arc import Difference
 from pyorch.eval.perplexity import Divergence
 from pyorch.eval.sweep import METRICS, Row
 from pyorch.sizes import MiB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _CHANGED = "changed slots/token"  # substituted, dropped or computed by ghosts
 
@@ -44,11 +51,8 @@ def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
     swept = rows[0].rate is not None
     columns = []
     if swept:
-        columns += [
-            ("cache", lambda row: f"{row.rate:g}"),
-            ("method", lambda row: row.method),
-            ("settings", lambda row: row.settings),
-        ]
+        columns += [("cache", lambda row: f"{row.rate:g}"), ("method", lambda row: row.method),
+                    ("settings", lambda row: row.settings)]
     columns += [
         (name, lambda row, i=i: f"{getattr(row.judgement.accuracies[i], metric):.3f}") for i, name in enumerate(files)
     ]
@@ -64,19 +68,13 @@ def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
             ("tok/s", lambda row: _number(row.speed, lambda speed: f"{speed.rate:.2f}")),
             ("speedup", lambda row: "-" if row.speedup is None else f"{row.speedup - 1:+.1%}"),
             ("MiB/token", lambda row: _number(row.speed, lambda speed: f"{speed.bytes_per_token / MiB:.2f}")),
-            (
-                _CHANGED,
-                lambda row: _number(
-                    row.speed,
-                    lambda speed: f"{(speed.substituted + speed.dropped + speed.ghosts) / speed.n_tokens:.2f}"
-                ),
-            ),
+            (_CHANGED, lambda row: _number(
+                row.speed, lambda speed: f"{(speed.substituted + speed.dropped + speed.ghosts) / speed.n_tokens:.2f}")),
         ]
     elif swept:
-        columns.append(
-            (_CHANGED,
-             lambda row: f"{sum(map(row.judgement.slots.per_token, ('substituted', 'dropped', 'ghosts'))):.2f}")
-        )
+        columns.append((
+            _CHANGED, lambda row: f"{sum(map(row.judgement.slots.per_token, ('substituted', 'dropped', 'ghosts'))):.2f}"
+        ))
     return columns
 
 
@@ -135,3 +133,57 @@ def to_csv(objects: Sequence[dict[str, object]]) -> str:
     writer.writeheader()
     writer.writerows(objects)
     return text.getvalue()
+
+
+_LOOKS = {"original": ("black", "s"), "random": ("tab:red", "X")}
+_COLOURS = ("tab:blue", "tab:green", "tab:orange", "tab:purple", "tab:cyan", "tab:brown", "tab:pink", "tab:olive")
+_MARKERS = "o^vDP*"
+
+
+def draw(rows: Sequence[Row], metric: str, path: Path) -> None:
+    """Writes the picture of the rows that have a speed. PyorchError where there are none, or no matplotlib."""
+    timed = [row for row in rows if row.speed is not None]
+    if not timed:
+        raise PyorchError("a plot of accuracy against throughput needs --cache-rate and --speed-tokens")
+    pictures.save_as(partial(_sweep, timed=timed, metric=metric), path, pictures.PRINT_DPI)
+
+
+def _sweep(figure_class: type[Figure], timed: Sequence[Row], metric: str) -> Figure:
+    rates = sorted({row.rate for row in timed}, reverse=True)
+    looks = _looks(timed)
+    n_rows = len(looks) // 2 + 1  # of the legend
+    figure = figure_class(figsize=(max(3.8 * len(rates), 6), 3.8 + 0.22 * n_rows), layout="constrained")
+    panels = figure.subplots(1, len(rates), sharey=True, squeeze=False)[0]
+    shown = {}
+    for panel, rate in zip(panels, rates):
+        panel.set_title(f"cache rate {rate:g}")
+        panel.set_xlabel("tokens/s")
+        panel.grid(alpha=0.3)
+        panel.margins(0.1)
+        for row in timed:
+            if row.rate != rate:
+                continue
+            label = _label(row)
+            colour, marker = looks[label]
+            y = row.judgement.average(metric)
+            shown[label], = panel.plot(row.speed.rate, y, marker, color=colour)
+            if row.method == "original":
+                panel.axhline(y, color=colour, linewidth=0.6, linestyle=":")
+    panels[0].set_ylabel(f"average {metric}")
+    figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=2, fontsize=8)
+    return figure
+
+
+def _looks(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    """Colour and marker of each label, the same in all panels."""
+    looks = {}
+    for row in rows:
+        n = sum(label not in _LOOKS for label in looks)
+        other = _COLOURS[n % len(_COLOURS)], _MARKERS[n % len(_MARKERS)]
+        looks.setdefault(_label(row), _LOOKS.get(_label(row), other))
+    return looks
+
+
+def _label(row: Row) -> str:
+    alone = row.method in _LOOKS and row.settings in ("", f"mode={row.method}")
+    return row.method if alone else f"{row.method} {row.settings}"

@@ -15,36 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pyorch.eval import arc
-from pyorch.eval.arc import Accuracy
+from pyorch.eval.judge import PARTS, Judgement
 from pyorch.eval.method import Slots
-from pyorch.eval.perplexity import Divergence
 from pyorch.settings.substitution import Substitution
 
-PARTS = 8  # of the questions, and of the text
 _RUNGS = (1, 2, 4, 8)  # parts that settings have been tried on, before a half of them goes
 _LEAST_QUESTIONS = 25  # that a setting goes by
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """What a setting did on some parts. accuracies: by file, none without questions. divergence: None without text."""
-
-    accuracies: tuple[Accuracy, ...]
-    divergence: Divergence | None
-    slots: Slots
-
-    def __add__(self, more: Evidence) -> Evidence:
-        divergence = self.divergence
-        if divergence is None or more.divergence is None:
-            divergence = divergence or more.divergence
-        else:
-            divergence = divergence + more.divergence
-        accuracies = tuple(one + other for one, other in zip(self.accuracies, more.accuracies, strict=True))
-        return Evidence(accuracies, divergence, self.slots + more.slots)
-
-    def accuracy(self, metric: str) -> float | None:
-        """Average over the files."""
-        return arc.average(self.accuracies, metric) if self.accuracies else None
 
 
 @dataclass(frozen=True)
@@ -125,7 +101,7 @@ class Trial:
     reached: bool
 
 
-Judge = Callable[["Substitution | None", int, int], Evidence]  # on parts from ... to ..., None: the original
+Judging = Callable[["Substitution | None", int, int], Judgement]  # on parts from ... to ..., None: the original
 OnTrial = Callable[[int, int], None]  # parts done, of all
 
 
@@ -134,7 +110,7 @@ class Search:
     0 where there is only text."""
 
     def __init__(
-        self, judge: Judge, goal: Goal, settings: Sequence[Substitution], n_questions: int, metric: str = "acc_norm",
+        self, judge: Judging, goal: Goal, settings: Sequence[Substitution], n_questions: int, metric: str = "acc_norm",
         on_trial: OnTrial = lambda done, total: None,
     ) -> None:
         self._judge = judge
@@ -144,7 +120,7 @@ class Search:
         self._on_trial = on_trial
         least = _LEAST_QUESTIONS * PARTS if n_questions else 0
         self._rungs = [n for n in _RUNGS if n == PARTS or n * n_questions >= least]
-        self._seen: dict[Substitution | None, Evidence] = {}
+        self._seen: dict[Substitution | None, Judgement] = {}
         self._n_done = 0
 
     def run(self) -> list[Trial]:
@@ -162,7 +138,7 @@ class Search:
             not trial.reached, -trial.outcome.share, _reads(trial) if trial.reached else trial.loss))
 
     @property
-    def original(self) -> Evidence:
+    def original(self) -> Judgement:
         """On all questions, after run()."""
         return self._seen[None]
 
@@ -185,14 +161,14 @@ class Search:
         found, original = self._seen[setting], self._seen[None]
         accuracy = error = None
         if found.accuracies:
-            accuracy = found.accuracy(self._metric)
+            accuracy = found.average(self._metric)
             error = arc.difference(found.accuracies, original.accuracies, self._metric).stderr
             least = 1 / sum(one.n for one in found.accuracies)
             if n_parts < PARTS and not error >= least:  # of a few questions, that all answers are alike is no proof
                 error = least
         kl = found.divergence
         outcome = Outcome(
-            accuracy, original.accuracy(self._metric), error or 0.0, kl.mean if kl is not None else None,
+            accuracy, original.average(self._metric), error or 0.0, kl.mean if kl is not None else None,
             kl.stderr if kl is not None else 0.0, found.slots, n_parts / PARTS)
         return Trial(setting, outcome, self._goal.loss(outcome), n_parts == PARTS and self._goal.reached(outcome))
 

@@ -48,14 +48,8 @@ class Speed:
 
 
 def measure_speed(
-    path: str | os.PathLike[str],
-    method: Method,
-    budget: str,
-    buddies: Buddies | None,
-    data: Sequence[str],
-    n_tokens: int,
-    n_threads: int | None = None,
-    **options: object,
+    path: str | os.PathLike[str], method: Method, budget: str, buddies: Buddies | None, data: Sequence[str],
+    n_tokens: int, n_threads: int | None = None, **options: object,
 ) -> Speed:
     """Loads the model under the budget, fills its cache, warms up, and measures n_tokens of the data's texts."""
     with dynamic_model(path, method, budget, buddies, n_threads=n_threads, **options) as model:
@@ -72,14 +66,8 @@ def measure_speed(
             stats = model.stats()
     experts, lossy = stats.experts, stats.substitution
     return Speed(
-        n_tokens,
-        seconds,
-        experts.bytes_read,
-        experts.hits,
-        experts.misses,
-        experts.stall_ns / 1e9,
-        lossy.substituted if lossy is not None else 0,
-        lossy.dropped if lossy is not None else 0,
+        n_tokens, seconds, experts.bytes_read, experts.hits, experts.misses, experts.stall_ns / 1e9,
+        lossy.substituted if lossy is not None else 0, lossy.dropped if lossy is not None else 0,
         lossy.ghosts if lossy is not None else 0,
     )
 

@@ -5,67 +5,107 @@ What is finished is kept in a file, so that a sweep that was interrupted goes on
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import json
 import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pyorch.errors import FormatError
-from pyorch.eval import arc, perplexity
-from pyorch.eval.arc import Difference, Task, difference
-from pyorch.eval.method import (
-    ORIGINAL,
-    Method,
-    dynamic_model,
-    n_ubatch,
-    read_buddies,
-    share,
-    simulated,
-    slots,
-    static_model,
-)
-from pyorch.eval.record import Judgement, Record
+from pyorch.errors import FormatError, PyorchError
+from pyorch.eval.arc import Accuracy, Difference, difference
+from pyorch.eval.judge import Judge, Judgement, OnProgress, Questions, in_turns
+from pyorch.eval.method import ORIGINAL, Method, Slots, dynamic_model, read_buddies, share, static_model
+from pyorch.eval.perplexity import Divergence
 from pyorch.eval.speed import Speed, measure_speed, median
-from pyorch.llama.model import Model
+from pyorch.files import check_target, write_text
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.budget import AUTO, Budget
 from pyorch.sidecars import container
 from pyorch.sidecars.buddies import Buddies
-from pyorch.traces.data import read_documents
+
+VERSION = 3
 
 METRICS = ("acc_norm", "acc")
 
-OnProgress = Callable[[str, int, int], None]  # step, done, total
+
+class Record:
+    """What a sweep has measured, by row, and the file that keeps it. Without a path nothing is kept.
+
+    conditions: on which all of it depends. PyorchError if the file was made under others, FormatError if it is
+    no such file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, conditions: dict[str, object]) -> None:
+        self.judgements: dict[str, Judgement] = {}
+        self.speeds: dict[str, list[Speed]] = {}
+        self._path = Path(path).absolute() if path is not None else None
+        self._conditions = conditions
+        if self._path is not None:
+            check_target(self._path)
+            if self._path.exists():
+                self._read()
+
+    def judged(self, key: str, judgement: Judgement) -> None:
+        self.judgements[key] = judgement
+        self._write()
+
+    def timed(self, key: str, speed: Speed) -> None:
+        self.speeds.setdefault(key, []).append(speed)
+        self._write()
+
+    def _read(self) -> None:
+        try:
+            value = json.loads(self._path.read_text(encoding="utf-8"))
+            version, conditions = value["version"], dict(value["conditions"])
+            judgements = {key: _stored(judged) for key, judged in value["judgements"].items()}
+            speeds = {key: [Speed(**speed) for speed in rounds] for key, rounds in value["speeds"].items()}
+        except OSError as error:
+            raise FormatError(f"{self._path} cannot be read: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise FormatError(f"{self._path} is no record of a sweep: name another file with --resume") from None
+        if version != VERSION:
+            raise FormatError(f"{self._path} has version {version}, this pyorch writes {VERSION}: name another file")
+        for name, value in self._conditions.items():
+            if conditions.get(name) != value:
+                raise PyorchError(
+                    f"{self._path} was made with another {name}: name another file with --resume, or remove it"
+                )
+        self.judgements, self.speeds = judgements, speeds
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        value = {
+            "version": VERSION,
+            "conditions": self._conditions,
+            "judgements": {key: asdict(judgement) for key, judgement in self.judgements.items()},
+            "speeds": {key: [asdict(speed) for speed in rounds] for key, rounds in self.speeds.items()},
+        }
+        write_text(self._path, json.dumps(value, indent=1) + "\n")
 
 
-@dataclass(frozen=True)
-class Plan:
+def _stored(judged: dict) -> Judgement:
+    divergence = judged["divergence"]
+    return Judgement(
+        tuple(Accuracy(**one) for one in judged["accuracies"]), Slots(**judged["slots"]),
+        None if divergence is None else Divergence(**divergence | {"blocks": tuple(divergence["blocks"])}),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Questions):
     """What a sweep measures: every method at every cache rate, on every file.
 
     Without cache rates only the original is judged, at `budget`. speed_tokens: decoded for each speed, 0 for none;
-    n_rounds: how often, in turns; the median counts. limit: questions of a file at most. texts: files of n_text_tokens
-    tokens, none for no divergence.
+    n_rounds: how often, in turns; the median counts. texts: files of n_text_tokens tokens, none for no divergence.
     """
 
-    model: str
-    data: tuple[str, ...]
     rates: tuple[float, ...] = ()
     methods: tuple[Method, ...] = (ORIGINAL,)
-    budget: Budget = AUTO
-    n_shots: int = 0
-    shots_data: str | None = None
-    limit: int | None = None
     texts: tuple[str, ...] = ()
     n_text_tokens: int = 4000
-    buddies_file: str | None = None
     speed_tokens: int = 0
     n_rounds: int = 3
-    n_threads: int | None = None
-    load_options: dict[str, object] = field(default_factory=dict)  # of pyorch.load
 
 
 @dataclass(frozen=True)
@@ -103,38 +143,24 @@ def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     if not wanted:
         return
     buddies = _buddies(plan)
-    progress = _Questions(on_progress, len(wanted))
-    with _references(plan, on_progress) as references:
-        if not plan.rates:
-            with dynamic_model(plan.model, ORIGINAL, plan.budget, None, **_options(plan)) as model:
-                width = n_ubatch(None)
-                references.prepare(model, width)
-                judgement = _judge(model, _tasks(model, plan), width, plan, references, progress)
-                record.judged(_row_key(None, ORIGINAL), judgement)
-            return
-        with static_model(plan.model, **_options(plan)) as model:
-            tasks = _tasks(model, plan)
-            for rate, method in wanted:
-                width = n_ubatch(method.substitution, bool(method.forecast))
-                references.prepare(model, width)
-                with simulated(model, method, rate, buddies):
-                    record.judged(_row_key(rate, method), _judge(model, tasks, width, plan, references, progress))
+    loaded = static_model(plan.model, **plan.options) if plan.rates else dynamic_model(
+        plan.model, ORIGINAL, plan.budget, None, **plan.options)
+    with loaded as model, Judge(model, plan.tasks(model), plan.texts, plan.n_text_tokens, plan.n_threads) as judging:
+        for row, (rate, method) in enumerate(wanted):
 
+            def progress(step: str, done: int, total: int, row: int = row) -> None:
+                """Over all rows, as if each had as many questions as the present one."""
+                whole = step == "questions"
+                on_progress(step, done + whole * row * total, total * len(wanted) if whole else total)
 
-def _options(plan: Plan) -> dict[str, object]:
-    return {"n_threads": plan.n_threads, **plan.load_options}
+            record.judged(_row_key(rate, method), judging.judge(method, rate, buddies, progress))
 
 
 def measure_speeds(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     """Speeds of all rows, in rounds there and back: what drifts in one direction favours no method."""
     buddies = _buddies(plan)
     methods = tuple(dict.fromkeys((ORIGINAL, *plan.methods)))
-    order = [
-        (rate, method)
-        for i in range(plan.n_rounds)
-        for rate in plan.rates
-        for method in (methods if i % 2 == 0 else reversed(methods))
-    ]
+    order = list(in_turns([(rate, method) for rate in plan.rates for method in methods], plan.n_rounds))
     missing = list(order)
     for rate, method in set(order):
         for _ in record.speeds.get(_speed_key(plan, rate, method), ()):
@@ -143,7 +169,7 @@ def measure_speeds(plan: Plan, record: Record, on_progress: OnProgress) -> None:
     for done, (rate, method) in enumerate(missing):
         on_progress("speed", done, len(missing))
         speed = measure_speed(
-            plan.model, method, share(rate), buddies, plan.data, plan.speed_tokens, **_options(plan)
+            plan.model, method, share(rate), buddies, plan.data, plan.speed_tokens, **plan.options
         )
         record.timed(_speed_key(plan, rate, method), speed)
 
@@ -168,79 +194,11 @@ def _judgement(record: Record, rate: float | None, method: Method) -> Judgement:
     return record.judgements[_row_key(None if method == ORIGINAL else rate, method)]
 
 
-def _judge(
-    model: Model, tasks: Sequence[Task], width: int, plan: Plan, references: _References, progress: _Questions
-) -> Judgement:
-    accuracies = []
-    progress.begin_row(sum(len(task.questions) for task in tasks))
-    for task in tasks:
-        scores = arc.score(model, task, width, n_threads=plan.n_threads, on_progress=progress.update)
-        accuracies.append(arc.accuracy(scores))
-        progress.end_task(len(task.questions))
-    done = slots(model)
-    return Judgement(tuple(accuracies), done, references.divergence(model, width))
-
-
-class _References:
-    """What the lossless model predicts of the plan's texts, for each width of a batch."""
-
-    def __init__(self, plan: Plan, on_progress: OnProgress) -> None:
-        self._plan = plan
-        self._on_progress = on_progress
-        self._by_width: dict[int, perplexity.Reference] = {}
-
-    def prepare(self, model: Model, width: int) -> None:
-        """model: as it is lossless."""
-        plan = self._plan
-        if plan.texts and width not in self._by_width:
-            self._on_progress("lossless predictions", 0, 0)
-            windows = perplexity.windows(model, list(read_documents(plan.texts)), n_tokens=plan.n_text_tokens)
-            self._by_width[width] = perplexity.Reference(model, windows, width, plan.n_threads)
-
-    def divergence(self, model: Model, width: int) -> perplexity.Divergence | None:
-        if not self._plan.texts:
-            return None
-        return self._by_width[width].divergence(model, partial(self._on_progress, "tokens"))
-
-    def close(self) -> None:
-        for reference in self._by_width.values():
-            reference.close()
-
-
-def _references(plan: Plan, on_progress: OnProgress) -> contextlib.closing[_References]:
-    return contextlib.closing(_References(plan, on_progress))
-
-
-def _tasks(model: Model, plan: Plan) -> list[Task]:
-    return [arc.read_task(model, path, plan.n_shots, plan.shots_data, plan.limit) for path in plan.data]
-
-
 def _buddies(plan: Plan) -> Buddies | None:
     if not plan.rates:
         return None
     replacing = any(method.substitution is not None for method in plan.methods)
     return read_buddies(plan.model, plan.buddies_file, replacing)
-
-
-class _Questions:
-    """Progress over all rows, as if each had as many questions as the present one."""
-
-    def __init__(self, on_progress: OnProgress, n_rows: int) -> None:
-        self._on_progress = on_progress
-        self._n_rows = n_rows
-        self._row = -1
-        self._before = self._n_questions = 0
-
-    def begin_row(self, n_questions: int) -> None:
-        self._row += 1
-        self._before, self._n_questions = 0, n_questions
-
-    def update(self, n_done: int) -> None:
-        done = self._row * self._n_questions + self._before + n_done
-        self._on_progress("questions", done, self._n_rows * self._n_questions)
-
-    def end_task(self, n_questions: int) -> None:
-        self._before += n_questions
 
 
 def _row_key(rate: float | None, method: Method) -> str:

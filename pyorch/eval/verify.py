@@ -13,9 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from pyorch.eval.arrival import Arrival
-from pyorch.eval.logits import kl_divergences, top1_agreements
-from pyorch.eval.method import kernels, resident_model
+from pyorch.eval.likelihood import kl_divergences, top1_agreements
+from pyorch.eval.method import Arrival, kernels, resident_model
 from pyorch.llama import memory
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
@@ -70,24 +69,10 @@ class Comparison:
     speculation: SpeculationStats | None  # None where nothing is executed on speculation
 
 
-@dataclass(frozen=True)
-class Reference:
-    """Tokens and what the resident model makes of them, logits float32[n_tokens, n_vocab]."""
-
-    tokens: tuple[int, ...]
-    n_prompt: int
-    logits: np.ndarray
-
-
 def verify(
-    path: str | os.PathLike[str],
-    budgets: Sequence[Budget | str | int] = VERIFY_BUDGETS,
-    prompt: str = PROMPT,
-    n_tokens: int = 32,
-    n_threads: int | None = None,
-    on_progress: OnProgress | None = None,
-    arrival: Arrival = Arrival(),
-    **load_options: object,
+    path: str | os.PathLike[str], budgets: Sequence[Budget | str | int] = VERIFY_BUDGETS, prompt: str = PROMPT,
+    n_tokens: int = 32, n_threads: int | None = None, on_progress: OnProgress | None = None,
+    arrival: Arrival = Arrival(), **load_options: object,
 ) -> Iterator[Comparison]:
     """Compares prefill of the prompt, in more than one ubatch, and n_tokens decoded one by one.
 
@@ -102,55 +87,34 @@ def verify(
     report = on_progress or (lambda *_: None)
     options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **kernels(path, n_models=1), **load_options}
     with resident_model(path, **options | {"substitution": None, "speculate": False}) as model:
-        reference = _reference(model, prompt, n_tokens, n_threads, partial(report, "resident model"))
+        tokens = model.llama.tokenize(prompt.encode(), add_bos=True)
+        chosen, reference = decoded(model, tokens, n_tokens, n_threads, partial(report, "resident model"))
     for budget in budgets:
         with load(path, budget=budget, **options) as model:
             if model.stats().substitution is not None:
                 arrival.simulate(model)
-            logits = replayed(model, reference, n_threads, partial(report, f"budget {budget}"))
-            comparison = _compare(str(budget), reference.logits, logits, model)
+            _, logits = decoded(model, tokens, n_tokens, n_threads, partial(report, f"budget {budget}"), chosen)
+            comparison = _compare(str(budget), reference, logits, model)
         yield comparison
 
 
-def _context(model: Model, n_prompt: int, n_tokens: int, n_threads: int) -> Context:
-    return Context(
-        model.llama.model,
-        n_ctx=n_prompt + n_tokens,
-        n_batch=max(1, n_prompt),
-        n_ubatch=max(1, n_prompt * 2 // 5),  # a prompt crosses two borders between ubatches
+def decoded(
+    model: Model, prompt: Sequence[int], n_tokens: int, n_threads: int, on_token: Callable[[int, int], None],
+    chosen: Sequence[int] | None = None,
+) -> tuple[list[int], np.ndarray]:
+    """The tokens that follow a prompt, greedily unless they are chosen, and all logits float32[n, n_vocab]."""
+    tokens: list[int] = []
+    with Context(
+        model.llama.model, n_ctx=len(prompt) + n_tokens, n_batch=max(1, len(prompt)),
+        n_ubatch=max(1, len(prompt) * 2 // 5),  # a prompt crosses two borders between ubatches
         n_threads=n_threads,
-    )
-
-
-def _reference(
-    model: Model, prompt: str, n_tokens: int, n_threads: int, on_token: Callable[[int, int], None]
-) -> Reference:
-    tokens = model.llama.tokenize(prompt.encode(), add_bos=True)
-    n_prompt = len(tokens)
-    with _context(model, n_prompt, n_tokens, n_threads) as context:
-        logits = [context.decode(tokens)]
+    ) as context:
+        logits = [context.decode(prompt)]
         for n in range(n_tokens):
             on_token(n, n_tokens)
-            tokens.append(int(logits[-1][-1].argmax()))
+            tokens.append(chosen[n] if chosen is not None else int(logits[-1][-1].argmax()))
             logits.append(context.decode(tokens[-1:]))
-    return Reference(tuple(tokens), n_prompt, np.concatenate(logits))
-
-
-def replayed(
-    model: Model, reference: Reference, n_threads: int, on_token: Callable[[int, int], None]
-) -> np.ndarray:
-    tokens, n_prompt = reference.tokens, reference.n_prompt
-    with _context(model, n_prompt, len(tokens) - n_prompt, n_threads) as context:
-        logits = [context.decode(tokens[:n_prompt])]
-        for n, token in enumerate(tokens[n_prompt:]):
-            on_token(n, len(tokens) - n_prompt)
-            logits.append(context.decode([token]))
-    return np.concatenate(logits)
-
-
-def by_processor(experts: Stats) -> int:
-    """Uses of experts that the device did not compute."""
-    return experts.device_hits + experts.device_misses - experts.device_computed
+    return tokens, np.concatenate(logits)
 
 
 def _compare(budget: str, reference: np.ndarray, logits: np.ndarray, model: Model) -> Comparison:
@@ -171,7 +135,8 @@ def _compare(budget: str, reference: np.ndarray, logits: np.ndarray, model: Mode
         kl_divergence=float(kl_divergences(reference, logits).mean()),
         top1_agreement=float(top1_agreements(reference, logits).mean()),
         device=model.device,
-        by_processor=by_processor(experts) if model.device and experts is not None else None,
+        by_processor=experts.device_hits + experts.device_misses - experts.device_computed
+        if model.device and experts is not None else None,
         device_misses=str(model.device_misses) if model.device else "",
         experts=experts,
         substitution=model.stats().substitution,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,17 +28,24 @@ class Stored:
 
     @property
     def sidecar_bytes(self) -> int:
-        return sum(_size(path) for path in self.sidecars.values())
+        return sum(size(path) for path in self.sidecars.values())
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What would go, and how much room that makes. execute: removes it."""
+    """What would go, and how much room that makes. hidden: what goes with it, of which only the cache knows."""
 
     name: str
     files: tuple[Path, ...]
     n_bytes: int
-    execute: Callable[[], None]
+    hidden: tuple[Path, ...] = ()
+
+    def execute(self) -> None:
+        for path in (*self.files, *self.hidden):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def directory() -> Path:
@@ -67,7 +75,7 @@ def in_folder(folder: Path) -> list[Stored]:
         for name in names:
             path = Path(root, name)
             if name.endswith(".gguf") and path.is_file():
-                sizes[str(path)] = _size(path)
+                sizes[str(path)] = size(path)
     return [_stored(one.files[0], tuple(map(Path, one.files)), one.n_bytes) for one in candidates(sizes)]
 
 
@@ -79,7 +87,7 @@ def model(reference: Reference, where: Path | None = None) -> Path:
             return revision.snapshot_path / choose(reference, sizes).files[0]
         except PyorchError as error:
             refusal = refusal or error
-    raise refusal or PyorchError(f"{reference} was not fetched yet, and the hub cannot be asked for it")
+    raise refusal or _absent(reference)
 
 
 def checkpoint(reference: Reference, where: Path | None = None) -> Path:
@@ -87,7 +95,11 @@ def checkpoint(reference: Reference, where: Path | None = None) -> Path:
     for revision, sizes in _revisions(reference, where):
         if "config.json" in sizes:
             return revision.snapshot_path
-    raise PyorchError(f"{reference} was not fetched yet, and the hub cannot be asked for it")
+    raise _absent(reference)
+
+
+def _absent(reference: Reference) -> PyorchError:
+    return PyorchError(f"{reference} was not fetched yet, and the hub cannot be asked for it")
 
 
 def removal(name: str, where: Path | None = None) -> Removal:
@@ -102,9 +114,7 @@ def removal(name: str, where: Path | None = None) -> Removal:
     if repo is None:
         raise PyorchError(f"{name} is not in the cache")
     if reference.whole:
-        import shutil
-
-        return Removal(name, (repo.repo_path,), _tree_bytes(repo.repo_path), lambda: shutil.rmtree(repo.repo_path))
+        return Removal(name, (repo.repo_path,), _tree_bytes(repo.repo_path))
     pointers: list[Path] = []
     for revision in repo.revisions:
         sizes = _sizes(revision)
@@ -117,30 +127,18 @@ def removal(name: str, where: Path | None = None) -> Removal:
     blobs = {Path(os.path.realpath(path)) for path in pointers}
     for revision in repo.revisions:
         blobs -= {file.blob_path for file in revision.files if file.file_path not in pointers}
-    files = tuple(dict.fromkeys([*pointers, *(blob for blob in blobs if blob not in pointers)]))
-
-    def execute() -> None:
-        for path in files:
-            path.unlink(missing_ok=True)
-
-    return Removal(name, tuple(pointers), sum(_size(blob) for blob in blobs), execute)
+    return Removal(name, tuple(dict.fromkeys(pointers)), sum(map(size, blobs)), tuple(blobs))
 
 
 def _removal_of_file(path: Path) -> Removal:
     if not path.is_file():
         raise PyorchError(f"{path}: no such file; models of the hub are named hf:ORG/NAME")
-    beside = {str(one): _size(one) for one in path.parent.iterdir() if one.suffix == ".gguf" and one.is_file()}
+    beside = {str(one): size(one) for one in path.parent.iterdir() if one.suffix == ".gguf" and one.is_file()}
     chosen = next((one for one in candidates(beside) if str(path) in one.files), None)
     if chosen is None:
         raise PyorchError(f"{path} is no model")
     stored = _stored(str(path), tuple(map(Path, chosen.files)), chosen.n_bytes)
-    files = (*stored.files, *stored.sidecars.values())
-
-    def execute() -> None:
-        for file in files:
-            file.unlink(missing_ok=True)
-
-    return Removal(str(path), files, stored.n_bytes + stored.sidecar_bytes, execute)
+    return Removal(str(path), (*stored.files, *stored.sidecars.values()), stored.n_bytes + stored.sidecar_bytes)
 
 
 def _repositories(where: Path | None) -> list:
@@ -195,7 +193,7 @@ def _stored(name: str, files: tuple[Path, ...], n_bytes: int) -> Stored:
     return Stored(name, files, n_bytes, {kind: path for kind, path in beside.items() if path.is_file()})
 
 
-def _size(path: Path) -> int:
+def size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:
@@ -204,4 +202,4 @@ def _size(path: Path) -> int:
 
 def _tree_bytes(directory: Path) -> int:
     """Of all files below, each once."""
-    return sum(_size(path) for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(size(path) for path in directory.rglob("*") if path.is_file() and not path.is_symlink())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -102,7 +101,7 @@ class Hub:
         blobs = self._directory / huggingface_hub.file_download.repo_folder_name(
             repo_id=reference.repo, repo_type="model") / "blobs"
         missing = {name: file for name, file in files.items() if not (blobs / file.blob).is_file()}
-        begun = sum(_size(_part(blobs, file)) for file in missing.values())
+        begun = sum(cache.size(_part(blobs, file)) for file in missing.values())
         total = sum(file.n_bytes for file in missing.values())
         if missing:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -125,13 +124,6 @@ def _part(blobs: Path, file: _File) -> Path:
     return blobs / f"{file.blob}.incomplete"
 
 
-def _size(path: Path) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
-
-
 @contextlib.contextmanager
 def _watched(part: Path, step: str, done: int, total: int, on_progress: OnProgress) -> Iterator[None]:
     """Reports how much of a file has come, whoever of huggingface_hub's ways it comes."""
@@ -139,19 +131,19 @@ def _watched(part: Path, step: str, done: int, total: int, on_progress: OnProgre
 
     def watch() -> None:
         while not over.wait(_SECONDS):
-            on_progress(step, min(total, done + _size(part)), total)
+            on_progress(step, min(total, done + cache.size(part)), total)
 
-    if total:
-        on_progress(step, min(total, done + _size(part)), total)
+    if not total:
+        yield
+        return
+    on_progress(step, min(total, done + cache.size(part)), total)
     watcher = threading.Thread(target=watch, daemon=True)
-    if total:
-        watcher.start()
+    watcher.start()
     try:
         yield
     finally:
         over.set()
-        if total:
-            watcher.join()
+        watcher.join()
 
 
 @contextlib.contextmanager

@@ -12,7 +12,10 @@ def main() -> int:
     """Runs lm_eval with the arguments of this process. 2 for a user's mistake, in a sentence."""
     try:
         register()
-        cli_evaluate = _harness()
+        try:
+            from lm_eval.__main__ import cli_evaluate
+        except ModuleNotFoundError as error:  # a package that it needs
+            raise incomplete(error) from None
         cli_evaluate()
     except PyorchError as error:
         print(f"pyorch: error: {error}", file=sys.stderr)
@@ -20,15 +23,6 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _harness():
-    """Its command line. PyorchError where a package that it needs is missing."""
-    try:
-        from lm_eval.__main__ import cli_evaluate
-    except ModuleNotFoundError as error:
-        raise incomplete(error) from None
-    return cli_evaluate
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from pyorch.errors import PyorchError
+from pyorch.processes import started
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -37,7 +37,7 @@ class PyorchLM(TemplateLM):
     as many as fit are computed at once, whatever batch_size is. batch_size: texts that are generated at once, or auto.
 
     Args:
-        model_args: see pyorch.eval.harness_arguments. device, max_batch_size: of the harness, without meaning here.
+        model_args: see pyorch.eval.answering. device, max_batch_size: of the harness, without meaning here.
 
     Raises:
         PyorchError: an argument cannot mean anything, or the model cannot be loaded.
@@ -51,10 +51,8 @@ class PyorchLM(TemplateLM):
         self._n_parallel = _n_parallel(batch_size)
         self._process = _Process(model_args)
         facts = self._process.facts
-        self._path, self._max_length, self._max_gen_toks = (
-            facts["path"], facts["max_length"], facts["max_gen_toks"])
-        self._bos, self._eos, self._adds_bos = facts["bos"], facts["eos"], facts["adds_bos"]
-        self._template: str | None = facts["template"]
+        self._path, self._max_length, self._max_gen_toks, self._bos, self._eos, self._adds_bos, self._template = (
+            facts[name] for name in ("path", "max_length", "max_gen_toks", "bos", "eos", "adds_bos", "template"))
         self._is_chat = False  # texts come from the template, which writes special tokens by their names
 
     @property
@@ -201,12 +199,8 @@ class _Process:
     """The process that has the model, and what is said to it. facts: see pyorch.eval.answering."""
 
     def __init__(self, model_args: dict[str, Any]) -> None:
-        self._ours, theirs = Pipe()
-        with theirs:
-            # It ends when our end of the connection does, with this process.
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "pyorch.eval.answering", str(theirs.fileno())], pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL)
+        # It ends when our end of the connection does, with this process.
+        self._child, self._ours = started([sys.executable, "-m", "pyorch.eval.answering"])
         weakref.finalize(self, _end, self._ours, self._child, os.getpid())
         self._ours.send(model_args)
         self.facts: dict[str, Any] = self._receive()[1]

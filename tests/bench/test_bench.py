@@ -5,24 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
 from devices import DeviceProcess
 from processes import HANG_SECONDS, is_alive
 
-from pyorch.bench import cgroup, plan, table
-from pyorch.bench.busy import busy_processes
-from pyorch.bench.job import ENGINE, Config, Job, Measurement, Phase, Text, to_json
-from pyorch.bench.reading_plot import bandwidth
+from pyorch.bench import plan, processes, table
+from pyorch.bench.job import ENGINE, Config, Job, Measurement, Phase, Text
+from pyorch.bench.processes import busy_processes, memory_group
 from pyorch.bench.rounds import Results, Run
 from pyorch.bench.summary import TextChange, ratio, summarize, text_change
+from pyorch.bench.table import bandwidth
 from pyorch.cli import main
 from pyorch.errors import PyorchError
 from pyorch.llama import memory
@@ -37,7 +37,7 @@ WORK = ("--repeat", "1", "--tokens", "16", "--prompt-tokens", "32", "--threads",
 
 def limits_work() -> bool:
     try:
-        with cgroup.memory_group(64 * MiB):
+        with memory_group(64 * MiB):
             return True
     except PyorchError:
         return False
@@ -237,15 +237,13 @@ def test_the_measured_process_ends_when_nobody_waits_for_it(small_moe: Path):
     """Long before its job is done, which is to decode for ever, and without an answer."""
     text = Path(__file__).parents[1] / "fixtures" / "small-moe" / "text-test.txt"
     job = Job(str(small_moe), BUDGET, str(text), n_prompt=8, n_tokens=8192, n_threads=1, max_decode_seconds=1e9)
-    waiting, ours = os.pipe()
-    child = subprocess.Popen([sys.executable, "-m", "pyorch.bench.child", str(waiting)], pass_fds=[waiting],
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    os.close(waiting)
-    child.stdin.write(json.dumps(to_json(job)))
-    child.stdin.close()
-    os.close(ours)
-    assert child.wait(HANG_SECONDS) == 1 and child.stdout.read() == ""
-    child.stdout.close()
+    ours, theirs = Pipe()
+    with theirs:
+        child = subprocess.Popen([sys.executable, "-m", "pyorch.bench.child", str(theirs.fileno())],
+                                 pass_fds=[theirs.fileno()])
+    with ours:
+        ours.send(job)
+    assert child.wait(HANG_SECONDS) == 1
 
 
 @needs_limits
@@ -269,7 +267,7 @@ def test_automatic_budget_stays_below_the_memory_limit(small_moe: Path, capfd: p
 
 @needs_limits
 def test_group_is_removed_with_its_limit():
-    with cgroup.memory_group(64 * MiB) as group:
+    with memory_group(64 * MiB) as group:
         directory = group.directory
         result = subprocess.run([sys.executable, "-c", "bytearray(200 << 20)"], preexec_fn=group.join, check=False)
         assert result.returncode == -9 and group.n_killed() == 1
@@ -280,8 +278,8 @@ def test_group_is_removed_with_its_limit():
 def test_memory_limit_is_refused_where_no_group_can_be_made(
     small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(cgroup, "V1_ROOT", tmp_path / "absent")
-    monkeypatch.setattr(cgroup, "V2_ROOT", tmp_path / "absent")
+    monkeypatch.setattr(processes, "V1_ROOT", tmp_path / "absent")
+    monkeypatch.setattr(processes, "V2_ROOT", tmp_path / "absent")
     assert main(["bench", str(small_moe), "--memory-limit", "1GiB"]) == 2
     assert "without --memory-limit" in capfd.readouterr().err
 

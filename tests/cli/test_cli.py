@@ -250,14 +250,15 @@ def test_verify_finds_a_single_wrong_bit(
 ) -> None:
     from pyorch.eval import verify
 
-    replay = verify.replayed
+    decoded = verify.decoded
 
-    def one_bit_off(*arguments):
-        logits = replay(*arguments)
-        logits.view("u4")[20, 7] ^= 1
-        return logits
+    def one_bit_off(model, prompt, n_tokens, n_threads, on_token, chosen=None):
+        tokens, logits = decoded(model, prompt, n_tokens, n_threads, on_token, chosen)
+        if chosen is not None:  # by the model that is compared
+            logits.view("u4")[20, 7] ^= 1
+        return tokens, logits
 
-    monkeypatch.setattr(verify, "replayed", one_bit_off)
+    monkeypatch.setattr(verify, "decoded", one_bit_off)
     assert main(["verify", str(small_moe), "--budget", "60%", "--tokens", "4", "--json"]) == 1
     (report,) = json.loads(capsys.readouterr().out)
     assert (

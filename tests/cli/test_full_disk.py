@@ -13,7 +13,7 @@ import pytest
 
 from pyorch.cli import main
 from pyorch.convert import pack as packing
-from pyorch.convert.pack_check import check
+from pyorch.convert.pack import check
 from pyorch.errors import PyorchError
 
 pytestmark = pytest.mark.skipif(

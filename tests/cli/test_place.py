@@ -11,7 +11,7 @@ import pytest
 
 from pyorch.cli import main
 from pyorch.cluster.activations import count_traces, read_counts, write_counts
-from pyorch.cluster.placement.file import read_placement
+from pyorch.cluster.placement.placement import read_placement
 from pyorch.errors import FormatError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container

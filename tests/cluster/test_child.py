@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import signal
-import socket
 import subprocess
 import sys
+from multiprocessing import Pipe
 
 from processes import HANG_SECONDS
 
 _SERVING = """
-import socket, sys
-from pyorch.cluster.channel import Channel
+import sys
+from multiprocessing.connection import Connection
 from pyorch.cluster.child import Serving
+from pyorch.cluster.members import Job
 
-Serving(Channel(socket.socket(fileno=int(sys.argv[1]))), {"placement": None, "model": "absent.gguf"}).answer()
+job = Job("a", "absent.gguf", "127.0.0.1", 1, 1, "40%", "f" * 64, "token")
+Serving(Connection(int(sys.argv[1])), job).obey()
 """
 
 
 _SLOW = """
-import socket, sys, threading
-from pyorch.cluster.channel import Channel
+import sys, threading
+from multiprocessing.connection import Connection
 from pyorch.cluster.child import Serving
 
 class Slow(Serving):
@@ -30,37 +31,40 @@ class Slow(Serving):
     def connect(self):
         return self.done.wait()
 
-    def missing(self):
+    def counters(self):
         self.done.set()
 
-Slow(Channel(socket.socket(fileno=int(sys.argv[1]))), {}).answer()
+Slow(Connection(int(sys.argv[1])), None).obey()
 """
 
 
 def test_what_takes_long_holds_up_no_other_answer() -> None:
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     with theirs:
         process = subprocess.Popen([sys.executable, "-c", _SLOW, str(theirs.fileno())], pass_fds=(theirs.fileno(),))
-    ours.settimeout(HANG_SECONDS)
-    with ours, ours.makefile("r") as answers:
-        for number, what in enumerate(("connect", "missing")):
-            ours.sendall(json.dumps({"ask": what, "with": {}, "number": number}).encode() + b"\n")
-        said = [json.loads(answers.readline()) for _ in range(2)]
-        assert {answer["number"]: answer["answer"] for answer in said} == {0: True, 1: None}
+    with ours:
+        for number, what in enumerate(("connect", "counters")):
+            ours.send((number, what, {}))
+        said = []
+        for _ in range(2):
+            assert ours.poll(HANG_SECONDS)
+            said.append(ours.recv())
+        assert sorted(said) == [("answer", 0, True), ("answer", 1, None)]
     assert process.wait() == -signal.SIGTERM
 
 
 def test_what_cannot_be_answered_is_said_and_the_process_still_ends_with_its_actor() -> None:
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     with theirs:
         process = subprocess.Popen([sys.executable, "-c", _SERVING, str(theirs.fileno())], pass_fds=(theirs.fileno(),),
                                    stderr=subprocess.DEVNULL)
-    with ours, ours.makefile("r") as answers:
+    with ours:
         for number, (what, arguments, sentence) in enumerate((
-            ("dance", {}, "AssertionError: "), ("pin", {"hard": True}, "TypeError: "), ("pin", {}, "has no plan"),
+            ("dance", {}, "AttributeError: "), ("pin", {"hard": True}, "TypeError: "), ("pin", {}, "has no plan"),
             ("disk_bytes_per_second", {}, "absent.gguf: no such file"),
         )):
-            ours.sendall(json.dumps({"ask": what, "with": arguments, "number": number}).encode() + b"\n")
-            answer = json.loads(answers.readline())
-            assert answer["number"] == number and sentence in answer["refused"]
+            ours.send((number, what, arguments))
+            assert ours.poll(HANG_SECONDS)
+            kind, answered, refused = ours.recv()
+            assert (kind, answered) == ("refused", number) and sentence in refused
     assert process.wait() == -signal.SIGTERM

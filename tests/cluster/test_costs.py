@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pyorch.cluster.costs import KIND, CostsFile, Machine, ServerCosts, Sizes, read_costs, write_costs
+from pyorch.cluster.costs import KIND, CostsFile, ServerCosts, read_costs, write_costs
 from pyorch.errors import FormatError, PyorchError
 
 LATENCY, RATE = np.array([[0, 0.1], [0.2, 0]]), np.array([[np.inf, 100], [200, np.inf]])
@@ -21,8 +21,8 @@ def written(path: Path, **fields) -> Path:
 
 def test_what_is_written_is_read_again(tmp_path):
     costs = CostsFile(ServerCosts(layer=0.5), {"lab": ServerCosts(layer=0.5, row=0.25)},
-                      Sizes((100.0, 200.0), 8.0, 16.0, 4.0), {("clinic", "lab"): (50.0, 0.75)},
-                      (Machine(("clinic", "lab"), 2.0),))
+                      {("clinic", "lab"): (50.0, 0.75)},
+                      {"expert_bytes": [100.0, 200.0], "machines": [{"servers": ["clinic", "lab"], "cores": 2.0}]})
     write_costs(tmp_path / "costs.json", costs)
     assert read_costs(tmp_path / "costs.json") == costs
     write_costs(tmp_path / "costs.json", CostsFile(servers={}, links={}))
@@ -30,8 +30,8 @@ def test_what_is_written_is_read_again(tmp_path):
 
 
 def test_what_is_not_there_is_the_default(tmp_path):
-    path = written(tmp_path / "costs.json", server={"layer": 0.5}, servers={"lab": {"row": 0.25}}, expert_bytes=77)
-    costs = read_costs(path).of(("clinic", "lab"), 3, LATENCY, RATE, read_costs(path).sizes.or_of(0, 128))
+    path = written(tmp_path / "costs.json", server={"layer": 0.5}, servers={"lab": {"row": 0.25}})
+    costs = read_costs(path).of(("clinic", "lab"), LATENCY, RATE, np.full(3, 77), 512.0)
     assert costs.layer.tolist() == [0.5, 0.5]
     assert costs.row.tolist() == [ServerCosts().row, 0.25]
     assert costs.expert_bytes.tolist() == [77] * 3
@@ -42,28 +42,15 @@ def test_what_is_not_there_is_the_default(tmp_path):
 def test_a_measured_link_replaces_the_clusters_in_its_direction(tmp_path):
     path = written(tmp_path / "costs.json",
                    links=[{"from": "lab", "to": "clinic", "bytes_per_second": 7, "latency": 0.5}])
-    costs = read_costs(path).of(("clinic", "lab"), 1, LATENCY, RATE, Sizes(1.0, 1.0, 1.0))
+    costs = read_costs(path).of(("clinic", "lab"), LATENCY, RATE, np.ones(1), 1.0)
     assert (costs.bytes_per_second[1, 0], costs.latency[1, 0]) == (7, 0.5)
     assert (costs.bytes_per_second[0, 1], costs.latency[0, 1]) == (100, 0.1)
     assert RATE[1, 0] == 200, "the argument stays as it was"
 
 
-def test_servers_that_are_there_again_share_machines_of_their_own(tmp_path):
-    path = written(tmp_path / "costs.json", machines=[{"servers": ["a", "c"], "cores": 2}])
-    names, links = ("a", "b", "c", "a", "b"), np.ones((5, 5))
-    costs = read_costs(path).of(names, 1, links, links, Sizes(1.0, 1.0, 1.0))
-    assert costs.machines == (Machine((0, 2), 2.0), Machine((3,), 2.0))
-    read_costs(path).check_names(("a", "b", "c"))
+def test_costs_of_a_server_that_there_is_not_are_refused(tmp_path):
     with pytest.raises(PyorchError, match='costs of a server "c": the cluster has a, b'):
-        read_costs(path).check_names(("a", "b"))
-
-
-def test_sizes_of_other_layers_are_refused():
-    with pytest.raises(PyorchError, match="of 2 layers: there are 3"):
-        CostsFile().of(("a", "b"), 3, LATENCY, RATE, Sizes((1.0, 2.0), 1.0, 1.0))
-    for size in (0.0, 1e11):
-        with pytest.raises(PyorchError, match="an expert has 1 byte at least"):
-            CostsFile().of(("a", "b"), 3, LATENCY, RATE, Sizes(size, 1.0, 1.0))
+        read_costs(written(tmp_path / "costs.json", servers={"c": {}})).check_names(("a", "b"))
 
 
 @pytest.mark.parametrize(("fields", "sentence"), [
@@ -77,15 +64,8 @@ def test_sizes_of_other_layers_are_refused():
     ({"server": {"layer": 10**400}}, "layer is 10{59}, not a number from 0 to 1e"),
     ({"servers": {"lab": {"row": float("nan")}}}, "server lab: row is nan"),
     ({"servers": []}, "servers is no object"),
-    ({"expert_bytes": []}, "expert_bytes is"),
-    ({"expert_bytes": [1, None]}, "expert_bytes is None"),
     ({"links": {}}, "links are no list"),
     ({"links": [{"from": "a", "to": "b", "latency": 1}]}, "has not the fields"),
-    ({"machines": {}}, "machines are no list"),
-    ({"machines": [{"servers": ["a"]}]}, "has not the fields servers and cores"),
-    ({"machines": [{"servers": "a", "cores": 1}]}, "servers are no list"),
-    ({"machines": [{"servers": ["a"], "cores": 0.5}]}, "cores is 0.5, less than 1"),
-    ({"machines": [{"servers": ["a", "b"], "cores": 1}, {"servers": ["a"], "cores": 1}]}, "server a is there twice"),
     ({"links": [{"from": "a", "to": "b", "latency": 1, "bytes_per_second": 0}]}, "bytes_per_second is 0"),
 ])
 def test_a_file_with_what_cannot_be_is_one_sentence(tmp_path, fields, sentence):

@@ -133,16 +133,3 @@ def test_a_placement_larger_than_any_cluster_is_refused_before_memory_is_taken_f
               "servers": [{"name": "a", "experts": [[]] * len(layers)}]}
     with pytest.raises(ValueError, match="larger than any cluster"):
         Placement.from_fields(fields)
-
-
-@pytest.mark.parametrize("change", [
-    {"frequencies": -np.ones((2, 2, 4))}, {"frequencies": np.full((2, 2, 4), np.nan)}, {"frequencies": np.ones(4)},
-    {"sizes": np.array([1, 0])}, {"sizes": np.array([1])}, {"capacities": ((4,),)}, {"capacities": ((4,), ())},
-    {"capacities": ((4,), (-1,))}, {"n_experts": np.array([4, 5])}, {"servers": ("a",)},
-])
-def test_what_is_no_problem_is_refused(change: dict) -> None:
-    fields = {"servers": ("a", "b"), "layers": (0, 1), "frequencies": np.ones((2, 2, 4)), "sizes": np.ones(2, int),
-              "capacities": ((8,), (8,))}
-    Problem(**fields)
-    with pytest.raises(ValueError):
-        Problem(**{**fields, **change})

@@ -10,8 +10,8 @@ import pytest
 from placement_problems import problem_of, skewed
 from processes import HANG_SECONDS
 
-from pyorch.cluster.costs import Costs, ServerCosts, Sizes
-from pyorch.cluster.members import Activity, Plan
+from pyorch.cluster.costs import Costs, ServerCosts
+from pyorch.cluster.members import Work
 from pyorch.cluster.migration import RecentUses, Sharing, row_seconds
 from pyorch.cluster.placement.dance import place
 from pyorch.cluster.placement.placement import ABSENT, Move, Placement
@@ -27,15 +27,13 @@ def setting() -> Setting:
     """Three servers with memory for 16 experts of 32 each, and slow disks."""
     problem = problem_of(np.zeros(SHAPE), [16 << 20] * 3, 1 << 20)
     links = np.where(np.eye(3, dtype=bool), np.inf, 1e8)
-    sizes = Sizes(expert=float(problem.sizes[0]), request=256.0, reply=256.0)
     latencies = np.where(np.eye(3, dtype=bool), 0, 1e-3)
-    costs = Costs.of([ServerCosts(disk_bytes_per_second=1e7)] * 3, sizes, SHAPE[1], latencies, links)
+    costs = Costs.of([ServerCosts(disk_bytes_per_second=1e7)] * 3, latencies, links, problem.sizes, 256.0)
     return Setting(problem, costs, INTERVAL)
 
 
-def activity(counts: np.ndarray, life: str = "first", **counters: int) -> Activity:
-    return Activity(life, Plan({}), counts, **{"sent": 0, "messages": 0, "sent_bytes": 0, "computed": 0, "uses": 0,
-                                               "served": 0, "served_ns": 0, "memo": None, **counters})
+def work(counts: np.ndarray, life: str = "first", **counters: int) -> Work:
+    return Work(life, counts, **counters)
 
 
 def test_what_was_used_an_interval_ago_counts_half() -> None:
@@ -53,12 +51,12 @@ def test_a_short_window_stands_for_an_interval() -> None:
 
 def test_each_look_counts_what_came_after_the_last_one_and_a_restart_begins_anew(setting: Setting) -> None:
     recent, counts = Recent.begin(setting, 0.0), np.full(SHAPE[1:], 3.0)
-    recent.look(setting, {"s0": activity(counts)}, 1.0)
+    recent.look(setting, {"s0": work(counts)}, 1.0)
     assert not recent.uses.uses.any()  # nobody knows when that was
-    recent.look(setting, {"s0": activity(counts + 2, sent=16, messages=4, sent_bytes=4 * 1088)}, 2.0)
+    recent.look(setting, {"s0": work(counts + 2, sent=16, messages=4, sent_bytes=4 * 1088)}, 2.0)
     assert recent.local == {"s0": 0.75} and recent.uses.uses[0].sum() == 64
     assert recent.sharing == Sharing(4.0, 1.0, 1.0)
-    recent.look(setting, {"s0": activity(counts, "second", sent=1)}, 3.0)
+    recent.look(setting, {"s0": work(counts, "second", sent=1)}, 3.0)
     assert recent.local["s0"] == 1 - 1 / 96 and recent.uses.uses[0].sum() == pytest.approx(96 + 64 * 0.5 ** 0.01)
 
 
@@ -66,7 +64,7 @@ def test_rows_cost_what_they_took_lately_where_any_were_computed_for_others(sett
     recent, counts = Recent.begin(setting, 0.0), np.zeros(SHAPE[1:])
     assert recent.costs(setting).row.tolist() == setting.costs.row.tolist()
     for at, rows, ms in ((0.0, 5, 999), (0.0, 105, 1199), (INTERVAL, 205, 1999)):
-        recent.look(setting, {"s1": activity(counts, served=rows, served_ns=ms * 1_000_000)}, at)
+        recent.look(setting, {"s1": work(counts, served=rows, served_ns=ms * 1_000_000)}, at)
     costs = recent.costs(setting)  # 100 rows in 0.2 s an interval ago, and 100 in 0.8 s now
     assert costs.row == pytest.approx([setting.costs.row[0], (0.1 + 0.8) / 150, setting.costs.row[2]])
     assert costs.expert[1] == costs.message[1] == 0 < costs.expert[0] and costs.message[0] > 0

@@ -17,8 +17,7 @@ from clusters import Cluster, assert_nothing_is_left, needs_ray, ports_of, proce
 
 from pyorch.cli import main
 from pyorch.cluster.costs import CostsFile, ServerCosts, write_costs
-from pyorch.cluster.placement.file import write_placement
-from pyorch.cluster.placement.placement import ABSENT, Placement
+from pyorch.cluster.placement.placement import ABSENT, Placement, write_placement
 from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
 

@@ -99,20 +99,42 @@ def everything(connection: socket.socket) -> bytes:
     return data
 
 
-def test_what_goes_in_comes_out_and_the_end_comes_behind_it(pair):
+def exactly(connection: socket.socket, n: int) -> bytes:
+    data = b""
+    while len(data) < n:
+        piece = connection.recv(n - len(data))
+        assert piece
+        data += piece
+    return data
+
+
+def test_what_goes_in_comes_out(pair):
     _, _, port, _ = pair
     data = np.random.default_rng(0).bytes(3_000_001)  # more than any buffer on the way
     with connected(port) as connection, connected(port) as idle:
-        sending = threading.Thread(target=lambda: (connection.sendall(data), connection.shutdown(socket.SHUT_WR)))
+        sending = threading.Thread(target=connection.sendall, args=(data,))
         sending.start()
-        assert everything(connection) == data
+        assert exactly(connection, len(data)) == data
         sending.join()
         for size in (1, 100, 16384, 16385, 70000):
             idle.sendall(data[:size])
-            got = b""
-            while len(got) < size:
-                got += idle.recv(size)
-            assert got == data[:size]
+            assert exactly(idle, size) == data[:size]
+
+
+def test_what_was_said_before_an_end_arrives_before_it():
+    data = np.random.default_rng(0).bytes(3_000_001)
+    with socket.create_server(("127.0.0.1", 0)) as engine, tunnel() as ours, tunnel() as theirs:
+        between = theirs.listen("127.0.0.1", 0, engine.getsockname()[1])
+
+        def say_and_end() -> None:
+            with engine.accept()[0] as connection:
+                connection.sendall(data)
+
+        thread = threading.Thread(target=say_and_end)
+        thread.start()
+        with connected(ours.port_to("127.0.0.1", between)) as connection:
+            assert everything(connection) == data
+        thread.join()
 
 
 def test_between_tunnels_nothing_is_readable():
@@ -140,8 +162,7 @@ def test_between_tunnels_nothing_is_readable():
         thread.start()
         with connected(ours.port_to("127.0.0.1", relay.getsockname()[1])) as connection:
             connection.sendall(secret)
-            connection.shutdown(socket.SHUT_WR)
-            assert everything(connection) == secret
+            assert exactly(connection, len(secret)) == secret
         thread.join()
     assert sum(map(len, seen)) > 2 * len(secret) and b"token" not in b"".join(seen)
 
@@ -202,8 +223,7 @@ def test_who_speaks_no_tls_or_shows_no_certificate_or_an_older_version_is_cut_of
         assert theirs.error_after(before, HANG_SECONDS)
     with connected(port) as connection:  # the others are carried as before
         connection.sendall(b"still there")
-        connection.shutdown(socket.SHUT_WR)
-        assert everything(connection) == b"still there"
+        assert exactly(connection, 11) == b"still there"
 
 
 def test_who_says_nothing_holds_nobody_up_and_is_cut_off(pair):

@@ -19,7 +19,7 @@ from processes import python
 from pyorch.cli import main
 from pyorch.convert import compression
 from pyorch.convert import pack as packing
-from pyorch.convert.pack_check import check
+from pyorch.convert.pack import check
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container, packs

@@ -25,9 +25,10 @@ from processes import HANG_SECONDS, is_alive, pyorch
 
 from pyorch import files
 from pyorch.cli import main
-from pyorch.convert import children, convert, quantization
+from pyorch.convert import children, quantization
 from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.convert.quantize_process import QuantizeError, check_written
+from pyorch.convert.to_gguf import convert
 from pyorch.errors import FormatError, PyorchError
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pyorch.cli import main
-from pyorch.convert import convert
 from pyorch.convert.imatrix import read_imatrix
+from pyorch.convert.to_gguf import convert
 from pyorch.errors import FormatError
 
 N_CALLS = 4

@@ -23,7 +23,7 @@ from mutations import flip
 from pyorch import files
 from pyorch.cli import main
 from pyorch.convert import pack as packing
-from pyorch.convert.pack_check import check
+from pyorch.convert.pack import check
 from pyorch.errors import FormatError, PyorchError
 from pyorch.sidecars import container, packs
 

@@ -22,7 +22,7 @@ from pyorch import files
 from pyorch.cli import main
 from pyorch.convert import pack as packing
 from pyorch.convert.expert_outputs import LayerExperts
-from pyorch.convert.packed_experts import chunks_of
+from pyorch.convert.pack_plan import chunks_of
 from pyorch.convert.slim import write_slim
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import managed

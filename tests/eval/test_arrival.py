@@ -14,8 +14,7 @@ from models import CHECKPOINT
 
 import pyorch
 from pyorch.cli import main
-from pyorch.eval.arrival import Arrival
-from pyorch.eval.method import dynamic_model, lossy_method
+from pyorch.eval.method import Arrival, dynamic_model, lossy_method
 from pyorch.eval.verify import verify
 from pyorch.llama.context import Context
 from pyorch.settings.substitution import Substitution

@@ -20,7 +20,7 @@ from pyorch.cli import main
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
-from pyorch.eval.logits import kl_divergences
+from pyorch.eval.likelihood import kl_divergences
 from pyorch.eval.speed import Speed
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
@@ -618,4 +618,4 @@ def test_a_text_of_one_token_has_nothing_to_predict(whole: Model) -> None:
 
 def test_a_sweep_reads_its_own_plan(small_moe: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="cannot be read"):
-        sweep.conditions(sweep.Plan(str(small_moe), (str(tmp_path / "absent.jsonl"),)))
+        sweep.conditions(sweep.Plan(model=str(small_moe), data=(str(tmp_path / "absent.jsonl"),)))

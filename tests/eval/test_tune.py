@@ -13,12 +13,13 @@ from models import CHECKPOINT
 
 from pyorch.cli import main
 from pyorch.errors import FormatError, PyorchError
-from pyorch.eval import levers
+from pyorch.eval import judge
 from pyorch.eval import tune as tuning
 from pyorch.eval.arc import Accuracy, Task
+from pyorch.eval.judge import PARTS, Judgement
 from pyorch.eval.method import Method, Slots
 from pyorch.eval.perplexity import Divergence
-from pyorch.eval.search import PARTS, Evidence, Goal, Outcome, Search, Trial
+from pyorch.eval.search import Goal, Outcome, Search, Trial
 from pyorch.eval.speed import Speed, median
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
@@ -42,12 +43,12 @@ class World:
         self.read[setting], self.spoil[setting] = reads, spoils
         return setting
 
-    def __call__(self, lossy: Substitution | None, begin: int, end: int) -> Evidence:
+    def __call__(self, lossy: Substitution | None, begin: int, end: int) -> Judgement:
         self.asked.append((lossy, begin, end))
         luck = self.luck[len(self.luck) * begin // PARTS : len(self.luck) * end // PARTS]
         right = "".join(str(int(one >= 0.2 + self.spoil[lossy])) for one in luck)
         n = 10 * len(luck)
-        return Evidence((Accuracy(right, right),), None, Slots(n, 10 * n, 0, (10 - self.read[lossy]) * n))
+        return Judgement((Accuracy(right, right),), Slots(n, 10 * n, 0, (10 - self.read[lossy]) * n))
 
 
 def search(world: World, min_accuracy: float = 0.95) -> list[Trial]:
@@ -144,27 +145,27 @@ def test_the_chance_to_reach_the_goal_counts_with_all_questions() -> None:
 
 
 def test_evidence_of_parts_is_that_of_the_whole() -> None:
-    parts = [Evidence((Accuracy("10", "11"),), Divergence(n, mean, (mean,) * blocks), Slots(n, 2, 1, 0))
+    parts = [Judgement((Accuracy("10", "11"),), Slots(n, 2, 1, 0), Divergence(n, mean, (mean,) * blocks))
              for n, mean, blocks in ((64, 1.0, 2), (32, 4.0, 1))]
     whole = parts[0] + parts[1]
-    assert whole == Evidence((Accuracy("1010", "1111"),), Divergence(96, 2.0, (1.0, 1.0, 4.0)), Slots(96, 4, 2, 0))
-    text_only = Evidence((), None, Slots(0, 0, 0, 0))
+    assert whole == Judgement((Accuracy("1010", "1111"),), Slots(96, 4, 2, 0), Divergence(96, 2.0, (1.0, 1.0, 4.0)))
+    text_only = Judgement((), Slots(0, 0, 0, 0))
     assert (text_only + replace(parts[0], accuracies=())).divergence == parts[0].divergence
 
 
 def test_a_lever_stands_for_all_its_alternatives() -> None:
-    found = levers.settings(
+    found = tuning.settings_of(
         ["mode=none,miss=drop,sacred=1|2,min_entropy=p5|0.5", "order=weight", "mode=buddies,order=weight"])
     assert [str(setting) for setting in found] == [
         "mode=none,min_entropy=p5,miss=drop,sacred=1", "mode=none,min_entropy=0.5,miss=drop,sacred=1",
         "mode=none,min_entropy=p5,miss=drop,sacred=2", "mode=none,min_entropy=0.5,miss=drop,sacred=2", "order=weight"]
-    assert len(levers.settings(levers.LEVERS)) == 30
+    assert len(tuning.settings_of(tuning.LEVERS)) == 30
     for lever, sentence in (
         ("mode=none", "replaces nothing"), ("sacred=1|x", "not a whole number"), ("a=1", "is not known"),
         ("seed=" + "|".join(map(str, range(600))), "more than 512 settings"),
     ):
         with pytest.raises(PyorchError, match=sentence):
-            levers.settings([lever])
+            tuning.settings_of([lever])
 
 
 #
@@ -207,12 +208,12 @@ def test_tune_writes_a_setting_that_keeps_what_was_asked(
 def test_the_first_part_of_the_questions_is_of_all_of_the_file() -> None:
     """Which may have one kind of them behind another."""
     task = Task("a.jsonl", tuple(range(80)), tuple(range(80)))
-    shuffled = tuning._shuffled(task)
-    first = tuning._part(shuffled, 0, 1)
-    assert first.questions == first.prompts and len(first.questions) == 10
-    assert min(first.questions) < 20 and max(first.questions) >= 60
-    parts = [question for part in range(PARTS) for question in tuning._part(shuffled, part, part + 1).questions]
-    assert sorted(parts) == list(range(80)) and tuning._shuffled(task) == shuffled
+    shuffled = judge.shuffled(task)
+    assert shuffled.questions == shuffled.prompts
+    first = judge.part_of(shuffled.questions, 0, 1)
+    assert len(first) == 10 and min(first) < 20 and max(first) >= 60
+    parts = [question for part in range(PARTS) for question in judge.part_of(shuffled.questions, part, part + 1)]
+    assert sorted(parts) == list(range(80)) and judge.shuffled(task) == shuffled
 
 
 def test_of_those_that_keep_the_accuracy_the_fastest_wins(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -152,12 +151,12 @@ def test_a_layer_keeps_its_minimum_and_its_maximum(model: Model, prompt_tokens: 
 
 
 @pytest.mark.parametrize("wrong", [
-    {"min_experts": -1}, {"min_experts": 9, "max_experts": 8}, {"max_experts": N_EXPERT + 1},
-    {"pinned": frozenset({N_EXPERT})},
+    LayerSettings(min_experts=9, max_experts=8),
+    LayerSettings(max_experts=N_EXPERT + 1), LayerSettings(pinned=frozenset({N_EXPERT})),
 ])
-def test_layer_settings_out_of_range_are_refused_and_change_nothing(model: Model, wrong: dict[str, Any]) -> None:
+def test_layer_settings_out_of_range_are_refused_and_change_nothing(model: Model, wrong: LayerSettings) -> None:
     with pytest.raises(PyorchError):
-        model.layers[3].settings = LayerSettings(**wrong)
+        model.layers[3].settings = wrong
     assert model.layers[3].settings == LayerSettings()
 
 

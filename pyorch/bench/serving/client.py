@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import http.client
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from pyorch.bench.serving.load import Arrival
@@ -40,50 +43,36 @@ def run(
 
     on_answer: told how many have ended.
     """
-    answers: list[Answer | None] = [None] * len(arrivals)
-    connections: list[http.client.HTTPConnection | None] = [None] * len(arrivals)
-    ended, over = threading.Semaphore(0), threading.Event()
+    connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=_CONNECT_SECONDS) for _ in arrivals]
+    over = threading.Event()
     begin = time.monotonic()
 
-    def ask(i: int) -> None:
+    def ask(i: int) -> Answer:
         due = begin + arrivals[i].seconds
         if arrivals[i].seconds >= max_seconds or over.wait(max(0.0, due - time.monotonic())):
-            answers[i] = _failed(arrivals[i], "not sent in time")
-        else:
-            connections[i] = http.client.HTTPConnection("127.0.0.1", port, timeout=_CONNECT_SECONDS)
-            try:
-                answers[i] = _ask(connections[i], arrivals[i], prompts[i], due, begin)
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                reason = "not answered in time" if over.is_set() else f"{type(error).__name__}: {error}"
-                answers[i] = _failed(arrivals[i], reason)
-            finally:
-                connections[i].close()
-        ended.release()
-
-    threads = [threading.Thread(target=ask, args=(i,), daemon=True) for i in range(len(arrivals))]
-    for thread in threads:
-        thread.start()
-    try:
-        for n in range(len(arrivals)):
-            if not ended.acquire(timeout=max(0.0, begin + max_seconds - time.monotonic())):
-                break
-            on_answer(n + 1)
-    finally:
-        over.set()
-        for connection in connections:
-            _cut(connection)
-        for thread in threads:
-            thread.join()
-    return [answer for answer in answers if answer is not None]
-
-
-def _cut(connection: http.client.HTTPConnection | None) -> None:
-    """Ends what another thread waits for."""
-    if connection is not None and (sock := connection.sock) is not None:
+            return _failed(arrivals[i], "not sent in time")
         try:
-            sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
+            return _ask(connections[i], arrivals[i], prompts[i], due, begin)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = "not answered in time" if over.is_set() else f"{type(error).__name__}: {error}"
+            return _failed(arrivals[i], reason)
+        finally:
+            connections[i].close()
+
+    with ThreadPoolExecutor(len(arrivals)) as pool:
+        asked = [pool.submit(ask, i) for i in range(len(arrivals))]
+        try:
+            for n, _ in enumerate(as_completed(asked, max_seconds), start=1):
+                on_answer(n)
+        except concurrent.futures.TimeoutError:
             pass
+        finally:
+            over.set()
+            for connection in connections:  # ends what other threads wait for
+                if (sock := connection.sock) is not None:
+                    with contextlib.suppress(OSError):
+                        sock.shutdown(socket.SHUT_RDWR)
+    return [future.result() for future in asked]
 
 
 def _ask(

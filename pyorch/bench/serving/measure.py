@@ -14,10 +14,11 @@ from pathlib import Path
 
 from pyorch.bench import rounds
 from pyorch.bench.job import ENGINE, UNMANAGED, Config
+from pyorch.bench.processes import memory_group
 from pyorch.bench.serving import client
 from pyorch.bench.serving.client import Answer
 from pyorch.bench.serving.load import Arrival, prompts_of
-from pyorch.bench.serving.process import started
+from pyorch.bench.serving.process import serving
 from pyorch.errors import PyorchError
 from pyorch.runtime import disk
 from pyorch.settings.budget import RESIDENT
@@ -118,10 +119,10 @@ def run_rounds(
 
 
 def _run(load: Load, served: Served, i: int, on_answer: Callable[[int], None]) -> Run:
-    with rounds.limited(served.config.limit_bytes) as group, tempfile.TemporaryDirectory() as directory:
+    with memory_group(served.config.limit_bytes) as group, tempfile.TemporaryDirectory() as directory:
         failure, answers, seconds, stats = "", [], float("nan"), {}
         try:
-            with started(_arguments(load, served), rounds.environment(served.config), group, Path(directory)) as server:
+            with serving(_arguments(load, served), rounds.environment(served.config), group, Path(directory)) as server:
                 seconds = server.wait_until_ready()
                 prompts = prompts_of(server.tokenize(load.text), load.arrivals)
                 answers = client.run(server.port, load.arrivals, prompts, load.max_seconds, on_answer)
@@ -147,7 +148,8 @@ def _arguments(load: Load, served: Served) -> Iterator[str]:
             continue
         flag = option.flag or "--" + name.replace("_", "-")
         yield from (flag,) if option.metavar is None else (flag, str(value))
-    yield from ("--ctx", str(served.slots * _slot_tokens(longest)))
+    # For each request llama-server wants a little more than it computes, and a round number.
+    yield from ("--ctx", str(served.slots * math.ceil((longest + 8) / 256) * 256))
     if load.n_threads:
         yield from ("--threads", str(load.n_threads))
     yield from ("--", "-np", str(served.slots))
@@ -155,11 +157,6 @@ def _arguments(load: Load, served: Served) -> Iterator[str]:
         yield from ("--load-mode", "mmap")
     if not config.repack:
         yield "--no-repack"
-
-
-def _slot_tokens(longest: int) -> int:
-    """Of the context, for one request: llama-server wants a little more than it computes, and a round number."""
-    return math.ceil((longest + 8) / 256) * 256
 
 
 def summarize(runs: Iterable[Run], served: Served) -> Summary:

@@ -1,6 +1,6 @@
 """`pyorch serve` as a process that ends with the one that measures it, however that ends.
 
-The first argument is a descriptor that nobody writes to; the rest are those of pyorch.
+The last argument is a descriptor that nobody writes to; the rest are those of pyorch.
 """
 
 from __future__ import annotations
@@ -8,34 +8,27 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pyorch import ports
-from pyorch.bench.cgroup import MemoryGroup
+from pyorch.bench.processes import MemoryGroup, end_with
 from pyorch.errors import PyorchError
+from pyorch.processes import started
 
 _START_SECONDS = 600.0  # a large model may be read whole
 _END_SECONDS = 60.0
 
 
 def main() -> None:
-    threading.Thread(target=_end_with, args=(int(sys.argv[1]),), daemon=True).start()
-    sys.argv[1:] = sys.argv[2:]
+    end_with(int(sys.argv.pop()))
     runpy.run_module("pyorch", run_name="__main__", alter_sys=True)
-
-
-def _end_with(descriptor: int) -> None:
-    os.read(descriptor, 1)
-    os._exit(1)
 
 
 class Server:
@@ -85,7 +78,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def started(
+def serving(
     arguments: Sequence[str], environment: dict[str, str], group: MemoryGroup | None, directory: Path
 ) -> Iterator[Server]:
     """`pyorch serve` with these arguments, in a group, until the block is left. directory: for its log.
@@ -93,24 +86,18 @@ def started(
     REQUIRES: SIGTERM raises an exception in this process, or there is no SIGTERM.
     """
     port, log = ports.free(), directory / "server.log"
-    reader, writer = os.pipe()
-    try:
-        with log.open("wb") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "pyorch.bench.serving.process", str(reader), "serve", "--json",
-                 "--port", str(port), *arguments],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
-                pass_fds=[reader], preexec_fn=group.join if group is not None else None,
-            )
+    with log.open("wb") as stderr:
+        process, connection = started(
+            [sys.executable, "-m", "pyorch.bench.serving.process", "serve", "--json", "--port", str(port), *arguments],
+            stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
+            preexec_fn=group.join if group is not None else None)
+    with connection:
         try:
             yield Server(process, port, log)
         finally:
             if process.poll() is None:
                 process.kill()
             process.communicate()
-    finally:
-        os.close(reader)
-        os.close(writer)
 
 
 if __name__ == "__main__":

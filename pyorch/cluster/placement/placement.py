@@ -1,13 +1,29 @@
-"""A placement: which device of which server holds which experts."""
+"""A placement: which device of which server holds which experts; and the file of one.
+
+Beside the fields of every JSON file of pyorch (kind, version, model, fingerprint) that has
+
+    "algorithm": "dance", "layers": [0, 1, ...], "n_experts": [64, 64, ...],
+    "servers": [{"name": "clinic", "experts": [[[3, 17, ...]], ...]}, ...]
+
+layers: block numbers; n_experts: of each. experts: for each layer, and for each device of the server, the experts that
+it holds.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from pyorch.errors import FormatError
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import json_file
+
+KIND, VERSION = "pyorch placement", 1
 
 ABSENT = -1
 
@@ -131,3 +147,22 @@ def _place(row: np.ndarray, n_expert: int, devices: list[list[int]]) -> None:
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.divide(part, whole, out=np.full(np.shape(whole), np.nan), where=whole > 0)
+
+
+def write_placement(path: str | os.PathLike[str], placement: Placement, model_map: ModelMap) -> None:
+    """Writes it, whole or not at all. PyorchError where it cannot."""
+    json_file.write(path, KIND, VERSION, model_map, placement.to_fields())
+
+
+def read_placement(path: str | os.PathLike[str], model_map: ModelMap) -> Placement:
+    """Raises FormatError: no such file, no placement, of another version or model, or damaged."""
+    value = json_file.read(path, KIND, VERSION, model_map, command="place")
+    layers = model_map.decoded_layers
+    expected = [layer.il for layer in layers], [layer.n_expert for layer in layers]
+    try:
+        if (value.get("layers"), value.get("n_experts")) != expected:  # before memory is taken for so many
+            raise ValueError("other layers")
+        placement = Placement.from_fields(value)
+    except ValueError:
+        raise FormatError(f"{path} is damaged: place again") from None
+    return placement

@@ -22,8 +22,6 @@ class Problem:
     sizes: int64[n_layers], bytes of one expert of each layer in memory (m_e).
     capacities: of each server, the bytes for experts of each of its devices (mem_{n,g}).
     n_experts: int64[n_layers], experts of each layer; those beyond, up to n_expert, do not exist. Default: n_expert.
-
-    ValueError where the shapes do not fit each other, or a number cannot be.
     """
 
     servers: tuple[str, ...]
@@ -35,25 +33,10 @@ class Problem:
 
     def __post_init__(self) -> None:
         frequencies = np.asarray(self.frequencies, np.float64)
-        if frequencies.ndim != 3:
-            raise ValueError(f"frequencies have {frequencies.ndim} dimensions, not server, layer and expert")
-        n_servers, n_layers, n_expert = frequencies.shape
-        sizes = np.asarray(self.sizes, np.int64)
+        _, n_layers, n_expert = frequencies.shape
         n_experts = np.full(n_layers, n_expert) if self.n_experts is None else np.asarray(self.n_experts, np.int64)
-        if not (
-            n_servers == len(self.servers) == len(self.capacities) > 0 and n_expert > 0
-            and n_layers == len(self.layers) > 0 and sizes.shape == n_experts.shape == (n_layers,)
-            and all(len(devices) > 0 for devices in self.capacities)
-        ):
-            raise ValueError("servers, layers, sizes and capacities do not fit the frequencies")
-        if not (
-            np.isfinite(frequencies).all() and frequencies.min() >= 0 and sizes.min() > 0
-            and n_experts.min() >= 1 and n_experts.max() <= n_expert
-            and all(n_bytes >= 0 for devices in self.capacities for n_bytes in devices)
-        ):
-            raise ValueError("a frequency, size or capacity cannot be")
         object.__setattr__(self, "frequencies", np.where(np.arange(n_expert) < n_experts[:, None], frequencies, 0.0))
-        object.__setattr__(self, "sizes", sizes)
+        object.__setattr__(self, "sizes", np.asarray(self.sizes, np.int64))
         object.__setattr__(self, "n_experts", n_experts)
 
     @classmethod

@@ -1,7 +1,7 @@
 """What a lossy setting does as a text goes on: a real cache fills, and less is lost.
 
 The cache follows the text, token by token, and begins with the experts that a trace selected most often. When experts
-arrive in it is simulated (pyorch.eval.arrival), so that the same numbers come of any machine.
+arrive in it is simulated (pyorch.eval.method), so that the same numbers come of any machine.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 from pyorch.eval import method, perplexity
-from pyorch.eval.arrival import Arrival
-from pyorch.eval.method import Slots, slots
+from pyorch.eval.method import Arrival, Slots, slots
 from pyorch.eval.perplexity import Perplexity, Window
 from pyorch.llama.model import Model
 from pyorch.settings.substitution import Substitution

@@ -10,8 +10,7 @@ import heapq
 
 import numpy as np
 
-from pyorch.cluster.placement.counts import Counts, cover, covering, fill
-from pyorch.cluster.placement.dance import dance, placed
+from pyorch.cluster.placement.dance import Counts, cover, covering, dance, fill, placed
 from pyorch.cluster.placement.placement import ABSENT, Placement
 from pyorch.cluster.placement.problem import Problem
 from pyorch.errors import PyorchError

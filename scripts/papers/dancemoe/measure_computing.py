@@ -32,7 +32,7 @@ import psutil
 from pyorch.cli.numbers import whole
 from pyorch.cluster import operations, state
 from pyorch.cluster.config import read_cluster
-from pyorch.cluster.costs import Machine, ServerCosts, read_costs, write_costs
+from pyorch.cluster.costs import ServerCosts, read_costs, write_costs
 from pyorch.cluster.local_ray import connected
 from pyorch.cluster.members import Counters
 from pyorch.errors import PyorchError
@@ -257,12 +257,12 @@ def _run(args: argparse.Namespace) -> int:
             print(f"computing of {name}", file=sys.stderr, flush=True)
             works.measure(name)
         for name in running.servers:
-            servers[name] = works.fit(name, (costs.servers or {}).get(name, costs.server))
-        machines = ()
+            servers[name] = works.fit(name, costs.servers.get(name, costs.server))
+        simulated = dict(costs.simulated)
         if len(running.servers) > 1:
             cores = works.measure_together(running.servers, lambda: _processors(args.threads), servers)
-            machines = (Machine(tuple(running.servers), cores),)
-    write_costs(args.output, replace(costs, servers=servers, machines=machines))
+            simulated["machines"] = [{"servers": running.servers, "cores": cores}]
+    write_costs(args.output, replace(costs, servers=servers, simulated=simulated))
     return 0
 
 

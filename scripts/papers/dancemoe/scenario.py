@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pyorch.cluster.config import Cluster
-from pyorch.cluster.costs import Costs, CostsFile, Sizes
+from pyorch.cluster.costs import Costs, CostsFile
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.placement.problem import Problem
 from scripts.papers.dancemoe.baselines import place
+from scripts.papers.dancemoe.simulated_costs import Sizes, machines_of
 from scripts.papers.dancemoe.simulator import Outcome, Settings, Traffic, simulate
 from scripts.papers.dancemoe.workload import Arrivals, Fitted, Recorded, Replay, Source, arrival_times
 
@@ -77,6 +78,7 @@ def run(
         )
         for i, rng in zip(original, rngs)
     ]
+    settings = replace(settings, machines=machines_of(costs, [cluster.names[i] for i in original]))
     return simulate(known, resident, traffic, duration, settings, placed if case.migration else None, seed)
 
 
@@ -95,7 +97,9 @@ def _costs(
     rate = np.where(same, cluster.network.bytes_per_second, cluster.bandwidths[pairs])
     np.fill_diagonal(latency, 0)
     np.fill_diagonal(rate, np.inf)
-    known = costs.of([cluster.names[i] for i in original], len(workload.layers), latency, rate, sizes)
+    n_layers = len(workload.layers)
+    names = [cluster.names[i] for i in original]
+    known = sizes.applied(costs.of(names, latency, rate, np.ones(n_layers), 0.0), n_layers)
     if case.bytes_per_second is not None:
         rate = known.bytes_per_second
         rate[~np.eye(len(rate), dtype=bool)] = case.bytes_per_second

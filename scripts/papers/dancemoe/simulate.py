@@ -17,8 +17,8 @@ from pyorch.cli.options import check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import show
 from pyorch.cluster.config import read_cluster
-from pyorch.cluster.costs import MOST, CostsFile, ServerCosts, Sizes, read_costs
-from pyorch.cluster.placement.file import read_placement
+from pyorch.cluster.costs import MOST, CostsFile, ServerCosts, read_costs
+from pyorch.cluster.placement.placement import read_placement
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_no_source, check_target, write_text
 from pyorch.runtime.model_map import ModelMap
@@ -26,6 +26,7 @@ from pyorch.traces.file import Trace
 from scripts.papers import program
 from scripts.papers.dancemoe import scenario
 from scripts.papers.dancemoe.baselines import ALGORITHMS
+from scripts.papers.dancemoe.simulated_costs import Sizes
 from scripts.papers.dancemoe.simulation_report import MEGABIT, Report, csv_of, draw_report, parts_of, row_of
 from scripts.papers.dancemoe.simulator import Settings
 from scripts.papers.dancemoe.workload import Arrivals, read_requests
@@ -209,15 +210,15 @@ def _given_costs(texts: list[str]) -> dict[str, float]:
 def with_costs(file: CostsFile, settings: Mapping[str, float]) -> CostsFile:
     """With coefficients and sizes that apply to all servers. PyorchError for a name that is none."""
     known = {field.name for field in fields(ServerCosts)}
-    sizes = {f"{field.name}_bytes": field.name for field in fields(Sizes)}
+    sizes = [f"{field.name}_bytes" for field in fields(Sizes)]
     for name in settings:
         if name not in known and name not in sizes:
             raise PyorchError(f'there is no cost "{name}": {", ".join([*sorted(known), *sizes])} are known')
     common = {name: value for name, value in settings.items() if name in known}
     return replace(
         file, server=replace(file.server, **common),
-        servers={name: replace(server, **common) for name, server in (file.servers or {}).items()},
-        sizes=replace(file.sizes, **{sizes[name]: value for name, value in settings.items() if name in sizes}))
+        servers={name: replace(server, **common) for name, server in file.servers.items()},
+        simulated={**file.simulated, **{name: value for name, value in settings.items() if name in sizes}})
 
 
 def _read(args: argparse.Namespace, cluster, costs, shift: float | None):
@@ -259,7 +260,7 @@ def _read(args: argparse.Namespace, cluster, costs, shift: float | None):
         recorded[later[name]] for name in names)
     workload = scenario.Workload(of_servers, layers, n_experts, of_later, math.inf if shift is None else shift,
                                  args.routing)
-    return workload, costs.sizes.or_of(expert_bytes, first.header.n_embd or N_EMBD), placement
+    return workload, Sizes.of(costs).or_of(expert_bytes, first.header.n_embd or N_EMBD), placement
 
 
 def _by_server(texts: list[str], option: str, cluster) -> dict[str, Path]:

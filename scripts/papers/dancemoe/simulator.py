@@ -33,6 +33,7 @@ import numpy as np
 from pyorch.cluster.costs import Costs
 from pyorch.cluster.migration import DISK, Decision, Load, Migration, RecentUses, decide
 from pyorch.errors import PyorchError
+from scripts.papers.dancemoe.simulated_costs import Machine
 from scripts.papers.dancemoe.simulated_layers import Layer, Layers, Part
 from scripts.papers.dancemoe.simulated_server import MIGRATION_SHARE, Answers, Cores, Request, Server, Traffic
 
@@ -45,12 +46,14 @@ except ImportError:
 @dataclass(frozen=True)
 class Settings:
     """n_places: requests of a server that run together. n_step: tokens of a step, at most. interval: seconds between
-    two looks of the scheduler. n_bins: of the time in which requests arrive, for what is reported over time."""
+    two looks of the scheduler. n_bins: of the time in which requests arrive, for what is reported over time. machines:
+    with numbers of servers; one that is on none of them has a device of its own."""
 
     n_places: int = 4
     n_step: int = 512
     interval: float = 300.0
     n_bins: int = 40
+    machines: tuple[Machine, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ class _Simulation:
         n_servers = len(resident)
         self._resident = resident
         self._servers = [Server(each) for each in traffic]
-        for machine in costs.machines:
+        for machine in settings.machines:
             cores = Cores(self._env, machine.cores)
             for n in machine.servers:
                 self._servers[n].cores = cores

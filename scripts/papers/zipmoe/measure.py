@@ -10,16 +10,18 @@ import hashlib
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from pyorch.bench.job import ENGINE, UNMANAGED, Config, Job, Measurement, from_json, to_json
+from pyorch.bench.job import ENGINE, UNMANAGED, Config, Job, Measurement, Phase, Text
 from pyorch.bench.rounds import Results, Run, check_limits, run_rounds
 from pyorch.bench.summary import ratio, summarize
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_target, write_text
 from pyorch.llama.pools import planner_for
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.option import texts
 from pyorch.settings.pools import Pools
 from pyorch.settings.settings import Settings
 from pyorch.sizes import Amount, MiB
@@ -209,3 +211,18 @@ class Measurements:
         for name, wanted in self._conditions().items():
             if conditions.get(name) != wanted:
                 raise PyorchError(f"{path} was made with another {name}: name another file with --resume, or remove it")
+
+
+def from_json(cls: type, value: dict[str, Any]) -> Any:
+    """A dataclass of pyorch.bench.job from what to_json() made of it."""
+    nested = {"prefill": Phase, "decode": Phase, "settings": Settings, "text": Text}
+    return cls(**{
+        key: from_json(nested[key], item) if key in nested and item is not None else item for key, item in value.items()
+    })
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    """Numbers, text and dictionaries of them; of settings what differs from the defaults."""
+    if isinstance(value, Settings):
+        return texts(value)
+    return {name: to_json(item) if is_dataclass(item) else item for name, item in vars(value).items()}

@@ -11,9 +11,9 @@ from buddy_lists import complete_buddies
 from models import CHECKPOINT
 
 from pyorch.eval.arc import Accuracy
+from pyorch.eval.judge import Judgement
 from pyorch.eval.method import Slots
 from pyorch.eval.perplexity import Divergence
-from pyorch.eval.record import Judgement
 from pyorch.eval.sweep import Row
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from processes import HANG_SECONDS, is_alive
 
-from pyorch.cluster.costs import Costs, ServerCosts, Sizes
+from pyorch.cluster.costs import Costs, ServerCosts
 from scripts.papers.dancemoe import measure
 from scripts.papers.dancemoe import measure_network as network_of
 from scripts.papers.dancemoe.measure_load import TASKS, Requests, arrivals_of, write_prompts
@@ -87,7 +87,7 @@ def test_users_ask_what_the_simulator_simulates():
 
 def _costs(n: int) -> Costs:
     links = np.zeros((n, n))
-    return Costs.of([ServerCosts()] * n, Sizes(1.0, 1.0, 1.0, 1.0), 1, links, np.full((n, n), math.inf))
+    return Costs.of([ServerCosts()] * n, links, np.full((n, n), math.inf), np.ones(1), 1.0)
 
 
 def _counted(servers: np.ndarray) -> list[int]:

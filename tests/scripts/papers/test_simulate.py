@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pyorch.cluster.config import read_cluster
-from pyorch.cluster.costs import CostsFile, ServerCosts, Sizes
-from pyorch.cluster.placement.file import write_placement
+from pyorch.cluster.costs import CostsFile, ServerCosts
+from pyorch.cluster.placement.placement import write_placement
 from pyorch.cluster.placement.problem import Problem
 from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
@@ -19,6 +19,7 @@ from pyorch.sidecars import container
 from pyorch.traces.file import DECODE, TraceHeader, TraceWriter
 from scripts.papers.dancemoe.baselines import place
 from scripts.papers.dancemoe.simulate import main, with_costs
+from scripts.papers.dancemoe.simulated_costs import Sizes
 from scripts.papers.dancemoe.workload import draw_experts
 
 CLUSTER = """
@@ -197,6 +198,6 @@ def test_given_costs_are_of_all_servers():
     costs = with_costs(CostsFile(servers={"lab": ServerCosts(layer=2.0)}), {"row": 3.0, "expert_bytes": 9.0})
     assert costs.server == ServerCosts(row=3.0)
     assert costs.servers == {"lab": ServerCosts(layer=2.0, row=3.0)}
-    assert costs.sizes == Sizes(expert=9.0)
+    assert Sizes.of(costs) == Sizes(expert=9.0)
     with pytest.raises(PyorchError, match='no cost "rows": disk_bytes_per_second, disk_latency, expert, '):
         with_costs(CostsFile(), {"rows": 1.0})

@@ -12,8 +12,9 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from simulated_cluster import SERVER, Lengths, Random, Same, costs_of, zipf
 
-from pyorch.cluster.costs import Costs, Machine, ServerCosts
-from pyorch.errors import PyorchError
+from pyorch.cluster.costs import CostsFile, ServerCosts
+from pyorch.errors import FormatError, PyorchError
+from scripts.papers.dancemoe.simulated_costs import Machine, Sizes, machines_of
 from scripts.papers.dancemoe.simulated_server import Cores
 from scripts.papers.dancemoe.simulator import Settings, Traffic, simulate
 from scripts.papers.dancemoe.workload import arrival_times
@@ -135,14 +136,29 @@ def test_rows_for_experts_that_many_have_go_to_different_peers():
 # Servers that share cores
 
 
-def on_machines(costs: Costs, *machines: Machine) -> Costs:
-    return replace(costs, machines=machines)
+def test_servers_that_are_there_again_share_machines_of_their_own():
+    costs = CostsFile(simulated={"machines": [{"servers": ["a", "c"], "cores": 2}]})
+    assert machines_of(costs, ("a", "b", "c", "a", "b")) == (Machine((0, 2), 2.0), Machine((3,), 2.0))
+    with pytest.raises(PyorchError, match='costs of a server "c": the cluster has a, b'):
+        machines_of(costs, ("a", "b"))
+
+
+@pytest.mark.parametrize(("machines", "sentence"), [
+    ({}, "machines are no list"),
+    ([{"servers": ["a"]}], "has not the fields servers and cores"),
+    ([{"servers": "a", "cores": 1}], "servers are no list"),
+    ([{"servers": ["a"], "cores": 0.5}], "cores is 0.5, less than 1"),
+    ([{"servers": ["a", "b"], "cores": 1}, {"servers": ["a"], "cores": 1}], "server a is there twice"),
+])
+def test_machines_that_cannot_be_are_one_sentence(machines, sentence):
+    with pytest.raises(FormatError, match=sentence):
+        machines_of(CostsFile(simulated={"machines": machines}), ("a", "b"))
 
 
 def test_two_servers_on_one_core_take_twice_as_long_and_on_two_as_long_as_alone():
     traffic = [Traffic(at(0), Same(np.zeros((4, 2, 1)), n_output=1))] * 2
-    alone, one, two = (simulate(costs, everywhere(2, 2, 1), traffic, 10).end for costs in (
-        costs_of(2, 2), *(on_machines(costs_of(2, 2), Machine((0, 1), cores)) for cores in (1, 2))))
+    alone, one, two = (simulate(costs_of(2, 2), everywhere(2, 2, 1), traffic, 10, Settings(machines=machines)).end
+                       for machines in ((), *((Machine((0, 1), cores),) for cores in (1, 2))))
     assert one == pytest.approx(2 * alone) and two == pytest.approx(alone)
 
 
@@ -150,7 +166,8 @@ def test_cores_are_divided_again_when_a_job_comes_or_goes():
     """One core. The first job has 1 s to itself, then a half of the core until the second ends, and then all again."""
     traffic = [Traffic(at(0), Same([[[0], [0]]])), Traffic(at(1), Same([[[0], [0]]]))]
     server = ServerCosts(step=0.0, layer=1.0, token=0.0, expert=0.5, row=0.0)
-    found = simulate(on_machines(costs_of(2, 2, server), Machine((0, 1), 1)), everywhere(2, 2, 1), traffic, 10)
+    one_core = Settings(machines=(Machine((0, 1), 1),))
+    found = simulate(costs_of(2, 2, server), everywhere(2, 2, 1), traffic, 10, one_core)
     assert found.end == pytest.approx([1 + 2 * 2, 1 + 2 * 2 + 1])
     assert found.busy == pytest.approx([3, 3])
 
@@ -159,20 +176,35 @@ def test_a_server_with_two_threads_answers_peers_beside_its_own_work():
     """Of 3 servers one has experts. On two cores it computes for its users and for another one's at once."""
     resident = only_own([0], [1], n_expert=2)
     traffic = [Traffic(at(0), Same([[[1]]])), Traffic(at(1.5), Same([[[1]]]))]
-    found = simulate(on_machines(costs_of(2, 1, NO_DISK), Machine((0, 1), 2)), resident, traffic, 10)
+    costs, two_cores = costs_of(2, 1, NO_DISK), (Machine((0, 1), 2),)
+    found = simulate(costs, resident, traffic, 10, Settings(machines=two_cores))
     asked = 1 + (1 + 0.5) + 0.4375 + (1 + 0.5) + 0.5
     assert found.end == pytest.approx([asked, 1.5 + 1 + 0.25 + 0.125 + 0.5])
     traffic = [Traffic(at(0, 0), Same([[[1]]])), Traffic(at(), Same([]))]
-    costs = on_machines(costs_of(2, 1, NO_DISK), Machine((0, 1), 2))
-    found = simulate(costs, resident, traffic, 10, Settings(n_places=1))
+    found = simulate(costs, resident, traffic, 10, Settings(n_places=1, machines=two_cores))
     assert found.end == pytest.approx([asked, 2 * asked])
 
 
 def test_reads_are_computed_on_the_cores_too():
     traffic = [Traffic(at(0), Same([[[2]]])), Traffic(at(), Same([]))]
-    found = simulate(on_machines(costs_of(2, 1), Machine((0, 1), 1)), only_own([0], [1], n_expert=3), traffic, 10)
+    one_core = Settings(machines=(Machine((0, 1), 1),))
+    found = simulate(costs_of(2, 1), only_own([0], [1], n_expert=3), traffic, 10, one_core)
     assert found.end[0] == pytest.approx(1 + 2 + 400 / 1000 + 0.25 + 0.125 + 0.5)
     assert found.n_read == 1
+
+
+# Sizes
+
+
+def test_sizes_of_other_layers_are_refused():
+    with pytest.raises(PyorchError, match="of 2 layers: there are 3"):
+        Sizes((1.0, 2.0), 1.0, 1.0).applied(costs_of(2, 3), 3)
+    for size in (0.0, 1e11):
+        with pytest.raises(PyorchError, match="an expert has 1 byte at least"):
+            Sizes(size, 1.0, 1.0).applied(costs_of(2, 3), 3)
+    for size, sentence in (([], "expert_bytes is"), ([1, None], "expert_bytes is None")):
+        with pytest.raises(FormatError, match=sentence):
+            Sizes.of(CostsFile(simulated={"expert_bytes": size}))
 
 
 # Theory
@@ -270,9 +302,8 @@ def test_every_request_ends_and_no_time_is_negative(n_servers, seed, disk, n_pla
     server = replace(SERVER, disk_bytes_per_second=1000.0 if disk else 0.0)
     traffic = _traffic([rng.random((2, 5)) + 0.01 for _ in range(n_servers)], 0.05, 100.0)
     costs = costs_of(n_servers, 2, server)
-    if cores is not None:  # of all servers but the last
-        costs = on_machines(costs, Machine(tuple(range(max(1, n_servers - 1))), cores))
-    found = simulate(costs, resident, traffic, 100.0, Settings(n_places, n_step))
+    machines = () if cores is None else (Machine(tuple(range(max(1, n_servers - 1))), cores),)  # all but the last
+    found = simulate(costs, resident, traffic, 100.0, Settings(n_places, n_step, machines=machines))
     assert len(found.end) == sum(len(each.times) for each in traffic)
     for earlier, later in (("arrival", "begin"), ("begin", "first"), ("first", "end")):
         assert (getattr(found, earlier) <= getattr(found, later)).all()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from models import CHECKPOINT
 
-from pyorch.bench import cgroup
+from pyorch.bench.processes import memory_group
 from pyorch.convert import pack as packing
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
@@ -35,7 +35,7 @@ LIMIT = Amount.parse("400MiB")
 
 def limits_work() -> bool:
     try:
-        with cgroup.memory_group(64 * MiB):
+        with memory_group(64 * MiB):
             return True
     except PyorchError:
         return False

@@ -1,9 +1,14 @@
-"""A control group with a memory limit, for one process of a benchmark (version 1 and 2)."""
+"""What stands around a measured process: a memory limit (control groups of version 1 and 2), busy processes beside it,
+and that it ends with whoever measures.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +17,37 @@ from pathlib import Path
 from pyorch.errors import PyorchError
 
 V1_ROOT, V2_ROOT = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+
+# Ctrl-C is for the benchmark, which ends them. They end by themselves, too, when it is gone, however it ended.
+_PROGRAM = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+while os.getppid() == int(sys.argv[1]):
+    for _ in range(1_000_000):
+        pass
+"""
+
+
+def end_with(descriptor: int) -> None:
+    """Ends this process when the other end of a pipe, into which nobody writes, is closed: also by a signal that leaves
+    its owner no time to say so."""
+    def wait() -> None:
+        os.read(descriptor, 1)
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+@contextlib.contextmanager
+def busy_processes(n: int) -> Iterator[None]:
+    """n processes that compute without a pause, until the block is left."""
+    command = [sys.executable, "-S", "-E", "-c", _PROGRAM, str(os.getpid())]
+    with contextlib.ExitStack() as stack:
+        for _ in range(n):
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        yield
 
 
 @dataclass(frozen=True)
@@ -39,8 +75,14 @@ class MemoryGroup:
 
 
 @contextlib.contextmanager
-def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
-    """A new group with this limit, removed at the end. Raises PyorchError where none can be made."""
+def memory_group(limit_bytes: int) -> Iterator[MemoryGroup | None]:
+    """A new group with this limit, removed at the end; None for 0, which is no limit.
+
+    Raises PyorchError where none can be made.
+    """
+    if not limit_bytes:
+        yield None
+        return
     group = _create(limit_bytes)
     try:
         yield group
