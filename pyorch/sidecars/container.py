@@ -156,7 +156,7 @@ class Sidecar:
         self.metadata, self.arrays = read(path, kind, version, model_map)
         self._kind, self._map = kind, model_map
 
-    def check(self, fits: bool, what: str) -> None:
+    def check(self, fits: bool | np.bool_, what: str) -> None:
         """FormatError, which says what is wrong, unless it fits."""
         if not fits:
             raise FormatError(f"{self.path}: {what}: make it again")

@@ -62,7 +62,7 @@ def test_a_context_that_llama_cpp_refuses_is_refused_with_its_reason(small_moe: 
     model_params = llama.llama_model_default_params()
     with ModelMap(small_moe) as model_map, measure.twin(str(small_moe), model_params) as twin:
         with pytest.raises(BudgetError, match="llama.cpp refuses this context: .+"):
-            measure.context_sizes(twin, params, model_map).host
+            measure.context_sizes(twin, params, model_map)
 
 
 def test_a_twin_of_a_broken_file_is_refused(tmp_path: Path) -> None:
