@@ -36,7 +36,7 @@ SHARE = Amount(share=0.03)  # of the experts' bytes
 
 MOST_ROWS = 64  # of a ghost: it would not be small any more
 _FOLDS = 5
-_LEAST_SAMPLES = 4  # an expert with fewer is fitted on what other experts were selected for
+LEAST_SAMPLES = 4  # an expert with fewer is fitted on what other experts were selected for
 _MOST_SAMPLES = 1024  # of one expert
 _JUDGES = 4  # of so many experts one has a say in lambda
 _RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # lambda, as multiples of the mean square of X's singular values
@@ -185,7 +185,7 @@ def build(
     fits = []
     done = 0
     for layer in model_map.layers:
-        fit = _LayerFit(model_map, trace, layer.il, settings.sacred)
+        fit = LayerFit(model_map, trace, layer.il, settings.sacred)
         for _ in fit.steps():
             done += 1
             report("fitting", done // 2, n_experts)  # each expert is gone through twice
@@ -196,7 +196,7 @@ def build(
             allowed = fit.left[:, : settings.rank + 1]
             fit.ranks = np.where(allowed.min(axis=1) < fit.energies, allowed.argmin(axis=1), -1)
     else:
-        _divide(fits, settings.n_bytes.of(expert_bytes))
+        divide(fits, settings.n_bytes.of(expert_bytes))
     layers = {}
     for done, fit in enumerate(fits):
         report("writing down", done, len(fits))
@@ -218,7 +218,7 @@ class _Chosen:
         return Samples(inputs[self.rows].astype(np.float64), outputs.astype(np.float64), self.weights)
 
 
-class _LayerFit:
+class LayerFit:
     """One layer: how much is left of its experts' outputs by rank, then its ghosts.
 
     Outputs are kept while the layer is gone through, and computed again for the ghosts: those of all layers take many
@@ -239,11 +239,11 @@ class _LayerFit:
         if not (np.isfinite(self._trace_inputs).all() and np.isfinite(probs).all()):
             raise FormatError(f"{trace.path} does not hold numbers only, in block {il}: record it again")
         order = np.argsort(-probs, axis=1, kind="stable")
-        self._weights = np.zeros((len(records), self.n_expert))
-        np.put_along_axis(self._weights, experts, probs, axis=1)
-        self._sacred = np.zeros(self._weights.shape, bool)
+        self.weights = np.zeros((len(records), self.n_expert))
+        np.put_along_axis(self.weights, experts, probs, axis=1)
+        self._sacred = np.zeros(self.weights.shape, bool)
         np.put_along_axis(self._sacred, np.take_along_axis(experts, order[:, :sacred], axis=1), True, axis=1)
-        self._samples: list[_Chosen] = []
+        self.samples: list[_Chosen] = []
         self._n_in, self._n_out = self._trace_inputs.shape[1], 0
         self.ridge = 0.0  # as a multiple
         self.left = np.zeros((self.n_expert, 0))  # [n_expert, rank + 1], as a share of the layer's squared output
@@ -267,16 +267,16 @@ class _LayerFit:
         inputs = np.asarray(self._trace_inputs, np.float32)
         outputs: list[np.ndarray] = []  # by expert, of the rows that it is fitted on
         output = np.zeros((len(inputs), 0))  # of the layer, for the inputs all of whose experts are sampled
-        missing = (self._weights > 0).sum(axis=1)
+        missing = (self.weights > 0).sum(axis=1)
         left = np.zeros(len(_RIDGES))
-        lights = self._weights[(self._weights > 0) & ~self._sacred]
-        rare = float(np.square(lights if len(lights) else self._weights[self._weights > 0]).mean())
+        lights = self.weights[(self.weights > 0) & ~self._sacred]
+        rare = float(np.square(lights if len(lights) else self.weights[self.weights > 0]).mean())
         for expert in range(self.n_expert):
-            selected = self._weights[:, expert].nonzero()[0]
-            few = len(selected) < _LEAST_SAMPLES
+            selected = self.weights[:, expert].nonzero()[0]
+            few = len(selected) < LEAST_SAMPLES
             candidates = np.arange(len(inputs)) if few else selected
             rows = _spread(candidates)
-            weights = self._weights[rows, expert]
+            weights = self.weights[rows, expert]
             given = self._experts.outputs(expert, inputs[rows])
             if not output.size:
                 self._n_out = given.shape[1]
@@ -285,12 +285,12 @@ class _LayerFit:
                 output[rows] += weights[:, None] * given
                 missing[rows] -= 1
             light = ~self._sacred[rows, expert]
-            kept = light if not few and light.sum() >= _LEAST_SAMPLES else slice(None)
+            kept = light if not few and light.sum() >= LEAST_SAMPLES else slice(None)
             # A sample stands for those that were left out; all samples of a rare expert, for its few selections.
             stands_for = np.full(len(rows), rare * (len(selected) + 0.5) / len(rows)) if few else (
                 weights**2 * (len(candidates) / len(rows)))
             chosen = _Chosen(rows[kept], stands_for[kept])
-            self._samples.append(chosen)
+            self.samples.append(chosen)
             outputs.append(given[kept])
             samples = chosen.samples(inputs, given[kept])
             judges = len(samples) > 1 and expert % _JUDGES == 0
@@ -304,7 +304,7 @@ class _LayerFit:
         squared = max(float((output[whole] ** 2).sum(axis=1).mean()), np.finfo(np.float32).tiny)
         self.left = np.zeros((self.n_expert, most + 1))
         self.energies = np.zeros(self.n_expert)
-        for expert, chosen in enumerate(self._samples):
+        for expert, chosen in enumerate(self.samples):
             samples = chosen.samples(inputs, outputs[expert])
             self.energies[expert] = samples.energy
             for fitted, held_out in folds(samples) if len(samples) > 1 else ():
@@ -315,7 +315,7 @@ class _LayerFit:
             yield
         self.left /= squared
         self.energies /= squared
-        self._norms = np.array([chosen.weights.sum() for chosen in self._samples])
+        self._norms = np.array([chosen.weights.sum() for chosen in self.samples])
 
     def leaves(self, expert: int, rank: int) -> float:
         """Of the weighted squares of its samples; rank -1: without a ghost."""
@@ -326,7 +326,7 @@ class _LayerFit:
         mean = np.zeros((self.n_expert, n_out), np.float32)
         downs, ups = [np.zeros((0, n_in), np.float32)], [np.zeros((0, n_out), np.float32)]
         ranks = self.ranks.astype(np.int32)
-        for expert, chosen in enumerate(self._samples):
+        for expert, chosen in enumerate(self.samples):
             if ranks[expert] < 0:
                 continue
             regression = Regression(chosen.samples(inputs, self._experts.outputs(expert, inputs[chosen.rows])))
@@ -367,7 +367,7 @@ def absence(uses: np.ndarray, rate: float = 0.5) -> np.ndarray:
     return np.exp(-uses * high)
 
 
-def _divide(fits: list[_LayerFit], n_bytes: int) -> None:
+def divide(fits: list[LayerFit], n_bytes: int) -> None:
     """Sets the ranks of all ghosts: of what is left for each byte, the steepest descents first, along the lower convex
     hull of each expert's curve. PyorchError for too few bytes."""
     room = n_bytes - sum(fit.base_bytes for fit in fits)

@@ -11,16 +11,20 @@ from functools import partial
 from pathlib import Path
 
 import gguf
+import llama_cpp.llama_cpp as llama
 
 from pyorch import files
 from pyorch.convert import architectures, children, quantization
 from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.convert.imatrix import read_imatrix
 from pyorch.errors import FormatError, PyorchError
+from pyorch.llama import logs, measure
+from pyorch.llama.originals import original
 from pyorch.runtime.model_map import ModelMap
 
 OnProgress = Callable[[str, int, int], None]  # "converting" or "quantizing", done, total
 
+_TRIED_CTX = 32  # tokens of the context that shows whether one can be made
 _SPLIT_SIZE = re.compile(r"[1-9][0-9]*[MG]")
 
 
@@ -113,6 +117,7 @@ def convert(
                 made = sorted(quantized.iterdir())
             n_bytes = sum(file.stat().st_size for file in made)
             with ModelMap(made[0]) as model_map:
+                _check_loads(model_map, source)
                 file_type = kind or quantization.by_value(model_map.metadata("general.file_type", int))
             published = files.publish(made, target.parent)
         except (OSError, children.WriteError) as error:
@@ -120,6 +125,20 @@ def convert(
             raise PyorchError(f"writing to {target.parent} failed: {reason}; nothing was left there") from None
     return Conversion(tuple(published), checkpoint.architecture if checkpoint else "", file_type.name, n_bytes,
                       time.monotonic() - begin)
+
+
+def _check_loads(model_map: ModelMap, source: Path) -> None:
+    """FormatError where llama.cpp cannot load what its tools made, or make a context of it: they ask neither whether
+    all keys are there nor whether tensors have the shapes that the keys say. No weight is read."""
+    model, context = llama.llama_model_default_params(), llama.llama_context_default_params()
+    model.n_gpu_layers, context.n_ctx = 0, _TRIED_CTX
+    logs.install()
+    try:
+        with measure.twin(original("llama_model_load_from_file"), model_map.path, model) as twin:
+            measure.context_bytes(original("llama_init_from_model"), twin, context, model_map)
+    except PyorchError as error:
+        reason = str(error).removeprefix(f"{model_map.path}: ")
+        raise FormatError(f"what was made of {source} is not whole: {reason}; nothing was left there") from None
 
 
 def _gguf_elements(path: Path) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from pathlib import Path
 
-_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
+SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
 def lib_dir() -> Path:
@@ -33,12 +33,12 @@ def _lib_dir() -> str:
     # In an editable install the package has two homes: the checkout and, for what was built, site-packages.
     homes = [named] if named else [os.path.join(home, "lib") for home in sys.modules["pyorch"].__path__]
     for home in homes:
-        if os.path.isfile(os.path.join(home, f"libllama{_SUFFIX}")):
+        if os.path.isfile(os.path.join(home, f"libllama{SUFFIX}")):
             return os.path.realpath(home)
     if named:
-        raise ImportError(f"PYORCH_LIB_DIR names {named}, which holds no libllama{_SUFFIX}")
+        raise ImportError(f"PYORCH_LIB_DIR names {named}, which holds no libllama{SUFFIX}")
     raise ImportError(
-        f"libllama{_SUFFIX} is in none of {', '.join(homes)}: "
+        f"libllama{SUFFIX} is in none of {', '.join(homes)}: "
         "pyorch was not built; run `pip install .` or `make setup` in its source directory"
     )
 

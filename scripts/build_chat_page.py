@@ -25,7 +25,7 @@ import llama_source
 
 _UI = f"{llama_source.LLAMA_CPP}tools/ui/"
 # What the map of the sources does not name: styles, and the worker that keeps the page for when there is no network.
-_UNNAMED = (
+UNNAMED = (
     "tailwindcss",
     "tw-animate-css",
     "workbox-core",
@@ -87,7 +87,7 @@ def packages(maps: Iterable[Path]) -> set[str]:
 
 def notices(source: Path, found: Iterable[str]) -> str:
     """Of these packages, and of what the source has of others in itself."""
-    directories = {name: source / "node_modules" / name for name in sorted({*found, *_UNNAMED})}
+    directories = {name: source / "node_modules" / name for name in sorted({*found, *UNNAMED})}
     directories |= {path.name: path for path in sorted((source / "src/lib/vendors").glob("*/"))}
     parts = [
         "The chat page of llama-server is a part of llama.cpp, whose notice is LICENSE-llama.cpp. It holds files of "

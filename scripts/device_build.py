@@ -96,7 +96,7 @@ def build(tree: Path, backend: str, options: list[str]) -> Path:
     libraries = tree / "lib"
     shutil.copytree(_libs.lib_dir(), libraries, dirs_exist_ok=True)
     for name in ("libggml", f"libggml-{backend}"):  # the first knows the backends
-        shutil.copy(tree / "bin" / f"{name}{_libs._SUFFIX}", libraries)
+        shutil.copy(tree / "bin" / f"{name}{_libs.SUFFIX}", libraries)
     return libraries
 
 

@@ -112,7 +112,7 @@ def stock_model(path: str, device: str, setup: Setup) -> int:
     params.devices = ctypes.addressof(devices)
     if setup.on_processor:
         layers = r"\d+" if setup.on_processor < 0 else f"({'|'.join(map(str, range(setup.on_processor)))})"
-        base = ctypes.CDLL(str(_libs.lib_dir() / f"libggml-base{_libs._SUFFIX}"))
+        base = ctypes.CDLL(str(_libs.lib_dir() / f"libggml-base{_libs.SUFFIX}"))
         base.ggml_backend_cpu_buffer_type.restype = ctypes.c_void_p
         pattern = _EXPERTS.replace("LAYERS", layers).encode()
         overrides = (Override * 2)(Override(pattern, base.ggml_backend_cpu_buffer_type()))

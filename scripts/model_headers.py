@@ -63,7 +63,7 @@ def _more_bits(il: int, n_layers: int) -> bool:
     return il < n_layers // 8 or il >= 7 * n_layers // 8 or (il - n_layers // 8) % 3 == 2
 
 
-def _around(header: Header, n_vocab: int, n_embd: int, table: Types, output: Types) -> None:
+def around(header: Header, n_vocab: int, n_embd: int, table: Types, output: Types) -> None:
     header.add("token_embd.weight", table, n_vocab, n_embd)
     header.add("output_norm.weight", Types.F32, n_embd)
     header.add("output.weight", output, n_vocab, n_embd)
@@ -74,14 +74,14 @@ def olmoe(path: Path) -> Header:
     n_embd, n_ff, n_expert = 2048, 1024, 64
     header = Header(path, "olmoe", 16, n_embd, 16, 16, 4096)
     header.experts(n_expert, 8, n_ff)
-    _around(header, 50304, n_embd, Types.Q4_K, Types.Q6_K)
+    around(header, 50304, n_embd, Types.Q4_K, Types.Q6_K)
     for il in range(header.n_layers):
         more = Types.Q6_K if _more_bits(il, header.n_layers) else Types.Q4_K
         for name in ("attn_norm", "attn_q_norm", "attn_k_norm", "ffn_norm"):
             header.add(f"blk.{il}.{name}.weight", Types.F32, n_embd)
         for name, kind in (("q", Types.Q4_K), ("k", Types.Q4_K), ("v", more), ("output", Types.Q4_K)):
             header.add(f"blk.{il}.attn_{name}.weight", kind, n_embd, n_embd)
-        _experts(header, il, n_expert, n_ff, n_embd, Types.Q4_K, more)
+        experts(header, il, n_expert, n_ff, n_embd, Types.Q4_K, more)
     return header
 
 
@@ -93,7 +93,7 @@ def qwen3(path: Path) -> Header:
     header.writer.add_key_length(head)
     header.writer.add_value_length(head)
     header.writer.add_rope_freq_base(1e6)
-    _around(header, 151936, n_embd, Types.Q4_K, Types.Q6_K)
+    around(header, 151936, n_embd, Types.Q4_K, Types.Q6_K)
     for il in range(header.n_layers):
         more = Types.Q6_K if _more_bits(il, header.n_layers) else Types.Q4_K
         for name, size in (("attn_norm", n_embd), ("ffn_norm", n_embd), ("attn_q_norm", head), ("attn_k_norm", head)):
@@ -102,7 +102,7 @@ def qwen3(path: Path) -> Header:
         header.add(f"blk.{il}.attn_k.weight", Types.Q4_K, n_head_kv * head, n_embd)
         header.add(f"blk.{il}.attn_v.weight", more, n_head_kv * head, n_embd)
         header.add(f"blk.{il}.attn_output.weight", Types.Q4_K, n_embd, n_head * head)
-        _experts(header, il, n_expert, n_ff, n_embd, Types.Q4_K, more)
+        experts(header, il, n_expert, n_ff, n_embd, Types.Q4_K, more)
     return header
 
 
@@ -115,7 +115,7 @@ def gpt_oss(path: Path) -> Header:
     header.writer.add_value_length(head)
     header.writer.add_sliding_window(128)
     header.writer.add_rope_freq_base(150000.0)
-    _around(header, 201088, n_embd, Types.Q8_0, Types.Q8_0)
+    around(header, 201088, n_embd, Types.Q8_0, Types.Q8_0)
     for il in range(header.n_layers):
         for name in ("attn_norm", "post_attention_norm"):
             header.add(f"blk.{il}.{name}.weight", Types.F32, n_embd)
@@ -124,14 +124,14 @@ def gpt_oss(path: Path) -> Header:
             header.add(f"blk.{il}.attn_{name}.weight", Types.Q8_0, rows, columns)
             header.add(f"blk.{il}.attn_{name}.bias", Types.F32, rows)
         header.add(f"blk.{il}.attn_sinks.weight", Types.F32, n_head)
-        _experts(header, il, n_expert, n_ff, n_embd, Types.MXFP4, Types.MXFP4)
+        experts(header, il, n_expert, n_ff, n_embd, Types.MXFP4, Types.MXFP4)
         header.add(f"blk.{il}.ffn_gate_inp.bias", Types.F32, n_expert)
         for name, rows in (("gate", n_ff), ("up", n_ff), ("down", n_embd)):
             header.add(f"blk.{il}.ffn_{name}_exps.bias", Types.F32, n_expert, rows)
     return header
 
 
-def _experts(header: Header, il: int, n_expert: int, n_ff: int, n_embd: int, kind: Types, down: Types) -> None:
+def experts(header: Header, il: int, n_expert: int, n_ff: int, n_embd: int, kind: Types, down: Types) -> None:
     header.add(f"blk.{il}.ffn_gate_inp.weight", Types.F32, n_expert, n_embd)
     header.add(f"blk.{il}.ffn_gate_exps.weight", kind, n_expert, n_ff, n_embd)
     header.add(f"blk.{il}.ffn_up_exps.weight", kind, n_expert, n_ff, n_embd)

@@ -18,8 +18,8 @@ CPU = 0  # GGML_BACKEND_DEVICE_TYPE_CPU
 
 
 def main() -> None:
-    base = ctypes.CDLL(str(_libs.lib_dir() / f"libggml-base{_libs._SUFFIX}"), ctypes.RTLD_GLOBAL)
-    registry = ctypes.CDLL(str(_libs.lib_dir() / f"libggml{_libs._SUFFIX}"), ctypes.RTLD_GLOBAL)
+    base = ctypes.CDLL(str(_libs.lib_dir() / f"libggml-base{_libs.SUFFIX}"), ctypes.RTLD_GLOBAL)
+    registry = ctypes.CDLL(str(_libs.lib_dir() / f"libggml{_libs.SUFFIX}"), ctypes.RTLD_GLOBAL)
 
     def function(library: ctypes.CDLL, name: str, result: object, *arguments: object) -> object:
         return ctypes.CFUNCTYPE(result, *arguments)((name, library))

@@ -18,7 +18,7 @@ from servers import wait_until
 from pyorch import _libs, ports
 
 # Devices that there are in this build: ggml's RPC always; others where `make test-vulkan` has them built.
-KINDS = ["rpc", *(["vulkan"] if (_libs.lib_dir() / f"libggml-vulkan{_libs._SUFFIX}").exists() else [])]
+KINDS = ["rpc", *(["vulkan"] if (_libs.lib_dir() / f"libggml-vulkan{_libs.SUFFIX}").exists() else [])]
 
 _TRIES = 5  # a port that is free may be taken by another process before it is used
 

@@ -102,7 +102,7 @@ class Machine:
                     done = sum(map(len, runs.values()))
                     self._on_progress("measuring how fast this machine computes", done, total)
                     runs[n_blocks].append(self._measure(path))
-        found = _extrapolated(shape, {n: _medians(measured) for n, measured in runs.items()})
+        found = extrapolated(shape, {n: _medians(measured) for n, measured in runs.items()})
         kept.keep(name, asdict(found))
         return found
 
@@ -130,7 +130,7 @@ def _medians(measured: list[Measurement]) -> tuple[float, float, float]:
     )
 
 
-def _extrapolated(shape: Shape, of_blocks: dict[int, tuple[float, float, float]]) -> Compute:
+def extrapolated(shape: Shape, of_blocks: dict[int, tuple[float, float, float]]) -> Compute:
     """Of all blocks, by how much longer more of them take, and by the weights that a token reads in them."""
     small, large = shape.sizes()
     first, second = sum(shape.active_bytes[:small]), sum(shape.active_bytes[:large])

@@ -47,7 +47,7 @@ def string(pointer) -> str:
 
 
 _TOGETHER = "install package and library together, by `pip install .` or `make setup`"
-_path = _libs.lib_dir() / f"libpyorch{_libs._SUFFIX}"
+_path = _libs.lib_dir() / f"libpyorch{_libs.SUFFIX}"
 _declared = declared("pyorch")
 ffi = _declared.ffi
 check_abi(_path)

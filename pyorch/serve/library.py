@@ -6,7 +6,7 @@ from pyorch import _libs
 from pyorch.library.bindings import declared
 
 ffi = declared("pyorch_server").ffi
-lib = ffi.dlopen(str(_libs.lib_dir() / f"libpyorch-server{_libs._SUFFIX}"))
+lib = ffi.dlopen(str(_libs.lib_dir() / f"libpyorch-server{_libs.SUFFIX}"))
 
 
 def chat_page() -> list[str]:

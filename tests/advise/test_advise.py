@@ -106,7 +106,7 @@ def test_a_whole_model_is_computed_as_its_parts_say(tmp_path: Path) -> None:
         shape = read_shape(model_map)
     small, large = shape.sizes()
     assert (small, large) == (2, 6)  # the first block is dense
-    found = machine._extrapolated(shape, {small: (2e-3, 1e-4, 0.1), large: (6e-3, 5e-4, 0.2)})
+    found = machine.extrapolated(shape, {small: (2e-3, 1e-4, 0.1), large: (6e-3, 5e-4, 0.2)})
     assert found.decode_seconds == pytest.approx(11e-3)
     assert found.prefill_seconds == pytest.approx(10e-4)
 
@@ -188,13 +188,13 @@ def test_what_is_measured_is_kept_until_it_is_asked_for_again(tmp_path: Path, ca
 def test_the_disk_of_a_header_is_measured_on_a_file_that_has_bytes(tmp_path: Path, cache: Path, quick, headers) -> None:
     header = headers.Header(tmp_path / "model.gguf", "olmoe", 2, 256, 4, 4, 512)
     header.experts(8, 2, 256)
-    headers._around(header, 256, 256, headers.Types.F16, headers.Types.F16)
+    headers.around(header, 256, 256, headers.Types.F16, headers.Types.F16)
     for il in range(2):
         for name in ("attn_norm", "attn_q_norm", "attn_k_norm", "ffn_norm"):
             header.add(f"blk.{il}.{name}.weight", headers.Types.F32, 256)
         for name in ("q", "k", "v", "output"):
             header.add(f"blk.{il}.attn_{name}.weight", headers.Types.F16, 256, 256)
-        headers._experts(header, il, 8, 256, 256, headers.Types.F16, headers.Types.F16)
+        headers.experts(header, il, 8, 256, 256, headers.Types.F16, headers.Types.F16)
     header.close()
     with ModelMap(tmp_path / "model.gguf") as model_map:
         found = machine.Machine(model_map, 1, lambda *_: None).disk()

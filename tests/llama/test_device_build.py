@@ -11,7 +11,7 @@ from models import small_model
 from pyorch import _libs
 from pyorch.errors import PyorchError
 
-CUDA = _libs.lib_dir() / f"libggml-cuda{_libs._SUFFIX}"
+CUDA = _libs.lib_dir() / f"libggml-cuda{_libs.SUFFIX}"
 
 pytestmark = pytest.mark.skipif(not CUDA.exists(), reason="this build is without CUDA")
 

@@ -30,7 +30,7 @@ def test_packages_are_those_whose_files_are_in_the_page(script, tmp_path: Path):
 
 
 def test_each_package_has_its_notice(script, tmp_path: Path):
-    for name in ("a", "@scope/b", *script._UNNAMED):
+    for name in ("a", "@scope/b", *script.UNNAMED):
         (tmp_path / "node_modules" / name).mkdir(parents=True)
         (tmp_path / "node_modules" / name / "package.json").write_text(
             json.dumps({"version": "1.2", "license": "MIT", "author": {"name": f"the author of {name}"}}))

@@ -192,23 +192,23 @@ def test_experts_that_are_waited_for_do_not_count(model_map: ModelMap, trace: Tr
     """What remains are the slots with the lowest weights; where all are waited for, all count again."""
     sums = {}
     for sacred in (0, 2, 6):
-        fit = fitting._LayerFit(model_map, trace, 0, sacred)
+        fit = fitting.LayerFit(model_map, trace, 0, sacred)
         for _ in fit.steps():
             pass
-        sums[sacred] = sum(samples.weights.sum() for samples in fit._samples[1:])
+        sums[sacred] = sum(samples.weights.sum() for samples in fit.samples[1:])
     assert sums[2] < 0.7 * sums[0] and sums[6] == sums[0]
 
 
 def test_a_sample_counts_by_the_square_of_its_weight(model_map: ModelMap, trace: Trace) -> None:
     """As an error there adds to the squared error of the layer."""
-    fit = fitting._LayerFit(model_map, trace, 0, sacred=0)
+    fit = fitting.LayerFit(model_map, trace, 0, sacred=0)
     for _ in fit.steps():
         pass
-    often = [e for e in range(fit.n_expert) if (fit._weights[:, e] > 0).sum() >= fitting._LEAST_SAMPLES]
+    often = [e for e in range(fit.n_expert) if (fit.weights[:, e] > 0).sum() >= fitting.LEAST_SAMPLES]
     assert len(often) > 3
     for expert in often:
-        chosen = fit._samples[expert]
-        np.testing.assert_allclose(chosen.weights, fit._weights[chosen.rows, expert] ** 2)
+        chosen = fit.samples[expert]
+        np.testing.assert_allclose(chosen.weights, fit.weights[chosen.rows, expert] ** 2)
 
 
 def test_an_expert_of_many_samples_counts_for_all_that_were_left_out(
@@ -217,21 +217,21 @@ def test_an_expert_of_many_samples_counts_for_all_that_were_left_out(
     totals = []
     for most in (1024, 12):
         monkeypatch.setattr(fitting, "_MOST_SAMPLES", most)
-        fit = fitting._LayerFit(model_map, trace, 0, sacred=0)
+        fit = fitting.LayerFit(model_map, trace, 0, sacred=0)
         for _ in fit.steps():
             pass
-        often = [e for e in range(fit.n_expert) if (fit._weights[:, e] > 0).sum() > 12]
-        totals.append(sum(fit._samples[e].weights.sum() for e in often))
+        often = [e for e in range(fit.n_expert) if (fit.weights[:, e] > 0).sum() > 12]
+        totals.append(sum(fit.samples[e].weights.sum() for e in often))
         assert len(often) > 3
     assert totals[1] == pytest.approx(totals[0], rel=0.2)
 
 
 def test_no_outputs_are_kept_of_a_layer_that_was_gone_through(model_map: ModelMap, trace: Trace) -> None:
     """Of a large model they would be a hundred GiB."""
-    fit = fitting._LayerFit(model_map, trace, 0, sacred=2)
+    fit = fitting.LayerFit(model_map, trace, 0, sacred=2)
     for _ in fit.steps():
         pass
-    kept = [values for chosen in fit._samples for values in vars(chosen).values()]
+    kept = [values for chosen in fit.samples for values in vars(chosen).values()]
     assert all(values.ndim == 1 for values in kept)
 
 
@@ -256,7 +256,7 @@ def test_a_step_that_has_no_room_gives_way_to_a_smaller_one() -> None:
         left=left, energies=np.full(2, 20.0), absence=np.ones(2), n_expert=2, base_bytes=0, row_bytes=10, ranks=None
     )
     for room, ranks in ((0, [0, 0]), (10, [0, 1]), (20, [2, 0]), (30, [2, 1]), (49, [2, 2]), (50, [2, 3])):
-        fitting._divide([fit], room)
+        fitting.divide([fit], room)
         assert fit.ranks.tolist() == ranks, room
 
 
@@ -265,7 +265,7 @@ def test_of_experts_that_gain_alike_the_one_that_is_absent_more_often_gets_the_r
     fit = SimpleNamespace(left=left, energies=np.full(2, 20.0), absence=np.array([0.1, 0.9]), n_expert=2, base_bytes=0,
                           row_bytes=10, ranks=None)
     for room, ranks in ((10, [0, 1]), (20, [0, 2]), (30, [1, 2])):
-        fitting._divide([fit], room)
+        fitting.divide([fit], room)
         assert fit.ranks.tolist() == ranks, room
 
 
@@ -273,7 +273,7 @@ def test_a_mean_that_is_worse_than_nothing_is_no_ghost_unless_rows_make_up_for_i
     fit = SimpleNamespace(left=np.array([[25.0, 5.0], [15.0, 14.0]]), energies=np.full(2, 20.0), absence=np.ones(2),
                           n_expert=2, base_bytes=0, row_bytes=10, ranks=None)
     for room, ranks in ((0, [-1, 0]), (10, [1, 0]), (20, [1, 1])):
-        fitting._divide([fit], room)
+        fitting.divide([fit], room)
         assert fit.ranks.tolist() == ranks, room
 
 
@@ -281,12 +281,12 @@ def test_a_ghost_is_the_map_of_its_regression(model_map: ModelMap, trace: Trace,
     """With rows of one size on both sides, for which 16 bits have room."""
     from pyorch.convert.expert_outputs import LayerExperts
 
-    fit, experts = fitting._LayerFit(model_map, trace, 0, sacred=0), LayerExperts(model_map, 0)
+    fit, experts = fitting.LayerFit(model_map, trace, 0, sacred=0), LayerExperts(model_map, 0)
     layer = of_rank_8.layers[0]
     for _ in fit.steps():
         pass
     expert = int(layer.rank.argmax())
-    chosen, rows = fit._samples[expert], rows_of(layer, expert)
+    chosen, rows = fit.samples[expert], rows_of(layer, expert)
     inputs = np.asarray(trace.inputs[1][:, 0], np.float32)
     regression = Regression(chosen.samples(inputs, experts.outputs(expert, inputs[chosen.rows])))
     mean, down, up = regression.map(regression.ridge(fit.ridge), int(layer.rank[expert]))
@@ -298,13 +298,13 @@ def test_a_ghost_is_the_map_of_its_regression(model_map: ModelMap, trace: Trace,
 
 def test_an_expert_that_was_hardly_selected_counts_hardly(model_map: ModelMap, trace: Trace) -> None:
     """Though it is fitted on all inputs: it gets bytes by what it costs to be without it."""
-    fit = fitting._LayerFit(model_map, trace, 0, sacred=0)
+    fit = fitting.LayerFit(model_map, trace, 0, sacred=0)
     for _ in fit.steps():
         pass
-    counts = (fit._weights > 0).sum(axis=0)
-    norms = np.array([chosen.weights.sum() for chosen in fit._samples])
-    assert counts[0] == 0 and len(fit._samples[0].rows) == len(fit._weights)
-    typical = norms[counts >= fitting._LEAST_SAMPLES] / counts[counts >= fitting._LEAST_SAMPLES]
+    counts = (fit.weights > 0).sum(axis=0)
+    norms = np.array([chosen.weights.sum() for chosen in fit.samples])
+    assert counts[0] == 0 and len(fit.samples[0].rows) == len(fit.weights)
+    typical = norms[counts >= fitting.LEAST_SAMPLES] / counts[counts >= fitting.LEAST_SAMPLES]
     assert norms[0] < np.median(typical) < norms[counts.argmax()]
 
 
@@ -448,5 +448,5 @@ def test_max_error_is_for_auto(model_map: ModelMap) -> None:
 
 def test_few_samples_are_those_of_other_experts(model_map: ModelMap, built, trace: Trace) -> None:
     """Expert 0 was never selected: its ghost is fitted to what it gives for the inputs that there are."""
-    assert fitting._LEAST_SAMPLES > 0
+    assert fitting.LEAST_SAMPLES > 0
     assert all(layer.energy[0] > 0 for layer in built.ghosts.layers.values())
