@@ -19,7 +19,6 @@ from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.convert.imatrix import read_imatrix
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import logs, measure
-from pyorch.llama.originals import original
 from pyorch.runtime.model_map import ModelMap
 
 OnProgress = Callable[[str, int, int], None]  # "converting" or "quantizing", done, total
@@ -134,8 +133,8 @@ def _check_loads(model_map: ModelMap, source: Path) -> None:
     model.n_gpu_layers, context.n_ctx = 0, _TRIED_CTX
     logs.install()
     try:
-        with measure.twin(original("llama_model_load_from_file"), model_map.path, model) as twin:
-            measure.context_bytes(original("llama_init_from_model"), twin, context, model_map)
+        with measure.twin(model_map.path, model) as twin:
+            measure.context_sizes(twin, context, model_map)
     except PyorchError as error:
         reason = str(error).removeprefix(f"{model_map.path}: ")
         raise FormatError(f"what was made of {source} is not whole: {reason}; nothing was left there") from None
