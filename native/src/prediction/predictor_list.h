@@ -1,5 +1,4 @@
-// The predictors there are: how users call them, what they need, and what makes one. Those that exist to be compared
-// with are made by replays: replay/predictors/.
+// The predictors there are: how users call them, what they need, and what makes one.
 
 #pragma once
 

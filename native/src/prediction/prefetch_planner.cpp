@@ -37,13 +37,13 @@ void PrefetchPlanner::set_estimated(std::vector<uint8_t> layers) {
     streams.clear();
 }
 
-void PrefetchPlanner::set_maps(std::shared_ptr<ExpertMaps> maps) {
+void PrefetchPlanner::set_maps(std::shared_ptr<ExpertMapStore> maps) {
     model.maps = std::move(maps);
     streams.clear();
 }
 
-void PrefetchPlanner::set_maker(Maker maker_) {
-    maker = std::move(maker_);
+void PrefetchPlanner::set_oracle(Oracle oracle_) {
+    oracle = std::move(oracle_);
     streams.clear();
 }
 
@@ -110,8 +110,8 @@ PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
             continue;
         }
         auto predictor = make_predictor((pyorch_predictor) kind, model, distance);
-        if (!predictor && maker) {
-            predictor = maker((pyorch_predictor) kind, model, distance);
+        if (kind == PYORCH_PREDICT_ORACLE && oracle) {
+            predictor = oracle(distance);
         }
         if (predictor) {
             stream.predictors.push_back({ (pyorch_predictor) kind, std::move(predictor) });

@@ -120,14 +120,9 @@ DevicePass SimulatedDevice::begin(
     }
     std::vector<double> learned;
     if (n_tokens < Demand::SCAN_TOKENS) {
-        Visit seen  = visit;
-        seen.budget = slots_bytes;
-        table.learn_visit(seen, [&](int of, const std::vector<double> & values) {
-            of == layer ? (void) (learned = values) : seats->values.set_learned(of, values);
-        });
+        learned = table.learn_visit(visit);
     }
-    DevicePass pass =
-        seats->pass(layer, { experts, experts, rows, n_tokens, visit.context }, learned.empty() ? nullptr : &learned);
+    DevicePass pass = seats->pass(layer, { experts, experts, rows, n_tokens, visit.context }, learned);
     for (int expert : experts) {
         if (pass.slots[expert] != DeviceTable::NONE) {
             held.push_back(expert);

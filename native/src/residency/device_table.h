@@ -86,11 +86,11 @@ public:
     // Nothing is said of that pass any more. REQUIRES: its guests were abandoned.
     void forget(const void * context, int layer);
 
-    // A layer comes. learned: what a Learner says of its experts since it knows what was asked for, null where there is
-    // none. Counts hits and misses, and holds the hits.
+    // A layer comes. learned: what a LearnedValue says of its experts since it knows what was asked for, empty where
+    // there is none. Counts hits and misses, and holds the hits.
     // REQUIRES: of the layer nothing is coming; but of its guests those that it computes with may be, and are uploads
     // then. The others were abandoned.
-    DevicePass pass(int layer, const DeviceDemand & demand, const std::vector<double> * learned = nullptr);
+    DevicePass pass(int layer, const DeviceDemand & demand, const std::vector<double> & learned = {});
 
     // Where an expert is; NONE: not there, or still coming, or a guest.
     int slot(int layer, int expert) const;

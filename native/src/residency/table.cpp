@@ -24,14 +24,6 @@ static std::vector<int> n_experts(const ModelMap & map) {
     return n;
 }
 
-static LearnerSizes learner_sizes(const ModelMap & map) {
-    LearnerSizes sizes = { n_experts(map), {}, map.n_expert_used };
-    for (const auto & layer : map.layers) {
-        sizes.slot_bytes.push_back(layer.slot_bytes());
-    }
-    return sizes;
-}
-
 static PoolShares shares_of(const pyorch_config & config) {
     PoolShares shares = ALL_FULL;
     std::copy(std::begin(config.pool_shares), std::end(config.pool_shares), shares.begin() + (int) Form::FULL);
@@ -51,7 +43,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
                 }
             }),
         residents(map, *bank, values, order), stored(residents), room(residents, stored, loads, shares_of(config)),
-        ahead(residents, room, loads), streams(residents, loads), learning(learner_sizes(map), values, mutex) {
+        ahead(residents, room, loads), streams(residents, loads), learning(map, values, mutex) {
     for (size_t i = 0; i < map.layers.size(); ++i) {
         layer_by_il[map.layers[i].il] = (int) i;
         for (const auto & t : map.layers[i].tensors) {
@@ -596,17 +588,11 @@ void Table::set_uses(int il, const double * uses, int n) {
     stored.pools.begin_with(layer, uses, values.now());
 }
 
-// The budget, where it is one: 0 where all experts fit.
-uint64_t Table::scarce_bytes() {
-    return locked([&] { return bank->budget() < map.slots_bytes() ? bank->matrices_budget() : 0; });
-}
-
 // A layer was routed. A prompt says little about what decoding will need, and a warm-up, which asks for nothing, none.
 // Where all experts fit none goes.
 void Table::note_visit(const Owner & owner, int layer, const Demand & demand) {
     if (learning.learns() && !demand.scans() && !demand.asked.empty() && bank->budget() < map.slots_bytes()) {
-        learning.note({ owner.context, layer, demand.continues, bank->matrices_budget(),
-            demand.learned ? std::vector<int>() : demand.asked });
+        learning.note({ owner.context, layer, demand.continues, demand.learned ? std::vector<int>() : demand.asked });
     }
 }
 

@@ -184,13 +184,8 @@ public:
     }
 
     // For a tier above, whose experts have the same policy: learns from a layer that comes now, before acquire() is
-    // told of it. Its budget is that of the tier. Calls use(layer, values) for each layer of which the Learner says
-    // something else now; never, where the policy learns nothing.
-    template <typename Use>
-    void learn_visit(Visit visit, Use use) {
-        visit.budget += scarce_bytes();
-        learning.visit(visit, use);
-    }
+    // told of it. Returns the values of the layer; none, where the policy learns nothing.
+    std::vector<double> learn_visit(const Visit & visit) { return learning.visit(visit); }
 
     void        get_residency(int il, uint8_t * mask, int n);
     void        get_stats(int il, pyorch_stats & stats);
@@ -275,7 +270,6 @@ private:
     void count_seconds(const Residents::Layer & l, const Expert & e);
 
     pyorch_stats stats_of(int only);
-    uint64_t     scarce_bytes();
     void         note_visit(const Owner & owner, int layer, const Demand & demand);
 
     template <typename Condition>

@@ -169,10 +169,9 @@ void DeviceTier::forget(const void * context, int only) {
 }
 
 void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts, const Visit & visit) {
-    std::vector<std::pair<int, std::vector<double>>> learned;
+    std::vector<double> learned;
     if (batch.n_tokens < Demand::SCAN_TOKENS && !visit.experts.empty()) {
-        table.learn_visit(
-            visit, [&](int layer, const std::vector<double> & values) { learned.push_back({ layer, values }); });
+        learned = table.learn_visit(visit);
     }
     std::unique_lock<std::mutex> lock(mutex);
     give_back(hold);
@@ -198,19 +197,12 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
             });
         });
     }
-    const std::vector<double> * own = nullptr;
-    for (const auto & [layer, values] : learned) {
-        own = layer == batch.layer ? &values : own;
-        if (layer != batch.layer) {
-            seats->values.set_learned(layer, values);
-        }
-    }
     std::vector<int> rows(batch.n_expert);
     for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
         ++rows[batch.experts[s]];
     }
     DevicePass pass =
-        seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens, visit.context, stays }, own);
+        seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens, visit.context, stays }, learned);
     for (int expert : experts) {
         if (pass.slots[expert] != DeviceTable::NONE) {
             hold.experts.push_back(expert);

@@ -171,8 +171,7 @@ void offload(Context & context, RoutedBatch & batch) {
             context.routing.prefetcher.settle(context.id);
         }
         context.routing.device->choose(context.on_device, batch, distinct(batch, batch.experts, batch.hole),
-            { context.id, batch.layer, context.continues, context.routing.device->bank.used(),
-                distinct(batch, batch.requested) });
+            { context.id, batch.layer, context.continues, distinct(batch, batch.requested) });
     } else if (context.routing.device) {
         context.routing.device->forget(context.id, batch.layer);
     }

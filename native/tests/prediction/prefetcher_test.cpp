@@ -41,9 +41,7 @@ struct House {
                 plain_codec, {}),
             reader(table.loader()), routers(N_LAYERS), prefetcher(table, routers) {
         prefetcher.change([&](PrefetchPlanner & planner) {
-            planner.set_maker([](pyorch_predictor, const PredictionModel &, const std::vector<int> &) {
-                return std::make_unique<FirstExperts>();
-            });
+            planner.set_oracle([](const std::vector<int> &) { return std::make_unique<FirstExperts>(); });
             for (int layer = 0; layer < N_LAYERS; ++layer) {
                 planner.set(layer, { PYORCH_PREDICT_ORACLE, N_LAYERS, 0 });
             }

@@ -241,8 +241,8 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
             case 2: table.evict(il, ids.data(), 2); break;
             case 3: table.set_budget(floor + rng() % floor); break;
             case 4: {
-                constexpr pyorch_policy POLICIES[] = { PYORCH_LFU, PYORCH_LRU, PYORCH_LEARNED, PYORCH_BANDIT,
-                    PYORCH_LEAST_STALE, PYORCH_FIFO, PYORCH_MARKING };
+                constexpr pyorch_policy POLICIES[] = { PYORCH_LFU, PYORCH_LRU, PYORCH_LEARNED, PYORCH_FIFO,
+                    PYORCH_MARKING };
                 table.set_policy(POLICIES[rng() % std::size(POLICIES)]);
                 break;
             }

@@ -152,7 +152,7 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
             if (seed % 2) {               // else predictors have changed: their forecasts may come at any time
                 settle();
             }
-            tier.choose(hold, batch, experts, { owner.context, l, true, tier.bank.used(), experts });
+            tier.choose(hold, batch, experts, { owner.context, l, true, experts });
             std::vector<int> here;
             std::copy_if(experts.begin(), experts.end(), std::back_inserter(here),
                 [&](int e) { return batch.device_slots.empty() || batch.device_slots[e] < 0; });

@@ -1,4 +1,3 @@
-#include "prediction/activation_matrix.h"
 #include "prediction/estimator.h"
 #include "prediction/predictors/predictors.h"
 
