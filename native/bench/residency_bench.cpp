@@ -37,7 +37,7 @@ static pyorch_config make_config(const ModelMap & map, double share) {
 
 static Table make_table(const ModelMap & map, const pyorch_config & config) {
     return Table(map, std::make_unique<HostBank>(map, config.budget_bytes), call_source(touch_pages, nullptr),
-        plain_codec, config);
+        plain_codec(), config);
 }
 
 // A context, and a reader on its thread.

@@ -2,7 +2,7 @@
 #include "api/structs.h"
 #include "api/handles.h"
 #include "banks/device.h"
-#include "banks/device_speed.h"
+#include "banks/device_rates.h"
 #include "pyorch-devices.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-#include "base/notice.h"
+#include "base/status.h"
 #include "model/fatal.h"
 
 #include "pyorch.h"

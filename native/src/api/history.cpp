@@ -44,7 +44,7 @@ pyorch_status pyorch_set_history(pyorch_engine * engine, pyorch_history * histor
                     history->store->n_layers));
         }
         engine->prefetcher.change(
-            [&](PrefetchPlanner & planner) { planner.set_maps(history ? history->store : nullptr); });
+            [&](PrefetchPlanner & planner) { planner.change_model().maps = history ? history->store : nullptr; });
     });
 }
 

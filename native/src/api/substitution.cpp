@@ -143,16 +143,15 @@ pyorch_status pyorch_simulate_cache(pyorch_engine * engine, int32_t on, double r
             config.budget_bytes  = now.budget_bytes;
             cache                = std::make_shared<SimulatedCache>(engine->table.map, config, read_layers, seed);
         }
-        engine->routing.virtual_cache = cache;
-        engine->simulated_cache       = std::move(cache);
+        engine->routing.simulated_cache = std::move(cache);
     });
 }
 
 static SimulatedCache & simulated_cache(pyorch_engine * engine) {
-    if (!engine->simulated_cache) {
+    if (!engine->routing.simulated_cache) {
         throw Failure(PYORCH_INVALID, "no cache is simulated");
     }
-    return *engine->simulated_cache;
+    return *engine->routing.simulated_cache;
 }
 
 pyorch_status pyorch_fill_simulated_cache(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {

@@ -31,7 +31,7 @@ public:
     bool recover(const MoeLayer &, int, int, int, const char *, const char *, char *) const override { return true; }
 };
 
-const Codec & no_codec(Form) {
+const Codec & no_codec() {
     static const NothingDecoded codec;
     return codec;
 }
@@ -40,7 +40,7 @@ const Codec & no_codec(Form) {
 class Probe : private Loader::Orders {
 public:
     Probe(const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan) :
-            map(map), loader(map, std::move(source), no_codec, plan.bytes, mutex, *this) {
+            map(map), loader(map, std::move(source), no_codec(), plan.bytes, mutex, *this) {
         for (const MoeLayer & l : map.layers) {
             slot = std::max({ slot, slot_bytes(l, PART_MATRICES), slot_bytes(l, PART_E) + slot_bytes(l, PART_SM) });
         }
@@ -130,7 +130,6 @@ private:
         Load & load = *idle.back();
         idle.pop_back();
         std::tie(load.layer, load.expert) = order[next++ % order.size()];
-        load.form                         = COMPUTABLE;
         for (const Extent & e : extents(map.layers[load.layer], load.expert)) {
             direct = direct && e.direct && loader.bytes().direct(e.file);
         }

@@ -11,9 +11,7 @@ PrefetchPlanner::PrefetchPlanner(Table & table, const Routers & routers) :
     model.gates.resize(prefetch.size());
     model.defaults.resize(prefetch.size());
     gates_of.resize(prefetch.size());
-    for (const auto & l : table.map.layers) {
-        model.n_expert.push_back(l.n_expert);
-    }
+    model.n_expert = table.map.n_experts();
 }
 
 void PrefetchPlanner::set(int layer, const LayerPrefetch & layer_prefetch) {
@@ -22,24 +20,9 @@ void PrefetchPlanner::set(int layer, const LayerPrefetch & layer_prefetch) {
     streams.clear();
 }
 
-void PrefetchPlanner::set_default_vectors(int layer, std::shared_ptr<const CompactMatrix> vectors) {
-    model.defaults[layer] = std::move(vectors);
+PredictionModel & PrefetchPlanner::change_model() {
     streams.clear();
-}
-
-void PrefetchPlanner::set_estimator(std::shared_ptr<const Estimator> estimator) {
-    model.estimator = std::move(estimator);
-    streams.clear();
-}
-
-void PrefetchPlanner::set_estimated(std::vector<uint8_t> layers) {
-    model.estimated = std::move(layers);
-    streams.clear();
-}
-
-void PrefetchPlanner::set_maps(std::shared_ptr<ExpertMapStore> maps) {
-    model.maps = std::move(maps);
-    streams.clear();
+    return model;
 }
 
 void PrefetchPlanner::set_oracle(Oracle oracle_) {

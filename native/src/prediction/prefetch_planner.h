@@ -39,10 +39,9 @@ public:
 
     // Each begins anew what was counted and collected.
     void set(int layer, const LayerPrefetch & prefetch);
-    void set_default_vectors(int layer, std::shared_ptr<const CompactMatrix> vectors); // [n_expert][n_embd]
-    void set_estimator(std::shared_ptr<const Estimator> estimator);
-    void set_estimated(std::vector<uint8_t> layers);
-    void set_maps(std::shared_ptr<ExpertMapStore> maps);
+
+    // What predictors are made of: default vectors, the estimator and the layers that hybrid takes it for, the maps.
+    PredictionModel & change_model();
 
     // For a replay: makes the predictor that only a replay has.
     void set_oracle(Oracle oracle);

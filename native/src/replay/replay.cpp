@@ -1,6 +1,6 @@
 #include "replay/replay.h"
 
-#include "replay/simulated.h"
+#include "residency/simulated.h"
 #include "replay/simulated_device.h"
 
 #include <algorithm>

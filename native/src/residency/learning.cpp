@@ -12,11 +12,7 @@ Learning::Learning(const ModelMap & map, Values & values, std::mutex & mutex) : 
 
 // REQUIRES: both mutexes
 void Learning::make_learner() {
-    std::vector<int> n_experts;
-    for (const MoeLayer & layer : map.layers) {
-        n_experts.push_back(layer.n_expert);
-    }
-    learner = learns() ? std::make_unique<LearnedValue>(n_experts, map.n_expert_used) : nullptr;
+    learner = learns() ? std::make_unique<LearnedValue>(map.n_experts(), map.n_expert_used) : nullptr;
     visits.clear();
     has_visits = false;
     publish_all();

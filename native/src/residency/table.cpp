@@ -1,28 +1,15 @@
 #include "residency/table.h"
 
+#include "base/cpu_time.h"
 #include "loading/readers.h"
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <sys/mman.h>
 
 namespace pyorch {
-
-uint64_t Table::clock_ns() {
-    using namespace std::chrono;
-    return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
-}
-
-static std::vector<int> n_experts(const ModelMap & map) {
-    std::vector<int> n;
-    for (const auto & layer : map.layers) {
-        n.push_back(layer.n_expert);
-    }
-    return n;
-}
 
 static PoolShares shares_of(const pyorch_config & config) {
     PoolShares shares = ALL_FULL;
@@ -30,11 +17,10 @@ static PoolShares shares_of(const pyorch_config & config) {
     return shares;
 }
 
-Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, Codecs codecs,
+Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, const Codec & codec,
     const pyorch_config & config, const Policies & policies) :
-        map(map_), bank(std::move(bank_)),
-        loads(map, std::move(source), std::move(codecs), plan_reads(config).bytes, mutex, *this),
-        values(n_experts(map), HOST, policies, (pyorch_policy) config.policy),
+        map(map_), bank(std::move(bank_)), loads(map, std::move(source), codec, plan_reads(config).bytes, mutex, *this),
+        values(map.n_experts(), HOST, policies, (pyorch_policy) config.policy),
         order(values,
             [this](Victims & victims, int layer, int id) {
                 residents.set_keys(victims, layer, id);

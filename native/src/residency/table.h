@@ -43,7 +43,7 @@ class Table : private Loader::Orders {
 public:
     // The bank brings the budget. policies: that can be chosen. Throws Failure: PYORCH_BUDGET below the map's floor,
     // PYORCH_INVALID for a policy that is none of them.
-    Table(const ModelMap & map, std::unique_ptr<Bank> bank, std::unique_ptr<Source> source, Codecs codecs,
+    Table(const ModelMap & map, std::unique_ptr<Bank> bank, std::unique_ptr<Source> source, const Codec & codec,
         const pyorch_config & config, const Policies & policies = policy_list());
     ~Table() override; // REQUIRES: no reader is left
 
@@ -232,8 +232,6 @@ private:
 
     char *   zeros      = nullptr;
     uint64_t zeros_size = 0;
-
-    static uint64_t clock_ns();
 
     template <typename Ask>
     std::invoke_result_t<Ask> locked(Ask ask) {

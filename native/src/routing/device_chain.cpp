@@ -1,6 +1,5 @@
 #include "routing/device_chain.h"
 
-#include "base/notice.h"
 #include "base/status.h"
 
 #include "ggml-backend.h"

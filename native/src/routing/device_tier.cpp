@@ -39,17 +39,16 @@ void DeviceTier::open(uint64_t landing_bytes) {
     // Where all experts fit, no row comes from the processor.
     bank.allocate(budget - (budget < table.map.expert_bytes() ? std::min(landing_bytes, budget / LANDING_SHARE) : 0));
     landings.set_limit(std::max(budget, bank.used()) - bank.used());
-    std::vector<int>      n_experts, pool_of, n_slots;
+    std::vector<int>      pool_of, n_slots;
     std::vector<uint64_t> expert_bytes;
     for (size_t layer = 0; layer < table.map.layers.size(); ++layer) {
-        n_experts.push_back(table.map.layers[layer].n_expert);
         pool_of.push_back(bank.pool_of((int) layer));
         expert_bytes.push_back(table.map.layers[layer].expert_bytes());
     }
     for (const auto & pool : bank.all()) {
         n_slots.push_back(pool.n_slots);
     }
-    seats = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, policy);
+    seats = std::make_unique<DeviceTable>(table.map.n_experts(), pool_of, n_slots, policy);
     // Where there is room for all, each is uploaded once, and serves ever after.
     seats->set_misses(bank.has_room_for_all() ? PYORCH_UPLOAD : misses, rates, expert_bytes);
     if (n_ahead > 0 && !bank.has_room_for_all()) {

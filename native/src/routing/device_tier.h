@@ -18,7 +18,6 @@
 #pragma once
 
 #include "banks/device_bank.h"
-#include "banks/device_landings.h"
 #include "banks/host_copies.h"
 #include "residency/device_table.h"
 #include "residency/table.h"

@@ -6,10 +6,10 @@
 #include "cluster/remote_bank.h"
 #include "prediction/prefetcher.h"
 #include "residency/table.h"
-#include "residency/virtual_cache.h"
+#include "residency/simulated.h"
 #include "routing/activations.h"
 #include "routing/calibration.h"
-#include "routing/expert_recipe.h"
+#include "routing/expert_graph.h"
 #include "routing/speculation.h"
 #include "routing/substitution.h"
 
@@ -62,7 +62,7 @@ struct Routing {
 
     // Says what substitution takes for resident, and sees what layers compute; null: what is. Set while nothing
     // computes.
-    std::shared_ptr<VirtualCache> virtual_cache;
+    std::shared_ptr<SimulatedCache> simulated_cache;
 
     Observer      observer;
     Activations   activations;

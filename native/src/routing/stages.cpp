@@ -103,8 +103,8 @@ void substitute(Context & context, RoutedBatch & batch) {
         return;
     }
     thread_local std::vector<uint8_t> resident, loading;
-    if (routing.virtual_cache) {
-        routing.virtual_cache->look(batch.layer, resident, loading);
+    if (routing.simulated_cache) {
+        routing.simulated_cache->look(batch.layer, resident, loading);
     } else {
         routing.table.resident(batch.layer, resident, &loading);
     }
@@ -122,7 +122,7 @@ void substitute(Context & context, RoutedBatch & batch) {
     batch.changed             = context.changed_of(batch.n_tokens);
     const uint64_t slot_bytes = routing.table.map.layers[batch.layer].slot_bytes();
     const double   rate =
-        routing.virtual_cache ? routing.virtual_cache->bytes_per_second() : routing.table.read_bytes_per_second();
+        routing.simulated_cache ? routing.simulated_cache->bytes_per_second() : routing.table.read_bytes_per_second();
     routing.substitutions.apply(batch, resident.data(), loading.data(), slot_bytes, rate);
     vacate(batch, resident);
 }
@@ -188,8 +188,8 @@ void acquire(Context & context, RoutedBatch & batch) {
         };
         asked.erase(std::remove_if(asked.begin(), asked.end(), stays), asked.end());
     }
-    if (context.routing.virtual_cache) {
-        context.routing.virtual_cache->pass(
+    if (context.routing.simulated_cache) {
+        context.routing.simulated_cache->pass(
             context.id, batch.layer, { experts, asked, batch.n_tokens, context.continues }, batch.deferred);
     }
     Table & table = context.routing.table;

@@ -12,7 +12,7 @@
 // "size N_MAPS".
 
 #include "prediction/expert_maps.h"
-#include "prediction/predictors/predictors.h"
+#include "prediction/predictor_list.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -39,7 +39,7 @@ int main(int argc, char ** argv) {
     const auto [n_layers, n_expert, n_embd, capacity, distance] = n;
     pyorch::PredictionModel model;
     model.n_expert.assign(n_layers, n_expert);
-    model.maps = std::make_shared<pyorch::ExpertMapStore>(n_layers, n_expert, n_embd, capacity, distance);
+    model.maps            = std::make_shared<pyorch::ExpertMapStore>(n_layers, n_expert, n_embd, capacity, distance);
     const auto  predictor = pyorch::make_expert_map(model, std::vector<int>(n_layers, distance));
     std::string event;
     while (std::cin >> event) {

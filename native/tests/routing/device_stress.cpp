@@ -10,7 +10,7 @@
 #include "banks/host_bank.h"
 #include "base/cpu_backend.h"
 #include "loading/codec.h"
-#include "loading/reader_threads.h"
+#include "loading/readers.h"
 #include "residency/table.h"
 #include "routing/device_tier.h"
 
@@ -247,7 +247,7 @@ void stress_device(const char * path, int seed, int n_passes) {
     config.device_bytes  = map.expert_bytes() * 2 / 3;
     config.device_ahead  = 2;
     Table table(map, std::make_unique<HostBank>(map, config.budget_bytes), std::make_unique<UnsteadySource>(map),
-        plain_codec, config);
+        plain_codec(), config);
     ReaderThreads reader(table.loader(), 2);
     for (const auto misses : { PYORCH_PROCESSOR, PYORCH_UPLOAD }) {
         config.device_misses = misses;

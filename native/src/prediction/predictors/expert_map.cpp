@@ -1,5 +1,5 @@
 #include "prediction/expert_maps.h"
-#include "prediction/predictors/predictors.h"
+#include "prediction/predictor_list.h"
 
 #include <algorithm>
 
