@@ -3,7 +3,7 @@
 #include "api/handles.h"
 #include "api/structs.h"
 #include "pyorch-devices.h"
-#include "routing/seam.h"
+#include "routing/routing.h"
 
 #include <algorithm>
 #include <cmath>

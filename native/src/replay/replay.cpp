@@ -281,10 +281,8 @@ private:
                 double at = now;
                 on_device = device->begin({ this, layer, continues, experts }, rows, n_tokens, decode, at);
                 wait_until(at);
-                const auto there = [&](int e) { return on_device.slots[e] >= 0; };
-                const auto stays = [&](int e) {
-                    return there(e) && !std::binary_search(on_device.guests.begin(), on_device.guests.end(), e);
-                };
+                const auto there = [&](int e) { return on_device.computes(e); };
+                const auto stays = [&](int e) { return on_device.keeps(e); };
                 here.erase(std::remove_if(here.begin(), here.end(), there), here.end());
                 used.erase(std::remove_if(used.begin(), used.end(), stays), used.end());
             }

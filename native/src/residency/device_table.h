@@ -30,6 +30,7 @@
 #include "residency/eviction_order.h"
 #include "residency/guesses.h"
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -47,10 +48,15 @@ struct DeviceDemand {
 
 // What becomes of its experts.
 struct DevicePass {
-    std::vector<int> slots   = {}; // by expert: where it is there and held now, else NONE
+    std::vector<int> slots   = {}; // by expert: where it is there and held now, else -1; empty: none is
     std::vector<int> uploads = {}; // come before the layer is computed, and are computed there
-    std::vector<int> behind  = {}; // come while it is computed
+    std::vector<int> behind  = {}; // come while it is computed, and serve the next time
     std::vector<int> guests  = {}; // that it computes with, and that do not stay: ascending
+
+    bool computes(int expert) const { return !slots.empty() && slots[expert] >= 0; }
+    bool keeps(int expert) const {
+        return computes(expert) && !std::binary_search(guests.begin(), guests.end(), expert);
+    }
 };
 
 class DeviceTable {

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "banks/slot_bank.h"
+#include "banks/bank.h"
 #include "loading/readers.h"
 #include "residency/table.h"
 
@@ -15,9 +15,9 @@
 namespace pyorch {
 
 // Slots without bytes. All of them lie at one address, which nobody reads from.
-class SimulatedBank : public SlotBank {
+class SimulatedBank : public Bank {
 public:
-    using SlotBank::SlotBank;
+    using Bank::Bank;
 
 private:
     char * extend(int) override { return &nowhere; }

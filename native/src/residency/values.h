@@ -10,7 +10,7 @@
 
 #pragma once
 
-#include "residency/policies/policy_list.h"
+#include "residency/policies/policy.h"
 
 #include <algorithm>
 #include <limits>

@@ -5,9 +5,8 @@
 
 #include "cluster/remote_bank.h"
 #include "prediction/prefetcher.h"
-#include "residency/table.h"
 #include "residency/simulated.h"
-#include "routing/activations.h"
+#include "residency/table.h"
 #include "routing/calibration.h"
 #include "routing/expert_graph.h"
 #include "routing/speculation.h"
@@ -92,5 +91,9 @@ private:
 
 // Puts a number into ascending ones. False if it is there.
 bool insert(std::vector<int> & ascending, int number);
+
+// Opens the seam to llama.cpp, which patches/ call (routing/seam.cpp; the contract is docs/seam.md). Who manages the experts of the models that the calling thread loads; null: llama.cpp. Outlives these models and their
+// contexts.
+void capture(Routing * routing);
 
 } // namespace pyorch

@@ -180,21 +180,16 @@ void offload(Context & context, RoutedBatch & batch) {
 void acquire(Context & context, RoutedBatch & batch) {
     std::vector<int> experts = distinct(batch, batch.experts, batch.hole);
     std::vector<int> asked   = distinct(batch, batch.requested);
-    if (!batch.device_slots.empty()) {
-        const auto there = [&](int e) { return batch.device_slots[e] >= 0; };
-        experts.erase(std::remove_if(experts.begin(), experts.end(), there), experts.end());
-        const auto stays = [&](int e) {
-            return there(e) && !std::binary_search(batch.device_guests.begin(), batch.device_guests.end(), e);
-        };
-        asked.erase(std::remove_if(asked.begin(), asked.end(), stays), asked.end());
-    }
+    experts.erase(
+        std::remove_if(experts.begin(), experts.end(), [&](int e) { return batch.device.computes(e); }), experts.end());
+    asked.erase(std::remove_if(asked.begin(), asked.end(), [&](int e) { return batch.device.keeps(e); }), asked.end());
     if (context.routing.simulated_cache) {
         context.routing.simulated_cache->pass(
             context.id, batch.layer, { experts, asked, batch.n_tokens, context.continues }, batch.deferred);
     }
     Table & table = context.routing.table;
     table.acquire(context.owner, batch.layer,
-        { experts, asked, batch.n_tokens, context.continues, true, !batch.device_slots.empty() });
+        { experts, asked, batch.n_tokens, context.continues, true, !batch.device.slots.empty() });
     if (!batch.deferred.empty()) {
         table.defer(batch.layer, batch.deferred);
     }
@@ -249,7 +244,7 @@ void predict(Context & context, RoutedBatch & batch) {
 }
 
 void upload(Context & context, RoutedBatch & batch) {
-    if (!batch.device_slots.empty()) {
+    if (!batch.device.slots.empty()) {
         context.routing.device->bring(context.owner, context.on_device, batch);
     }
 }

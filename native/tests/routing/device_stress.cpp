@@ -155,8 +155,8 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
             tier.choose(hold, batch, experts, { owner.context, l, true, experts });
             std::vector<int> here;
             std::copy_if(experts.begin(), experts.end(), std::back_inserter(here),
-                [&](int e) { return batch.device_slots.empty() || batch.device_slots[e] < 0; });
-            table.acquire(owner, l, { here, here, n_tokens, true, true, !batch.device_slots.empty() });
+                [&](int e) { return batch.device.slots.empty() || batch.device.slots[e] < 0; });
+            table.acquire(owner, l, { here, here, n_tokens, true, true, !batch.device.slots.empty() });
             settle();
             const int to    = (l + 1) % N_LAYERS;
             const int then  = (l + 2) % N_LAYERS;
@@ -167,16 +167,16 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
                 tier.order(owner.context, then, { { later, 0, 2 } }, 0);
                 tier.order(owner.context, to, { { right, 0, 1 }, { wrong, 1, 1 } }, 0);
             });
-            if (!batch.device_slots.empty()) {
+            if (!batch.device.slots.empty()) {
                 tier.bring(owner, hold, batch);
             }
-            computed = { batch.through_area, l, batch.device_slots };
+            computed = { batch.through_area, l, batch.device.slots };
             if (table.release(owner)) {
                 check(tier, table, computed);
             } else { // the decode fails
                 computed = {};
             }
-            n_computed += !batch.device_slots.empty();
+            n_computed += !batch.device.slots.empty();
             if (batch.through_area && l == N_LAYERS - 1) {
                 tier.release_areas(hold);
                 computed = {}; // others have them now

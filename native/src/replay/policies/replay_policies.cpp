@@ -1,6 +1,6 @@
 #include "replay/policies/replay_policies.h"
 
-#include "residency/policies/policy_list.h"
+#include "residency/policies/policy.h"
 
 #include <algorithm>
 #include <random>

@@ -98,4 +98,10 @@ std::unique_ptr<EvictionPolicy> make_policy(int n_moe_layers) {
 // half-lives.
 inline double fading_use(double heat, double fading) { return std::log2(std::exp2(heat - fading) + 1) + fading; }
 
+// In the order of their kinds. Those that exist to be compared with are for replays: replay/policies/replay_policies.h.
+const Policies & policy_list();
+
+// Throws Failure where the list has no such policy.
+const PolicyEntry & find_policy(const Policies & policies, pyorch_policy kind);
+
 } // namespace pyorch

@@ -1,4 +1,4 @@
-#include "residency/policies/policy_list.h"
+#include "residency/policies/policy.h"
 
 #include "base/status.h"
 
