@@ -32,7 +32,7 @@ static bool repacks(const pyorch::ModelMap & map) {
 
 static const pyorch::Codec & codec_of(const pyorch::ModelMap & map, const pyorch_config & config, bool simulated) {
     if (simulated) {
-        return pyorch::simulated_codec();
+        return pyorch::no_codec();
     }
     return config.plain || !repacks(map) ? pyorch::plain_codec() : pyorch::repacking_codec();
 }

@@ -39,4 +39,7 @@ const Codec & plain_codec();
 // Matrices as they lie in the file come into the order in which the kernels are fastest (model/layout.h).
 const Codec & repacking_codec();
 
+// Nothing is decoded or checked: for reads that are only counted.
+const Codec & no_codec();
+
 } // namespace pyorch

@@ -7,25 +7,7 @@
 
 namespace pyorch {
 
-namespace {
-
-class NothingRead : public Codec {
-public:
-    const char * decode(const ExpertTensor &, char * block, char *) const override { return block; }
-
-    bool intact(const MoeLayer &, int, int, const char *) const override { return true; }
-
-    bool recover(const MoeLayer &, int, int, int, const char *, const char *, char *) const override { return true; }
-};
-
-} // namespace
-
 char SimulatedBank::nowhere;
-
-const Codec & simulated_codec() {
-    static const NothingRead nothing;
-    return nothing;
-}
 
 double SimulatedDisk::end_of(double begin, double seconds) const {
     if (pause_seconds <= 0) {
@@ -150,7 +132,7 @@ pyorch_config simulated(pyorch_config config) {
 } // namespace
 
 SimulatedCache::SimulatedCache(const ModelMap & map, const pyorch_config & config, double read_layers, uint64_t seed) :
-        table(map, bank_of(map, config), open_source(map, simulated(config)), simulated_codec(), simulated(config)),
+        table(map, bank_of(map, config), open_source(map, simulated(config)), no_codec(), simulated(config)),
         disk(disk_of(map, read_layers, seed)),
         reader(table.loader(), disk, { 1, INFINITY }, [this](double ended) { now = std::max(now, ended); }) {}
 

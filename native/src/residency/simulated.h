@@ -26,9 +26,6 @@ private:
     static char nowhere;
 };
 
-// Nothing was read, so nothing is decoded.
-const Codec & simulated_codec();
-
 struct SimulatedDisk {
     double   read_seconds; // that a request costs beside its bytes
     double   bytes_per_second;

@@ -145,8 +145,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
 
     // A decode that was aborted inside a layer never reached its release.
     if (!owner.held.empty() || owner.stream) {
-        bool ignored;
-        release_held(owner, ignored);
+        release_held(owner);
         space.notify_all();
     }
     room.widen(layer, demand);
@@ -238,8 +237,9 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     return true;
 }
 
-void Table::release_held(Owner & owner, bool & failed) {
-    failed = false;
+// False: one of them could not be read.
+bool Table::release_held(Owner & owner) {
+    bool failed = false;
     for (Expert * e : owner.held) {
         residents.unhold(*e);
         if (e->failed()) {
@@ -261,12 +261,13 @@ void Table::release_held(Owner & owner, bool & failed) {
         streams.close(owner);
     }
     room.keep_budget();
+    return !failed;
 }
 
 bool Table::release(Owner & owner) {
     bool failed;
     change([&] {
-        release_held(owner, failed);
+        failed = !release_held(owner);
         totals.failures += failed;
     });
     return !failed;
@@ -275,8 +276,7 @@ bool Table::release(Owner & owner) {
 void Table::forget(Owner & owner) {
     learning.forget(owner.context);
     change([&] {
-        bool ignored;
-        release_held(owner, ignored);
+        release_held(owner);
         ahead.forget(owner.context);
         if (is_idle()) {
             idle.notify_all();
@@ -336,10 +336,7 @@ bool Table::share_resident(int layer, int expert, Owner & other) {
 }
 
 void Table::unshare(Owner & other) {
-    change([&] {
-        bool ignored;
-        release_held(other, ignored);
-    });
+    change([&] { release_held(other); });
 }
 
 void Table::resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading) {

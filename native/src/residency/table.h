@@ -263,7 +263,7 @@ private:
 
     bool share(Expert & e, Owner & other);
     bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted);
-    void release_held(Owner & owner, bool & failed);
+    bool release_held(Owner & owner);
     void count_uses(int layer, const Demand & demand, const std::vector<int> & streamed);
     void count_seconds(const Residents::Layer & l, const Expert & e);
 
