@@ -11,7 +11,6 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import numpy as np
 import pytest
 from models import PROMPT
 from processes import HANG_SECONDS

@@ -40,9 +40,9 @@ double layer_seconds(
 int uploads_that_pay(const DeviceRates & rates, uint64_t bytes, const std::vector<int> & rows,
     const std::vector<int> & lacking, int candidates);
 
-// How fast a device takes experts and computes with them, and how fast the processor does: measured now, in some tenths of a second, with matrices of the shapes and types of the model's first layer with
-// experts. Takes memory for some of them on both sides meanwhile. n_threads: of the processor. Throws Failure where
-// there is no such memory.
+// How fast a device takes experts and computes with them, and how fast the processor does: measured now, in some tenths
+// of a second, with matrices of the shapes and types of the model's first layer with experts. Takes memory for some of
+// them on both sides meanwhile. n_threads: of the processor. Throws Failure where there is no such memory.
 DeviceRates measure_device(const ModelMap & map, ggml_backend_dev_t device, int n_threads);
 
 } // namespace pyorch

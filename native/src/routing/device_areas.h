@@ -20,9 +20,9 @@
 
 namespace pyorch {
 
-// Calls upload(i, role, bytes) for each matrix of experts[i] that owner holds, in the order in which a layer passes that
-// does not fit into host memory; and it is one thread that asks. By i: whether all of the expert could be read; where
-// not, the decode fails when the layer gives its experts back.
+// Calls upload(i, role, bytes) for each matrix of experts[i] that owner holds, in the order in which a layer passes
+// that does not fit into host memory; and it is one thread that asks. By i: whether all of the expert could be read;
+// where not, the decode fails when the layer gives its experts back.
 template <typename Upload>
 std::vector<uint8_t> bring_in_order(
     Table & table, Owner & owner, int layer, const std::vector<int> & experts, Upload upload) {

@@ -58,7 +58,8 @@ private:
     std::string why_mixed(const ExpertNode & node) const;
 };
 
-// What is kept of a layer's experts in a graph when the graph is gone: so that rows can be computed without a decode (routing/expert_worker.h).
+// What is kept of a layer's experts in a graph when the graph is gone: so that rows can be computed without a decode
+// (routing/expert_worker.h).
 struct ExpertRecipe {
     // As an ExpertNode, of any number of slots: [n, 1, n_slots].
     struct Step {

@@ -1,9 +1,9 @@
 // Computes given rows with experts of a layer outside of any decode: for other servers, and for what they did not
 // answer.
 //
-// The graph is the layer's own (ExpertRecipe, routing/expert_graph.h), with one expert for each row; the experts are held in the
-// table meanwhile, as by a context. The bits are those of a decode: kernels go through the rows of an expert one by
-// one, or in tiles whose numbers do not meet, and choose between the two by how many rows the expert has.
+// The graph is the layer's own (ExpertRecipe, routing/expert_graph.h), with one expert for each row; the experts are
+// held in the table meanwhile, as by a context. The bits are those of a decode: kernels go through the rows of an
+// expert one by one, or in tiles whose numbers do not meet, and choose between the two by how many rows the expert has.
 
 #pragma once
 

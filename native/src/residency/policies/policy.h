@@ -3,8 +3,8 @@
 // A policy gives each expert a value, from what is known of it alone: values of different experts, computed at
 // different times, compare. So the value of an expert changes only when something is learnt about that expert. Two
 // things a policy may ask for beside that. Values that take much arithmetic are made by a LearnedValue, for all experts
-// of a layer at once, once that layer was visited. And where the turn of a layer counts, all values of a layer are divided
-// by the root of the layers until its turn: that changes with every layer, but never the order within one.
+// of a layer at once, once that layer was visited. And where the turn of a layer counts, all values of a layer are
+// divided by the root of the layers until its turn: that changes with every layer, but never the order within one.
 
 #pragma once
 
