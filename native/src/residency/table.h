@@ -17,8 +17,8 @@
 // circle. What does not fit into the budget at all is streamed: the layer gets a window, through which the rest passes.
 //
 // Nothing that a layer of a token asks for costs more in a model with more layers or experts, but for a comparison for
-// each layer where memory is needed: what is looked up by expert is an array, what is sought is an index (victims.h,
-// guesses.h).
+// each layer where memory is needed: what is looked up by expert is an array, what is sought is an index
+// (eviction_order.h, guesses.h).
 
 #pragma once
 
