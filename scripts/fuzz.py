@@ -153,7 +153,7 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
     if kind == "trace":
         commands = (("buddies", str(model), "--trace", "{}", "-o", str(base / "out.gguf")),
                     ("maps", str(model), "{}", "-o", str(base / "out.gguf")),
-                    ("replay", str(model), "{}", "--budget", "60%", "--predictor", "none,next-router", "--json"))
+                    ("replay", str(model), "{}", "--budget", "60%", "--prefetch", "none,quasi-hidden", "--json"))
         return [Target(trace_mutator(trace.read_bytes()), "damaged.trace", (), commands)]
     _must(("maps", model, trace))
     _must(("buddies", model, "--trace", trace))

@@ -27,7 +27,6 @@ _ffi.cdef("""
     int parts_substitute(void *, void *, void *, int32_t, int32_t, void *, void *, void *);
     int parts_set_prediction_observer(void *, observer_fn);
     void parts_search_map(void *, void *, void *, int32_t, int32_t *, float *);
-    void parts_search_request(void *, void *, int32_t *, float *);
 """)
 
 
@@ -148,15 +147,4 @@ def _search(store: ExpertMaps, embedding: np.ndarray | None, rows: np.ndarray | 
     (by, _by), (known, _known) = _floats(embedding), _floats(rows)
     index, score = _ffi.new("int32_t *"), _ffi.new("float *")
     _lib().parts_search_map(_pointer(store.handle), by, known, n_known, index, score)
-    return Found(index[0], score[0])
-
-
-def search_request(store: ExpertMaps, counts: np.ndarray) -> Found:
-    """The request most alike in the layers of counts [n_layers, n_expert] that are not all 0.
-
-    Alike is the cosine of the matrices, each row divided by its sum.
-    """
-    index, score = _ffi.new("int32_t *"), _ffi.new("float *")
-    pointer, _kept = _floats(counts)
-    _lib().parts_search_request(_pointer(store.handle), pointer, index, score)
     return Found(index[0], score[0])

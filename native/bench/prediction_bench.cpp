@@ -15,7 +15,7 @@
 
 #include "banks/host_bank.h"
 #include "base/cpu_backend.h"
-#include "prediction/prediction_allowance.h"
+#include "prediction/prediction_balance.h"
 #include "prediction/estimator.h"
 #include "prediction/prefetch_planner.h"
 #include "residency/table.h"
@@ -185,7 +185,7 @@ static void measure(const std::string & path, const Shape & shape, int n_tokens)
     pyorch_config  config = {};
     config.policy         = PYORCH_FINEMOE;
     Table table(map, std::make_unique<HostBank>(map, map.slots_bytes() / 2), call_source(touch_pages, nullptr),
-        plain_codec, config);
+        plain_codec(), config);
 
     // The graph has routers of its own: one that all layers share does here.
     const std::vector<float> gate = random_weights((size_t) shape.n_expert * shape.n_embd, 0.02f),
@@ -224,13 +224,13 @@ static void measure(const std::string & path, const Shape & shape, int n_tokens)
             {
                 const std::vector<float> vectors = random_weights((size_t) shape.n_expert * shape.n_embd, 0.1f);
                 for (int layer = 0; layer < shape.n_layers; ++layer) {
-                    planner.set_default_vectors(
-                        layer, std::make_shared<const CompactMatrix>(vectors.data(), shape.n_expert, shape.n_embd));
+                    planner.change_model().defaults[layer] =
+                        std::make_shared<const CompactMatrix>(vectors.data(), shape.n_expert, shape.n_embd);
                 }
             }
             if (kind == PYORCH_PREDICT_HYBRID) {
-                planner.set_estimator(random_estimator(shape));
-                planner.set_estimated(std::vector<uint8_t>(shape.n_layers, 1));
+                planner.change_model().estimator = random_estimator(shape);
+                planner.change_model().estimated.assign(shape.n_layers, 1);
             }
             std::vector<int> forecasts(distance + 1); // by layers ahead
             planner.set_observer(

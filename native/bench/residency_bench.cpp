@@ -37,7 +37,7 @@ static pyorch_config make_config(const ModelMap & map, double share) {
 
 static Table make_table(const ModelMap & map, const pyorch_config & config) {
     return Table(map, std::make_unique<HostBank>(map, config.budget_bytes), call_source(touch_pages, nullptr),
-        plain_codec, config);
+        plain_codec(), config);
 }
 
 // A context, and a reader on its thread.
@@ -153,15 +153,15 @@ static void measure_loads(const std::string & path, const char * what, int rows_
 }
 
 // What a token's visits teach.
-static double learning_seconds(int n_layers, int n_expert, int n_tables) {
+static double learning_seconds(int n_layers, int n_expert) {
     constexpr int       N_TOKENS = 60;
-    LearnedValue        learned(std::vector<int>(n_layers, n_expert), N_USED, n_tables);
+    LearnedValue        learned(std::vector<int>(n_layers, n_expert), N_USED);
     std::mt19937        rng(1);
     std::vector<double> times;
     for (int token = 0; token < N_TOKENS; ++token) {
         double spent = 0;
         for (int layer = 0; layer < n_layers; ++layer) {
-            Visit visit = { &learned, layer, true, 0, {} };
+            Visit visit = { &learned, layer, true, {} };
             while ((int) visit.experts.size() < N_USED) {
                 const int id = (int) (rng() % n_expert);
                 if (std::find(visit.experts.begin(), visit.experts.end(), id) == visit.experts.end()) {
@@ -198,12 +198,11 @@ static double resident_layer_seconds(const ModelMap & map, pyorch_policy policy)
 
 static void measure_learning(const std::string & path, int n_layers, int n_expert) {
     const ModelMap map = synthetic_map(path, n_layers, n_expert, [](int) { return 2; });
-    printf(
-        "%3d layers x %3d experts, policy learned: %.0f us a token with three tables, %.0f with one; a layer whose %d "
-        "experts are resident %.1f us, %.1f with finemoe\n",
-        n_layers, n_expert, 1e6 * learning_seconds(n_layers, n_expert, 3),
-        1e6 * learning_seconds(n_layers, n_expert, 1), N_USED, 1e6 * resident_layer_seconds(map, PYORCH_LEARNED),
-        1e6 * resident_layer_seconds(map, PYORCH_FINEMOE));
+    printf("%3d layers x %3d experts, policy learned: %.0f us a token; a layer whose %d experts are resident %.1f us, "
+           "%.1f "
+           "with finemoe\n",
+        n_layers, n_expert, 1e6 * learning_seconds(n_layers, n_expert), N_USED,
+        1e6 * resident_layer_seconds(map, PYORCH_LEARNED), 1e6 * resident_layer_seconds(map, PYORCH_FINEMOE));
 }
 
 int main(int argc, char ** argv) {

@@ -37,6 +37,10 @@ typedef struct pyorch_recording {
     const float *    states;     // [n_tokens][L][n_embd] of which the routers' inputs are the normalization, or NULL
     const float *    embeddings; // [n_tokens][n_embd] of the embedding layer, or NULL
     const uint32_t * request;    // [n_tokens]
+    const int16_t *  forecasts; // [n_tokens][L][n_distances][n_forecast] experts that the oracle names for a layer of a
+                                // token, so many layers (less one) ahead, the likeliest first, -1 behind the last
+    int32_t n_distances;
+    int32_t n_forecast;
 
     // What is played, in this order: ubatch u has the tokens order[begin[u]] to order[begin[u + 1] - 1].
     int64_t         n_ubatches;

@@ -237,10 +237,8 @@ typedef enum pyorch_policy {
     PYORCH_LEARNED = 4, // lowest value goes first, as learned from what layers used: see pyorch_set_learned
 
     // For replays alone, to be compared with.
-    PYORCH_BANDIT      = 5, // least frequently used goes first, fading as fast as lately hit most often
-    PYORCH_LEAST_STALE = 6, // not used by its layer's last pass goes first, of the layer whose turn comes last
-    PYORCH_FIFO        = 7, // what came into memory first goes first
-    PYORCH_MARKING     = 8, // at random, of what was not used since everything else was (Fiat et al. 1991)
+    PYORCH_FIFO    = 5, // what came into memory first goes first
+    PYORCH_MARKING = 6, // at random, of what was not used since everything else was (Fiat et al. 1991)
 } pyorch_policy;
 
 // Bytes of shard file (0-based) from offset into buf. Returns the number of bytes read, which may be
@@ -470,16 +468,12 @@ pyorch_status pyorch_reset_stats(pyorch_engine * engine);
 
 // What predicts the experts of later layers while a layer of a decoding ubatch computes.
 typedef enum pyorch_predictor {
-    PYORCH_PREDICT_NONE              = 0,
-    PYORCH_PREDICT_PREVIOUS_TOKEN    = 1, // what the layer used for the previous token
-    PYORCH_PREDICT_LAYER_ALL         = 2, // every expert of the layer
-    PYORCH_PREDICT_NEXT_ROUTER       = 3, // its router, applied to the router input of the layer at hand
-    PYORCH_PREDICT_QUASI_HIDDEN      = 4, // its router, applied to a guess of its input: see pyorch_set_default_vectors
-    PYORCH_PREDICT_ACTIVATION_MATRIX = 5, // what the most alike request used in the layer: see pyorch_set_history
-    PYORCH_PREDICT_ESTIMATOR         = 6, // a trained network, one layer ahead: see pyorch_set_estimator
-    PYORCH_PREDICT_HYBRID            = 7, // one of these two for each layer: see pyorch_set_hybrid
-    PYORCH_PREDICT_EXPERT_MAP        = 8, // what the most alike iteration used in the layer: see pyorch_set_history
-    PYORCH_PREDICT_ORACLE            = 9, // the truth: in a replay, which knows
+    PYORCH_PREDICT_NONE         = 0,
+    PYORCH_PREDICT_QUASI_HIDDEN = 1, // its router, applied to a guess of its input: see pyorch_set_default_vectors
+    PYORCH_PREDICT_ESTIMATOR    = 2, // a trained network, one layer ahead: see pyorch_set_estimator
+    PYORCH_PREDICT_HYBRID       = 3, // one of these two for each layer: see pyorch_set_hybrid
+    PYORCH_PREDICT_EXPERT_MAP   = 4, // what the most alike iteration used in the layer: see pyorch_set_history
+    PYORCH_PREDICT_ORACLE       = 5, // in a replay: what the recording says, such as the truth
 } pyorch_predictor;
 
 // Sets what predicts one layer, il -1: every layer. distance: layers ahead at most, at least 1. min_precision: guesses
@@ -615,16 +609,16 @@ typedef void (*pyorch_observer_fn)(void * user, const pyorch_routing * routing);
 pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user);
 
 //
-// history: expert maps of past iterations (FineMoE), and activation matrices of past requests (MoE-Infinity)
+// history: expert maps of past iterations (FineMoE)
 //
 
 typedef struct pyorch_history pyorch_history;
 
 // n_expert: of the widest layer; n_embd 0: without embeddings; capacity: in iterations; distance: of prefetching, for
-// the redundancy score by which an iteration replaces another in a full store; n_requests: capacity in requests.
-pyorch_status pyorch_history_new(int32_t n_layers, int32_t n_expert, int32_t n_embd, int32_t capacity, int32_t distance,
-    int32_t n_requests, pyorch_history ** history);
-void          pyorch_history_free(pyorch_history * history); // engines that have it keep it
+// the redundancy score by which an iteration replaces another in a full store.
+pyorch_status pyorch_history_new(
+    int32_t n_layers, int32_t n_expert, int32_t n_embd, int32_t capacity, int32_t distance, pyorch_history ** history);
+void pyorch_history_free(pyorch_history * history); // engines that have it keep it
 
 // Predictors of the engine search it, and add what the engine decodes. NULL: they have none, and guess nothing.
 pyorch_status pyorch_set_history(pyorch_engine * engine, pyorch_history * history);
@@ -632,15 +626,12 @@ pyorch_status pyorch_set_history(pyorch_engine * engine, pyorch_history * histor
 // An iteration: embedding [n_embd], or NULL, and the distributions of its routers, map [n_layers][n_expert].
 pyorch_status pyorch_history_add_map(pyorch_history * history, const float * embedding, const float * map);
 
-// A request: how often it used each expert, [n_layers][n_expert]. A full store replaces the most alike one.
-pyorch_status pyorch_history_add_request(pyorch_history * history, const float * counts);
+pyorch_status pyorch_history_size(const pyorch_history * history, int32_t * n_maps);
 
-pyorch_status pyorch_history_size(const pyorch_history * history, int32_t * n_maps, int32_t * n_requests);
-
-// Copies embeddings [n_maps][n_embd], maps [n_maps][n_layers][n_expert] and requests [n_requests][n_layers][n_expert];
-// any may be NULL. n_maps, n_requests: for how many there is room, then how many there are; a running engine adds more.
-pyorch_status pyorch_history_export(const pyorch_history * history, float * embeddings, float * probs, int32_t * n_maps,
-    float * requests, int32_t * n_requests);
+// Copies embeddings [n_maps][n_embd] and maps [n_maps][n_layers][n_expert]; either may be NULL. n_maps: for how many
+// there is room, then how many there are; a running engine adds more.
+pyorch_status pyorch_history_export(
+    const pyorch_history * history, float * embeddings, float * probs, int32_t * n_maps);
 
 //
 // substitution: lossy, off until set

@@ -6,7 +6,7 @@
 #include "loading/readers.h"
 #include "model/layout.h"
 #include "replay/policies/replay_policies.h"
-#include "replay/simulated.h"
+#include "residency/simulated.h"
 
 #include "ggml-backend.h"
 
@@ -30,11 +30,11 @@ static bool repacks(const pyorch::ModelMap & map) {
     return false;
 }
 
-static pyorch::Codecs codecs_of(const pyorch::ModelMap & map, const pyorch_config & config, bool simulated) {
+static const pyorch::Codec & codec_of(const pyorch::ModelMap & map, const pyorch_config & config, bool simulated) {
     if (simulated) {
-        return pyorch::simulated_codec;
+        return pyorch::no_codec();
     }
-    return config.plain || !repacks(map) ? pyorch::plain_codec : pyorch::repacking_codec;
+    return config.plain || !repacks(map) ? pyorch::plain_codec() : pyorch::repacking_codec();
 }
 
 // The numbers of a row that experts of a layer get and give.
@@ -80,7 +80,7 @@ uint64_t pyorch_engine::kernels() const {
 pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config, bool simulated) :
         simulated(simulated), config(config),
         table(map, make_bank(map, config, simulated), pyorch::open_source(map, config),
-            codecs_of(map, config, simulated), config, simulated ? pyorch::replay_policies() : pyorch::policy_list()),
+            codec_of(map, config, simulated), config, simulated ? pyorch::replay_policies() : pyorch::policy_list()),
         routers((int) map.layers.size()), prefetcher(table, routers), remote(shapes_of(map)),
         routing(table, prefetcher, routers, remote, config.plain == 0),
         reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {

@@ -5,9 +5,8 @@
 #pragma once
 
 #include "cluster/listener.h"
-#include "loading/reader.h"
+#include "loading/readers.h"
 #include "prediction/prefetcher.h"
-#include "replay/simulated_cache.h"
 #include "residency/table.h"
 #include "routing/device_tier.h"
 #include "routing/expert_worker.h"
@@ -21,16 +20,15 @@ struct pyorch_engine {
     pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config, bool simulated);
     ~pyorch_engine();
 
-    const pid_t        pid = getpid(); // a process that is forked from this one has none of the threads
-    const bool         simulated;
-    pyorch_config      config; // its source is gone when the engine is made
-    pyorch::Table      table;
-    pyorch::Routers    routers;
-    pyorch::Prefetcher prefetcher;
-    pyorch::RemoteBank remote;
-    pyorch::Routing    routing;
-    std::shared_ptr<pyorch::SimulatedCache> simulated_cache; // null: what is resident counts as that
-    std::unique_ptr<pyorch::Reader>         reader;          // stops before the table goes; none in a simulated engine
+    const pid_t                     pid = getpid(); // a process that is forked from this one has none of the threads
+    const bool                      simulated;
+    pyorch_config                   config; // its source is gone when the engine is made
+    pyorch::Table                   table;
+    pyorch::Routers                 routers;
+    pyorch::Prefetcher              prefetcher;
+    pyorch::RemoteBank              remote;
+    pyorch::Routing                 routing;
+    std::unique_ptr<pyorch::Reader> reader; // stops before the table goes; none in a simulated engine
 
     // Goes before the reader, for which it may wait. Null: no device.
     std::unique_ptr<pyorch::DeviceTier> device;

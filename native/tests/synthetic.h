@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "loading/reader.h"
+#include "loading/readers.h"
 
 #include "ggml.h"
 #include "gguf.h"

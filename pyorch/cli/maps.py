@@ -1,4 +1,4 @@
-"""`pyorch maps`: past tokens and requests for the predictors that search them, from a trace."""
+"""`pyorch maps`: past tokens for the predictor that searches them, from a trace."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     )
     parser.description += (
         " An expert map holds what every router said about one token. The predictor expert-map looks for the map that "
-        "is most like the present token; replays compare that with activation-matrix, which looks for the past "
-        "request that is most like the present one."
+        "is most like the present token. How often the trace used each expert is written too: a plan for a compressed "
+        "pack begins with that."
     )
     add_model(parser)
     parser.add_argument("trace", type=Path, metavar="FILE.trace",
                         help="a trace that pyorch profile --router full recorded")
     parser.add_argument("--capacity", type=int, default=1000, metavar="N",
                         help="keep the maps of N tokens, those that are least like each other (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=100, metavar="N",
-                        help="keep the counts of N requests (default: %(default)s)")
     parser.add_argument("--distance", type=int, default=3, metavar="LAYERS",
                         help="prefetch distance: the embedding of a token stands for as many layers when two maps are "
                              "compared (default: %(default)s)")
@@ -36,11 +34,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
-    import numpy as np
-
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container
-    from pyorch.sizes import counted, format_bytes
+    from pyorch.sizes import format_bytes
     from pyorch.traces.expert_maps import maps_from_trace
     from pyorch.traces.file import Trace
 
@@ -49,13 +45,11 @@ def run(args: argparse.Namespace) -> int:
     with ModelMap(args.model) as model_map:
         trace = Trace(args.trace)
         with Progress() as progress:
-            maps = maps_from_trace(trace, model_map, args.capacity, args.distance, args.requests, progress.update)
+            maps = maps_from_trace(trace, model_map, args.capacity, args.distance, progress.update)
         maps.write(path, model_map)
-    n_requests, n_bytes = len(np.unique(trace.records["request"])), path.stat().st_size
-    # n_tokens, n_trace_requests: of the trace; n_maps, n_requests: kept of them.
+    n_bytes = path.stat().st_size
+    # n_tokens: of the trace; n_maps: kept of them.
     return answer(args, {
         "path": path, "n_tokens": len(trace), "n_maps": maps.n_maps, "capacity": maps.capacity,
-        "distance": maps.distance, "n_trace_requests": n_requests, "n_requests": maps.n_requests,
-        "request_capacity": maps.request_capacity, "file_bytes": n_bytes,
-    }, lambda: [f"{path}: maps of {maps.n_maps} of {len(trace)} tokens, counts of {maps.n_requests} of "
-                f"{counted(n_requests, 'request')}, {format_bytes(n_bytes)}"])
+        "distance": maps.distance, "file_bytes": n_bytes,
+    }, lambda: [f"{path}: maps of {maps.n_maps} of {len(trace)} tokens, {format_bytes(n_bytes)}"])

@@ -53,9 +53,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "--states")
     parser.description += (
         f" The policy {', '.join(policies().foreseeing)} and the predictor {', '.join(predictors().foreseeing)} know "
-        f"the future; the policies {listed(policies().compared, 'and')} and the predictors "
-        f"{listed(predictors().compared, 'and')} are there to be compared with. Nothing is read ahead unless "
-        "--prefetch says so."
+        f"the future; the policies {listed(policies().compared, 'and')} are there to be compared with. Nothing is read "
+        "ahead unless --prefetch says so."
     )
     add_settings(parser, *_LISTS, _POOLS, lists=_LISTS,
                  defaults={"budget": ",".join(map(str, REPLAY_BUDGETS)), "prefetch": "none",

@@ -63,28 +63,28 @@ class Sidecars:
     def inclusion(self) -> np.ndarray | None:
         """How often a token needs experts by rank, float64[n_layers, n_expert] of the layers that a decode passes.
 
-        By the requests of the expert maps; None without them, or where they never used a layer.
+        By the uses beside the expert maps; None without them, or where they never used a layer.
         """
         from pyorch.planning.ranks import inclusion_of_counts
 
-        counts = self._requests
+        counts = self._uses
         return inclusion_of_counts(counts, self.map.info.n_expert_used) if counts is not None else None
 
     def uses(self) -> np.ndarray | None:
         """What ranks of experts begin with, of the same layers by expert (Engine.set_uses): by the trace of the plan,
-        else by the requests of the expert maps. None without either."""
+        else beside the expert maps. None without either."""
         from pyorch.planning.ranks import fading_uses
 
-        counts = self._requests if self.plan is None or not self.plan.uses else np.array(self.plan.uses)
+        counts = self._uses if self.plan is None or not self.plan.uses else np.array(self.plan.uses)
         if counts is None:
             return None
         return fading_uses(counts, counts[0].sum() / self.map.info.n_expert_used)
 
     @cached_property
-    def _requests(self) -> np.ndarray | None:
+    def _uses(self) -> np.ndarray | None:
         from pyorch.sidecars.history import DISTANCE
 
-        counts = self.new_maps(DISTANCE).export().requests.sum(axis=0, dtype=np.float64)
+        counts = self.new_maps(DISTANCE).uses.astype(np.float64)
         return counts if (counts.sum(axis=1) > 0).all() else None
 
     @property

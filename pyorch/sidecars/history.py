@@ -1,8 +1,7 @@
-"""Expert maps: what routers decided in past iterations and requests, for the predictors that search them.
+"""Expert maps: what routers decided in past iterations, for the predictor that searches them.
 
 An iteration is one token on its way through all layers: the output of the embedding layer and the distribution of
-each router (FineMoE, section 4.1), for the predictor expert-map. A request is how often it used each expert
-(MoE-Infinity), for activation-matrix. `pyorch maps` makes both from a trace and writes the sidecar model.maps.gguf.
+each router (FineMoE, section 4.1). `pyorch maps` makes them of a trace and writes the sidecar model.maps.gguf.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ KIND = "maps"
 VERSION = 1
 
 # FineMoE keeps 1000 iterations, at distances from 3 to 6 (section 6.7).
-CAPACITY, DISTANCE, N_REQUESTS = 1000, 3, 100
+CAPACITY, DISTANCE = 1000, 3
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,11 @@ class Contents:
 
     embeddings: np.ndarray  # float32[n, n_embd]; 0 where none was given
     maps: np.ndarray  # float32[n, n_layers, n_expert]
-    requests: np.ndarray  # float32[n_requests, n_layers, n_expert]
+    uses: np.ndarray  # float32[n_layers, n_expert]
 
 
 class ExpertMaps:
-    """A store of past iterations and requests, which an engine may share and add to.
+    """A store of past iterations, which an engine may share and add to.
 
     Args:
         n_expert: of the widest layer; the rows of others end with zeros.
@@ -42,38 +41,36 @@ class ExpertMaps:
         capacity: iterations. Into a full store a new one comes in place of the most redundant one (FineMoE,
             section 4.4).
         distance: of prefetching, in layers: the share d / L of the embeddings' likeness in redundancy.
-        n_requests: capacity in requests; a new one comes in place of the most alike one.
 
     Raises PyorchError for sizes below 1.
     """
 
-    def __init__(self, n_layers: int, n_expert: int, n_embd: int, capacity: int = CAPACITY, distance: int = DISTANCE,
-                 n_requests: int = N_REQUESTS) -> None:
-        made = call(lib.pyorch_history_new, n_layers, n_expert, n_embd, capacity, distance, n_requests,
-                    out="pyorch_history *")[0]
+    def __init__(
+        self, n_layers: int, n_expert: int, n_embd: int, capacity: int = CAPACITY, distance: int = DISTANCE
+    ) -> None:
+        made = call(lib.pyorch_history_new, n_layers, n_expert, n_embd, capacity, distance, out="pyorch_history *")[0]
         self.handle = ffi.gc(made, lib.pyorch_history_free)
         self.n_layers, self.n_expert, self.n_embd = n_layers, n_expert, n_embd
-        self.capacity, self.distance, self.request_capacity = capacity, distance, n_requests
+        self.capacity, self.distance = capacity, distance
+        # float32: how often what the store was made of used each expert. Engines add nothing to it.
+        self.uses = np.zeros((n_layers, n_expert), np.float32)
 
     @classmethod
-    def for_model(cls, model_map: ModelMap, capacity: int = CAPACITY, distance: int = DISTANCE,
-                  n_requests: int = N_REQUESTS) -> ExpertMaps:
+    def for_model(cls, model_map: ModelMap, capacity: int = CAPACITY, distance: int = DISTANCE) -> ExpertMaps:
         """An empty one for the layers that a decode passes. PyorchError for a model without routed experts."""
         layers = _layers(model_map)
         n_expert = max(layer.n_expert for layer in layers)
-        return cls(len(layers), n_expert, _n_embd(model_map), capacity, distance, n_requests)
+        return cls(len(layers), n_expert, _n_embd(model_map), capacity, distance)
 
     def __bool__(self) -> bool:
         """Whether there is anything in the store."""
-        return any(self._sizes())
+        return self.n_maps > 0 or bool(self.uses.any())
 
     @property
     def n_maps(self) -> int:
-        return self._sizes()[0]
-
-    @property
-    def n_requests(self) -> int:
-        return self._sizes()[1]
+        n_maps = ffi.new("int32_t *")
+        check(lib.pyorch_history_size(self.handle, n_maps))
+        return n_maps[0]
 
     def add(self, map: np.ndarray, embedding: np.ndarray | None = None) -> None:
         """Adds an iteration: [n_layers, n_expert], each row a distribution, and [n_embd].
@@ -84,30 +81,22 @@ class ExpertMaps:
         embedding = ffi.NULL if embedding is None else _floats("embedding", embedding, (self.n_embd,))
         check(lib.pyorch_history_add_map(self.handle, embedding, map))
 
-    def add_request(self, counts: np.ndarray) -> None:
-        """Adds a request: [n_layers, n_expert]. PyorchError for other shapes, counts below 0, and none above."""
-        check(lib.pyorch_history_add_request(
-            self.handle, _floats("counts", counts, (self.n_layers, self.n_expert))))
-
     def export(self) -> Contents:
-        n_maps, n_requests = self._sizes()
-        embeddings = np.empty((n_maps, self.n_embd), np.float32)
-        maps = np.empty((n_maps, self.n_layers, self.n_expert), np.float32)
-        requests = np.empty((n_requests, self.n_layers, self.n_expert), np.float32)
-        room = ffi.new("int32_t[2]", [n_maps, n_requests])
-        check(lib.pyorch_history_export(self.handle, array("float", embeddings), array("float", maps), room,
-                                        array("float", requests), room + 1))
-        return Contents(embeddings, maps, requests)
+        n_maps = ffi.new("int32_t *", self.n_maps)
+        embeddings = np.empty((n_maps[0], self.n_embd), np.float32)
+        maps = np.empty((n_maps[0], self.n_layers, self.n_expert), np.float32)
+        check(lib.pyorch_history_export(self.handle, array("float", embeddings), array("float", maps), n_maps))
+        return Contents(embeddings, maps, self.uses)
 
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Writes the sidecar, whole or not at all. PyorchError if nothing is in the store, or it cannot be written."""
         contents = self.export()
-        arrays = {name: values for name, values in vars(contents).items() if values.size}
+        arrays = {name: values for name, values in vars(contents).items()
+                  if values.size and (name != "uses" or values.any())}
         if not arrays:
             raise PyorchError(f"there are no expert maps to write into {os.fspath(path)}: nothing was added")
         metadata = {
             "layers": [layer.il for layer in _layers(model_map)], "capacity": self.capacity, "distance": self.distance,
-            "n_requests": self.request_capacity,
         }
         container.write(path, KIND, VERSION, model_map, metadata, arrays)
 
@@ -116,7 +105,7 @@ class ExpertMaps:
         """Reads and checks a sidecar. FormatError also for contents that cannot be this model's."""
         file = container.Sidecar(path, KIND, VERSION, model_map)
         file.check_layers(_layers(model_map))
-        sizes = [file.metadata.get(name) for name in ("capacity", "distance", "n_requests")]
+        sizes = [file.metadata.get(name) for name in ("capacity", "distance")]
         file.check(all(isinstance(size, int) and 1 <= size < 1 << 31 for size in sizes),
                    "it does not say what its maps were made for")
         store = cls.for_model(model_map, *sizes)
@@ -138,16 +127,13 @@ class ExpertMaps:
         try:
             for embedding, map in zip(embeddings, maps):
                 store.add(map, embedding)
-            for counts in checked("requests", store.request_capacity, *shape):
-                store.add_request(counts)
         except PyorchError as error:
             raise FormatError(f"{file.path}: {error}") from None
+        if "uses" in file.arrays:
+            file.arrays["requests"] = file.arrays["uses"][None]
+        requests = checked("requests", len(file.arrays.get("requests", ())), *shape)  # of each, in earlier files
+        store.uses += requests.sum(axis=0)
         return store
-
-    def _sizes(self) -> tuple[int, int]:
-        n_maps, n_requests = ffi.new("int32_t *"), ffi.new("int32_t *")
-        check(lib.pyorch_history_size(self.handle, n_maps, n_requests))
-        return n_maps[0], n_requests[0]
 
 
 def token_embeddings(model_map: ModelMap, tokens: np.ndarray) -> np.ndarray:

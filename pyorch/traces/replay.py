@@ -8,6 +8,7 @@ for each token. `pyorch replay` prints it for many settings at once.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -38,7 +39,7 @@ class ReplaySettings:
 
     policy: one of pyorch.library.choices.policies(), such as "belady", which evicts what is needed last. prefetch: as
     pyorch.load takes it, but for the processor's time, which a replay does not weigh; or "oracle", which guesses what
-    comes, and nothing else. budget: as pyorch.load takes it, but for "auto".
+    it is told: what comes, and nothing else. budget: as pyorch.load takes it, but for "auto".
 
     read_bandwidth: of the disk, bytes a second; read_latency_s: what each request (of 4 MiB at most) costs beside its
     bytes. pause_ms: how long the disk stands still at the end of each pause_every_ms.
@@ -91,6 +92,9 @@ class ReplaySettings:
         object.__setattr__(self, "vram_budget", Budget.parse(self.vram_budget))
         object.__setattr__(self, "device_misses", DeviceMisses.parse(self.device_misses))
 
+
+# Of a schedule and a distance: see replay().
+Forecasts = Callable[[Recording, Schedule, int], np.ndarray]
 
 _OF_DEVICE = ("device_hits", "device_misses", "device_computed", "device_loads", "device_evictions", "device_bytes",
               "device_ahead", "device_ahead_hits", "device_ahead_late")
@@ -156,19 +160,23 @@ class Replayed:
 def replay(
     model_map: ModelMap, recording: Recording, settings: ReplaySettings, maps: ExpertMaps | None = None,
     predictor_file: PredictorFile | None = None, n_ranks: int | None = None, uses: np.ndarray | None = None,
+    forecasts: Forecasts | None = None,
 ) -> Replayed:
     """Plays a recording; the same arguments give the same result.
 
     Args:
-        maps: what activation-matrix and expert-map begin with; not changed. None: nothing.
+        maps: what expert-map begins with; not changed. None: nothing.
         predictor_file: default vectors and estimator for those that use them.
         n_ranks: of forecasts to count. Default: twice the experts that a token uses.
         uses: what the ranks of pools begin with, float64[n_layers, n_expert] (Engine.set_uses). None: nothing.
+        forecasts: makes what the oracle guesses in place of the truth: int16[n_tokens, n_layers, distance, n], the
+            experts of a layer of a token that are forecast so many layers (less one) ahead, the likeliest first, -1
+            behind the last.
 
     Raises BudgetError for a budget below the floor, PyorchError for settings that cannot be, or a predictor for which
     the recording does not have what it needs.
     """
-    prefetch = _checked(model_map, recording, settings, predictor_file)
+    prefetch = _checked(model_map, recording, settings, predictor_file, forecasts)
     distance = min(prefetch.distance, len(model_map.layers))
     n_ranks = n_ranks or min(2 * recording.experts.shape[2], recording.n_expert)
     schedule = recording.schedule(settings.batch, settings.as_decode)
@@ -185,7 +193,11 @@ def replay(
         if Needs.HISTORY & needs:
             engine.set_history(_copy(maps) if maps is not None else ExpertMaps.for_model(model_map, distance=distance))
         engine.set_prefetch(prefetch.predictor, distance, prefetch.min_precision)
-        result = _play(engine, recording, schedule, settings, prefetch, model_map, counts, ends)
+        if Needs.FUTURE & needs:
+            foreseen = (forecasts or truth)(recording, schedule, distance)
+        else:
+            foreseen = None
+        result = _play(engine, recording, schedule, settings, prefetch, foreseen, model_map, counts, ends)
         stats = dataclasses.replace(engine.stats(), **{name: getattr(result, name) for name in _OF_DEVICE})
         by_layer = [engine.stats(layer.il) for layer in model_map.layers]
     sizes = [layer.expert_bytes for layer in model_map.layers]
@@ -209,7 +221,8 @@ def replay(
 
 
 def _checked(
-    model_map: ModelMap, recording: Recording, settings: ReplaySettings, predictor_file: PredictorFile | None
+    model_map: ModelMap, recording: Recording, settings: ReplaySettings, predictor_file: PredictorFile | None,
+    forecasts: Forecasts | None,
 ) -> Prefetch:
     """The prefetch to set, with its distance."""
     prefetch = settings.prefetch
@@ -218,7 +231,7 @@ def _checked(
         name = best_predictor(predictor_file or PredictorFile())
     distance = prefetch.distance or (predictor_file.distance if predictor_file else None) or DISTANCE
     needs = predictors().choose(name, in_replay=True).needs
-    prefetch = Prefetch(name, distance, 0.0 if Needs.FUTURE & needs else prefetch.min_precision)
+    prefetch = Prefetch(name, distance, 0.0 if Needs.FUTURE & needs and forecasts is None else prefetch.min_precision)
     check_prefetch(prefetch, len(model_map.layers), in_replay=True)
     if tuple(layer.il for layer in model_map.layers[: len(recording.layers)]) != tuple(recording.layers):
         raise PyorchError(f"the recording has other layers than the {len(model_map.layers)} of {model_map.path} with "
@@ -250,7 +263,7 @@ def _checked(
 
 def _play(
     engine: Engine, recording: Recording, schedule: Schedule, settings: ReplaySettings, prefetch: Prefetch,
-    model_map: ModelMap, counts: np.ndarray, ends: np.ndarray,
+    forecasts: np.ndarray | None, model_map: ModelMap, counts: np.ndarray, ends: np.ndarray,
 ):
     """The pyorch_replay_result; counts: uint64[2, L, D, R] and ends: float64[n_ubatches] are filled."""
     n_tokens, _, n_used = recording.experts.shape
@@ -262,11 +275,14 @@ def _play(
     raw = given(
         "pyorch_recording", n_tokens=n_tokens, n_layers=len(recording.layers), n_expert=recording.n_expert,
         n_used=n_used, n_ubatches=len(schedule.decode),
+        n_distances=forecasts.shape[2] if forecasts is not None else 0,
+        n_forecast=forecasts.shape[3] if forecasts is not None else 0,
         n_embd=next((values.shape[-1] for values in (states, embeddings) if values is not None), 0),
         experts=array("uint16_t", recording.experts), weights=array("float", recording.weights),
         probs=array("float", probs), states=array("float", states), embeddings=array("float", embeddings),
-        request=array("uint32_t", recording.request), begin=array("int64_t", schedule.begin),
-        order=array("int64_t", schedule.order), decode=array("uint8_t", schedule.decode),
+        request=array("uint32_t", recording.request), forecasts=array("int16_t", forecasts),
+        begin=array("int64_t", schedule.begin), order=array("int64_t", schedule.order),
+        decode=array("uint8_t", schedule.decode),
     )
     prefill_ms = settings.compute_ms if settings.prefill_ms is None else settings.prefill_ms
     share = default_route_share(model_map) if settings.route_share is None else settings.route_share
@@ -312,12 +328,18 @@ def token_bytes(model_map: ModelMap) -> tuple[int, int]:
     return max(0, info.dense_bytes - table), sum(layer.expert_bytes for layer in model_map.layers) * info.n_expert_used
 
 
+def truth(recording: Recording, schedule: Schedule, distance: int) -> np.ndarray:
+    """Forecasts of what is used, of tokens that are decoded."""
+    decoded = np.zeros(len(recording), bool)
+    decoded[schedule.order] = np.repeat(schedule.decode != 0, np.diff(schedule.begin))
+    experts = np.where(decoded[:, None, None], recording.experts.astype(np.int16), np.int16(-1))
+    return np.repeat(experts[:, :, None], distance, axis=2)
+
+
 def _copy(maps: ExpertMaps) -> ExpertMaps:
     """One that may grow. Nothing is replaced: all of it fits."""
-    copied = ExpertMaps(maps.n_layers, maps.n_expert, maps.n_embd, maps.capacity, maps.distance, maps.request_capacity)
+    copied = ExpertMaps(maps.n_layers, maps.n_expert, maps.n_embd, maps.capacity, maps.distance)
     contents = maps.export()
     for embedding, map in zip(contents.embeddings, contents.maps):
         copied.add(map, embedding)
-    for counts in contents.requests:
-        copied.add_request(counts)
     return copied

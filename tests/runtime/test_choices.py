@@ -32,13 +32,12 @@ def test_every_choice_has_a_name_of_its_own_and_a_line_that_describes_it(choices
 
 def test_predictors_say_what_they_need():
     known = predictors()
-    assert known.needing(Needs.HISTORY) == ("activation-matrix", "expert-map")
+    assert known.needing(Needs.HISTORY) == ("expert-map",)
     assert known.needing(Needs.ESTIMATOR) == ("estimator", "hybrid")
     assert known.present == ("none", "quasi-hidden", "estimator", "hybrid", "expert-map")
     assert known.foreseeing == ("oracle",)
-    assert known.compared == ("previous-token", "layer-all", "next-router", "activation-matrix")
     assert policies().foreseeing == ("belady",)
-    assert policies().compared == ("bandit", "least-stale", "fifo", "marking")
+    assert policies().compared == ("fifo", "marking")
     assert policies().present == ("lru", "lfu", "finemoe", "learned")
     assert known.executable == ("quasi-hidden", "estimator", "hybrid")
     assert all(Needs.ROUTERS in known[name].needs and Needs.STATES in known[name].needs for name in known.executable)
@@ -56,11 +55,9 @@ def test_a_name_that_is_not_known_is_refused_with_those_that_are():
     with pytest.raises(PyorchError, match='^policy "fifo" is there to be compared with: only pyorch replay takes it$'):
         policies().choose("fifo")
     assert policies().choose("fifo", in_replay=True).name == "fifo"
-    for name, why in (("oracle", "needs to know the future: only pyorch replay does"),
-                      ("next-router", "is there to be compared with: only pyorch replay takes it")):
-        with pytest.raises(PyorchError, match=f'^predictor "{name}" {why}$'):
-            predictors().choose(name)
-        assert predictors().choose(name, in_replay=True).name == name
+    with pytest.raises(PyorchError, match='^predictor "oracle" needs to know the future: only pyorch replay does$'):
+        predictors().choose("oracle")
+    assert predictors().choose("oracle", in_replay=True).name == "oracle"
 
 
 def test_names_are_listed_as_in_a_sentence():

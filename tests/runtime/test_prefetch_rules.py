@@ -177,7 +177,7 @@ def test_a_layer_may_have_a_predictor_of_its_own(small_moe: Path):
 
 @pytest.mark.parametrize(("what", "name", "why"), [
     ("prefetch", "oracle", "needs to know the future"), ("policy", "belady", "needs to know the future"),
-    ("policy", "bandit", "is there to be compared with"),
+    ("policy", "fifo", "is there to be compared with"),
 ])
 def test_what_is_for_replays_is_refused(small_moe: Path, what: str, name: str, why: str):
     with pytest.raises(pyorch.PyorchError, match=f'"{name}" {why}: only pyorch replay'):

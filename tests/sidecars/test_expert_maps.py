@@ -1,4 +1,4 @@
-"""Expert maps: search and replacement against brute force, predictors that learn from them, the sidecar."""
+"""Expert maps: search and replacement against brute force, the predictor that learns from them, the sidecar."""
 
 from __future__ import annotations
 
@@ -48,17 +48,6 @@ def cosines(one: np.ndarray, many: np.ndarray) -> np.ndarray:
     return np.divide(b @ a, norms, out=np.full(len(b), np.nan), where=norms > 0)
 
 
-def of_sums(counts: np.ndarray) -> np.ndarray:
-    """Rows divided by their sums."""
-    sums = counts.sum(axis=-1, keepdims=True, dtype=np.float64)
-    return np.divide(counts, sums, out=np.zeros(counts.shape), where=sums > 0)
-
-
-def request_cosines(counts: np.ndarray, past: np.ndarray) -> np.ndarray:
-    seen = counts.any(axis=1)
-    return cosines(of_sums(counts)[seen], of_sums(past)[:, seen])
-
-
 def assert_found(found, expected: np.ndarray) -> None:
     """The best of the expected cosines, or one as good."""
     if np.isnan(expected).all():
@@ -106,35 +95,6 @@ def test_search_and_replacement_are_those_of_brute_force(
         assert store.n_maps == len(maps)
 
 
-@settings(max_examples=60)
-@given(n_layers=st.integers(1, 4), n_expert=st.integers(1, 20), capacity=st.integers(1, 5), n=st.integers(0, 10),
-       seed=st.integers(0, 10_000))
-def test_requests_are_found_and_replaced_as_brute_force_does(
-    n_layers: int, n_expert: int, capacity: int, n: int, seed: int
-) -> None:
-    random = np.random.default_rng(seed)
-    store = ExpertMaps(n_layers, n_expert, 0, n_requests=capacity)
-    past = np.zeros((0, n_layers, n_expert), np.float32)
-    for _ in range(n):
-        counts = random.poisson(2, (n_layers, n_expert)).astype(np.float32)
-        counts[random.integers(0, n_layers)] *= random.integers(0, 2)
-        counts[0, 0] += not counts.any()
-        expected = request_cosines(counts, past)
-        assert_found(parts.search_request(store, counts), expected)
-        store.add_request(counts)
-        there = store.export().requests
-        if len(past) < capacity:
-            past = np.concatenate([past, [counts]])
-        else:
-            changed = (there != past).any(axis=(1, 2))
-            assert changed.sum() <= 1
-            if changed.any():
-                expected = np.nan_to_num(expected)
-                assert expected[changed][0] == pytest.approx(expected.max(), abs=CLOSE)
-                past[changed] = counts
-        np.testing.assert_array_equal(there, past)
-
-
 def test_the_most_redundant_iteration_goes_and_the_others_stay() -> None:
     store = ExpertMaps(2, 4, 2, capacity=3, distance=1)
     for expert, embedding in ((0, (1, 0)), (1, (1, 0)), (2, (0, 1))):
@@ -164,24 +124,20 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
     ):
         with pytest.raises(PyorchError, match=what):
             store.add(map, embedding)
-    for counts in (np.zeros((2, 4)), good - 0.5, np.full((2, 4), np.nan), good[:, :3]):
-        with pytest.raises(PyorchError):
-            store.add_request(counts)
-    for sizes in ((0, 4, 3), (2, 0, 3), (2, 4, -1), (2, 4, 3, 0), (2, 4, 3, 1, 0), (2, 4, 3, 1, 1, 0)):
+    for sizes in ((0, 4, 3), (2, 0, 3), (2, 4, -1), (2, 4, 3, 0), (2, 4, 3, 1, 0)):
         with pytest.raises(PyorchError):
             ExpertMaps(*sizes)
-    assert (store.n_maps, store.n_requests) == (0, 0)
+    assert store.n_maps == 0 and not store
 
 
 def test_a_store_can_be_read_while_it_is_added_to() -> None:
-    store = ExpertMaps(3, 16, 8, capacity=40, n_requests=10)
+    store = ExpertMaps(3, 16, 8, capacity=40)
     random = np.random.default_rng(0)
     maps, wrong = random_maps(random, 300, 3, 16), []
 
     def add() -> None:
         for map in maps:
             store.add(map, map[0, :8])
-            store.add_request(map)
 
     writer = threading.Thread(target=add)
     writer.start()
@@ -191,33 +147,31 @@ def test_a_store_can_be_read_while_it_is_added_to() -> None:
         found = parts.search_map(store, maps[7][:2])
         assert -1 <= found.entry < 40
     writer.join()
-    assert not wrong and (store.n_maps, store.n_requests) == (40, 10)
+    assert not wrong and store.n_maps == 40
 
 
-# The predictors
+# The predictor
 
 
 @pytest.fixture(scope="module")
 def program() -> Path:
-    return built_tests("history_predictors") / "bin" / "history_predictors"
+    return built_tests("expert_map") / "bin" / "expert_map"
 
 
 class Script:
     """Events for the program, and what each is to be answered."""
 
-    def __init__(
-        self, kind: str, n_layers: int, n_expert: int, n_embd: int, capacity: int, distance: int, n_requests: int
-    ) -> None:
-        self.arguments = [kind, *map(str, (n_layers, n_expert, n_embd, capacity, distance, n_requests))]
+    def __init__(self, n_layers: int, n_expert: int, n_embd: int, capacity: int, distance: int) -> None:
+        self.arguments = [str(n) for n in (n_layers, n_expert, n_embd, capacity, distance)]
         self.lines: list[str] = []
         self.expected: list[list[tuple]] = []
-        self.sizes: list[tuple[int, int]] = []
+        self.sizes: list[int] = []
 
-    def tell(self, *words: object, expected: list[tuple], sizes: tuple[int, int]) -> None:
+    def tell(self, *words: object, expected: list[tuple], size: int) -> None:
         numbers = [f"{x:.9g}" for word in words[1:] for x in np.ravel(word)]
         self.lines.append(" ".join([words[0], *numbers]))
         self.expected.append(expected)
-        self.sizes.append(sizes)
+        self.sizes.append(size)
 
     def check(self, program: Path) -> None:
         done = subprocess.run([program, *self.arguments], input="\n".join(self.lines), capture_output=True, text=True,
@@ -226,18 +180,18 @@ class Script:
         for line in done.stdout.splitlines():
             words = line.split()
             if words[0] == "size":
-                answers.append((forecasts, (int(words[1]), int(words[2]))))
+                answers.append((forecasts, int(words[1])))
                 forecasts = []
             else:
                 layer, distance, token, n = map(int, words[:4])
                 experts = [int(word) for word in words[4 : 4 + n]]
                 forecasts.append((layer, distance, token, experts, np.array(words[4 + n :], float)))
         assert len(answers) == len(self.lines)
-        for line, (found, sizes), expected, expected_sizes in zip(self.lines, answers, self.expected, self.sizes):
+        for line, (found, size), expected, expected_size in zip(self.lines, answers, self.expected, self.sizes):
             assert [f[:4] for f in found] == [e[:4] for e in expected], line[:40]
             for f, e in zip(found, expected):
                 np.testing.assert_allclose(f[4], e[4], atol=1e-6)
-            assert sizes == expected_sizes, line[:40]
+            assert size == expected_size, line[:40]
         assert any(self.expected), "nothing was forecast"
 
 
@@ -284,11 +238,8 @@ def test_the_expert_map_predictor_forecasts_what_the_most_alike_iteration_did(
 ) -> None:
     n_layers, n_expert, n_embd, k, capacity = 5, 12, 6, 2, 6
     random = np.random.default_rng(seed)
-    mirror, script = Mirror(capacity, distance), Script("expert-map", n_layers, n_expert, n_embd, capacity, distance, 3)
+    mirror, script = Mirror(capacity, distance), Script(n_layers, n_expert, n_embd, capacity, distance)
     k_known = 1  # until a layer was routed
-
-    def sizes() -> tuple[int, int]:
-        return len(mirror.entries), 0
 
     for iteration in range(14):
         n_tokens = int(random.integers(1, 4))
@@ -301,12 +252,12 @@ def test_the_expert_map_predictor_forecasts_what_the_most_alike_iteration_did(
                 made = mirror.forecast(embeddings[t], maps[t, :0], layer, k_known)
                 forecasts += [] if made is None else [(layer, layer + 1, t, *made)]
         shown = embeddings if embedded else []
-        script.tell("begin", 0, decode, n_tokens, embedded, shown, expected=forecasts, sizes=sizes())
+        script.tell("begin", 0, decode, n_tokens, embedded, shown, expected=forecasts, size=len(mirror.entries))
         for layer in range(n_layers):
             if layer == 2 and iteration in (4, 9, 12):  # another context replaces an entry meanwhile
                 embedding, map = random.normal(size=n_embd).astype(np.float32), random_maps(random, n_layers, n_expert)
                 mirror.add(embedding, map)
-                script.tell("add", embedding, map, expected=[], sizes=sizes())
+                script.tell("add", embedding, map, expected=[], size=len(mirror.entries))
             forecasts = []
             for t in range(n_tokens if decode else 0):
                 if layer + distance < n_layers:
@@ -316,81 +267,29 @@ def test_the_expert_map_predictor_forecasts_what_the_most_alike_iteration_did(
                     mirror.add(embeddings[t], maps[t])
             experts = np.argsort(-maps[:, layer], axis=1)[:, :k]
             script.tell("routed", layer, n_tokens, k, decode, 1, experts, maps[:, layer], expected=forecasts,
-                        sizes=sizes())
+                        size=len(mirror.entries))
             k_known = k if decode else k_known
     script.check(program)
 
 
 def test_an_iteration_that_is_not_whole_is_not_kept(program: Path) -> None:
-    script = Script("expert-map", 3, 4, 2, 5, 1, 3)
+    script = Script(3, 4, 2, 5, 1)
     probs, experts = np.full(4, 0.25), [0, 1]
 
     def routed(layer: int, kept: int, expected: tuple[tuple, ...] = ()) -> None:
-        script.tell("routed", layer, 1, 2, 1, 1, experts, probs, expected=list(expected), sizes=(kept, 0))
+        script.tell("routed", layer, 1, 2, 1, 1, experts, probs, expected=list(expected), size=kept)
 
-    script.tell("begin", 0, 1, 1, 1, [1, 0], expected=[], sizes=(0, 0))
+    script.tell("begin", 0, 1, 1, 1, [1, 0], expected=[], size=0)
     routed(0, 0)
     routed(2, 0)  # layer 1 was not seen
-    script.tell("begin", 0, 1, 1, 1, [1, 0], expected=[], sizes=(0, 0))
+    script.tell("begin", 0, 1, 1, 1, [1, 0], expected=[], size=0)
     routed(0, 0)
-    script.tell("routed", 1, 1, 2, 1, 0, experts, expected=[], sizes=(0, 0))  # without probabilities
+    script.tell("routed", 1, 1, 2, 1, 0, experts, expected=[], size=0)  # without probabilities
     routed(2, 0)
-    script.tell("begin", 0, 1, 1, 1, [1, 0], expected=[], sizes=(0, 0))
+    script.tell("begin", 0, 1, 1, 1, [1, 0], expected=[], size=0)
     for layer in range(3):
         routed(layer, layer // 2)
-    script.tell("begin", 0, 1, 1, 1, [2, 0], expected=[(0, 1, 0, [0, 1], probs)], sizes=(1, 0))
-    script.check(program)
-
-
-@pytest.mark.parametrize("seed, distance", [(0, 1), (1, 2), (2, 9)])
-def test_the_activation_matrix_predictor_forecasts_what_the_most_alike_request_used(
-    program: Path, seed: int, distance: int
-) -> None:
-    n_layers, n_expert, k, capacity = 4, 12, 2, 3
-    random = np.random.default_rng(seed)
-    script = Script("activation-matrix", n_layers, n_expert, 2, 1, distance, capacity)
-    past: list[np.ndarray] = []
-    counts = np.zeros((n_layers, n_expert))
-
-    def add(counts: np.ndarray) -> None:
-        if len(past) < capacity:
-            past.append(counts)
-        else:
-            past[int(np.nan_to_num(request_cosines(counts, np.array(past))).argmax())] = counts
-
-    def forecasts(source: int, n_tokens: int) -> list[tuple]:
-        layers = [layer for layer in range(source + 1, n_layers)
-                  if (layer < distance if source < 0 else layer - source == distance)]
-        scores = request_cosines(counts, np.array(past)) if past and counts.any() else np.full(1, np.nan)
-        matrix = counts if np.isnan(scores).all() else past[int(np.nanargmax(scores))]
-        made = []
-        for layer in layers:
-            if matrix is not counts or matrix[layer].any():
-                p = of_sums(matrix)[layer]
-                experts = [e for e in np.argsort(-p, kind="stable")[: 2 * k].tolist() if p[e] > 0]
-                made += [(layer, layer - source, t, experts, p) for t in range(n_tokens)]
-        return made
-
-    for request in range(7):
-        likelihood = random_maps(random, n_layers, n_expert)
-        for iteration in range(4):
-            decode = iteration > 0
-            n_tokens = 1 if decode else 5
-            if iteration == 0:
-                if counts.any():
-                    add(counts)
-                counts = np.zeros((n_layers, n_expert))
-            script.tell("begin", not decode, decode, n_tokens, 0, expected=forecasts(-1, n_tokens) if decode else [],
-                        sizes=(0, len(past)))
-            for layer in range(n_layers):
-                if (request, iteration, layer) in ((0, 2, 1), (1, 3, 2), (4, 1, 3)):  # another context's request ends
-                    other = random.poisson(1, (n_layers, n_expert)).astype(float)
-                    add(other)
-                    script.tell("request", other, expected=[], sizes=(0, len(past)))
-                experts = np.argsort(-random.random((n_tokens, n_expert)) ** (1 / likelihood[layer]), axis=1)[:, :k]
-                np.add.at(counts[layer], experts.ravel(), 1)
-                script.tell("routed", layer, n_tokens, k, decode, 0, experts,
-                            expected=forecasts(layer, n_tokens) if decode else [], sizes=(0, len(past)))
+    script.tell("begin", 0, 1, 1, 1, [2, 0], expected=[(0, 1, 0, [0, 1], probs)], size=1)
     script.check(program)
 
 
@@ -430,17 +329,16 @@ def test_embeddings_are_the_rows_of_the_token_table(small_moe: Path, small_moe_q
                 token_embeddings(model_map, np.array([token]))
 
 
-def test_a_trace_gives_its_tokens_and_its_requests(model_map: ModelMap, tmp_path: Path) -> None:
+def test_a_trace_gives_its_tokens_and_its_uses(model_map: ModelMap, tmp_path: Path) -> None:
     trace = Trace(write_trace(tmp_path / "t.trace", model_map))
     there = maps_from_trace(trace, model_map).export()
     np.testing.assert_array_equal(there.maps, trace.records["router"].astype(np.float32))
     np.testing.assert_array_equal(there.embeddings, token_embeddings(model_map, trace.records["token"]))
-    assert there.requests.shape == (5, 8, 64) and (there.requests.sum(axis=2) == 12 * 6).all()
     expected = np.zeros((8, 64))
-    for record in trace.records[3::5]:
+    for record in trace.records:
         for layer, experts in enumerate(record["experts"]):
             expected[layer, experts] += 1
-    np.testing.assert_array_equal(there.requests[3], expected)
+    np.testing.assert_array_equal(there.uses, expected)
 
 
 def test_a_trace_that_does_not_do_is_refused(model_map: ModelMap, dense_model: Path, tmp_path: Path) -> None:
@@ -467,27 +365,27 @@ def test_a_trace_of_another_model_is_refused(model_map: ModelMap, small_moe_q4: 
 @pytest.fixture(scope="module")
 def maps(model_map: ModelMap, tmp_path_factory: pytest.TempPathFactory) -> ExpertMaps:
     trace = Trace(write_trace(tmp_path_factory.mktemp("maps") / "t.trace", model_map))
-    return maps_from_trace(trace, model_map, capacity=20, distance=2, n_requests=4)
+    return maps_from_trace(trace, model_map, capacity=20, distance=2)
 
 
 def test_what_is_written_is_read(maps: ExpertMaps, model_map: ModelMap, tmp_path: Path) -> None:
     maps.write(tmp_path / "m.gguf", model_map)
     read = ExpertMaps.read(tmp_path / "m.gguf", model_map)
-    assert (read.capacity, read.distance, read.request_capacity) == (20, 2, 4)
+    assert (read.capacity, read.distance) == (20, 2)
     expected, found = maps.export(), read.export()
-    assert expected.maps.shape == (20, 8, 64) and expected.requests.shape == (4, 8, 64)
+    assert expected.maps.shape == (20, 8, 64) and expected.uses.sum() == 60 * 8 * 6
     for name, array in vars(expected).items():
         np.testing.assert_array_equal(getattr(found, name), array)
 
 
-def test_requests_alone_and_iterations_alone_are_written(model_map: ModelMap, tmp_path: Path) -> None:
+def test_uses_alone_and_iterations_alone_are_written(model_map: ModelMap, tmp_path: Path) -> None:
     store = ExpertMaps.for_model(model_map)
     with pytest.raises(PyorchError, match="nothing was added"):
         store.write(tmp_path / "m.gguf", model_map)
     assert not list(tmp_path.iterdir())
-    store.add_request(np.ones((8, 64)))
+    store.uses += 1
     store.write(tmp_path / "m.gguf", model_map)
-    assert ExpertMaps.read(tmp_path / "m.gguf", model_map).n_requests == 1
+    assert ExpertMaps.read(tmp_path / "m.gguf", model_map).uses.sum() == 8 * 64
     store = ExpertMaps.for_model(model_map)
     store.add(np.ones((8, 64)))
     store.write(tmp_path / "m.gguf", model_map)
@@ -514,7 +412,7 @@ def test_a_file_that_was_cut_off_is_refused(maps: ExpertMaps, model_map: ModelMa
 
 def test_contents_that_cannot_be_are_refused(maps: ExpertMaps, model_map: ModelMap, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    metadata = {"layers": list(range(8)), "capacity": 20, "distance": 2, "n_requests": 4}
+    metadata = {"layers": list(range(8)), "capacity": 20, "distance": 2}
     arrays = vars(maps.export())
     container.write(path, KIND, VERSION, model_map, metadata, arrays)
     ExpertMaps.read(path, model_map)
@@ -527,13 +425,12 @@ def test_contents_that_cannot_be_are_refused(maps: ExpertMaps, model_map: ModelM
     for bad_metadata, bad_arrays, what in (
         ({"layers": [0, 1]}, {}, "other layers"), ({"capacity": 0}, {}, "made for"),
         ({"distance": "2"}, {}, "made for"),
-        ({"capacity": 19}, {}, "up to 19"), ({"n_requests": 3}, {}, "up to 3"),
+        ({"capacity": 19}, {}, "up to 19"),
         ({}, put("maps", np.nan), "maps has values"), ({}, put("maps", -0.1), "maps has values"),
-        ({}, put("embeddings", np.inf), "embeddings has values"), ({}, put("requests", -1), "requests has values"),
+        ({}, put("embeddings", np.inf), "embeddings has values"), ({}, put("uses", -1), "uses has values"),
         ({}, {"maps": arrays["maps"][:, :7]}, "maps has the shape"),
         ({}, {"maps": arrays["maps"][:9]}, "9 maps and 20"),
         ({}, {"embeddings": arrays["embeddings"].astype(np.float16)}, "embeddings has the shape"),
-        ({}, {"requests": np.zeros((1, 8, 64), np.float32)}, "not all 0"),
     ):
         container.write(path, KIND, VERSION, model_map, metadata | bad_metadata, arrays | bad_arrays)
         with pytest.raises(FormatError, match=what) as refused:
@@ -561,13 +458,13 @@ def test_the_command_writes_the_sidecar_beside_the_model(
 ) -> None:
     trace = write_trace(tmp_path / "t.trace", model_map)
     path = small_moe.with_name("small-moe.maps.gguf")
-    arguments = ["maps", str(small_moe), str(trace), "--capacity", "30", "--requests", "3", "--distance", "2"]
+    arguments = ["maps", str(small_moe), str(trace), "--capacity", "30", "--distance", "2"]
     assert main(arguments) == 0
-    assert capsys.readouterr().out.startswith(f"{path}: maps of 30 of 60 tokens, counts of 3 of 5 requests, ")
+    assert capsys.readouterr().out.startswith(f"{path}: maps of 30 of 60 tokens, ")
     assert model_map.sidecars()["maps"] == path
     read = ExpertMaps.read(path, model_map)
     path.unlink()
-    assert (read.n_maps, read.n_requests, read.capacity, read.distance, read.request_capacity) == (30, 3, 30, 2, 3)
+    assert (read.n_maps, read.capacity, read.distance) == (30, 30, 2)
     assert main([*arguments, "--json", "-o", str(tmp_path / "m.gguf")]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["n_maps"] == 30 and report["file_bytes"] == (tmp_path / "m.gguf").stat().st_size
@@ -581,7 +478,6 @@ def test_the_command_refuses_in_a_sentence_and_leaves_nothing(
     output = tmp_path / "m.gguf"
     for trace, options in (
         (topk, ()), (tmp_path / "none.trace", ()), (full, ("--capacity", "0")), (full, ("--distance", "0")),
-        (full, ("--requests", "-1")),
     ):
         assert main(["maps", str(small_moe), str(trace), "-o", str(output), *options]) == 2
         printed = capsys.readouterr().err

@@ -230,15 +230,14 @@ def test_a_plan_counts_on_threads_that_compute_and_on_those_of_the_engine(
     assert recovery_threads(n_computing) == n
 
 
-def test_routing_is_known_from_requests_beside_the_model(small_moe: Path, tmp_path: Path) -> None:
+def test_routing_is_known_from_the_maps_beside_the_model(small_moe: Path, tmp_path: Path) -> None:
     model = tmp_path / "model.gguf"
     model.symlink_to(small_moe)
     with ModelMap(model) as model_map:
         assert Sidecars(model_map).inclusion() is None and Sidecars(model_map).uses() is None
         maps = ExpertMaps.for_model(model_map)
         counts = np.random.default_rng(0).integers(0, 9, (2, maps.n_layers, maps.n_expert))
-        for request in counts:
-            maps.add_request(request)
+        maps.uses += counts.sum(axis=0)
         maps.write(container.default_path(model, "maps"), model_map)
         assert Sidecars(model_map).inclusion() == pytest.approx(inclusion_of_counts(
             counts.sum(axis=0), model_map.info.n_expert_used))

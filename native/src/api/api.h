@@ -17,7 +17,7 @@ struct pyorch_model_map {
 };
 
 struct pyorch_history {
-    std::shared_ptr<pyorch::ExpertMaps> store;
+    std::shared_ptr<pyorch::ExpertMapStore> store;
 };
 
 namespace pyorch {

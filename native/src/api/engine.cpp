@@ -1,7 +1,7 @@
 #include "api/api.h"
 #include "loading/disk_probe.h"
 #include "pyorch-devices.h"
-#include "routing/seam.h"
+#include "routing/routing.h"
 
 #include <algorithm>
 #include <cmath>
@@ -178,7 +178,7 @@ pyorch_status pyorch_get_learned(pyorch_engine * engine, pyorch_learned * learne
         engine->table.with_learned([&](LearnedValue & value) {
             learned->n_layers  = value.n_layers;
             learned->n_expert  = value.n_expert;
-            learned->n_tables  = value.n_tables;
+            learned->n_tables  = LearnedValue::N_TABLES;
             learned->n_counts  = LearnedValue::N_COUNTS;
             learned->n_weights = N_WEIGHTS;
             if (learned->weights || learned->counts || learned->bias || learned->tables) {
@@ -197,13 +197,13 @@ pyorch_status pyorch_set_learned(pyorch_engine * engine, const pyorch_learned * 
         const pyorch_learned & given = *learned;
         engine->table.with_learned([&](LearnedValue & value) {
             if (given.n_layers != value.n_layers || given.n_expert != value.n_expert ||
-                given.n_tables != value.n_tables || given.n_counts != LearnedValue::N_COUNTS ||
+                given.n_tables != LearnedValue::N_TABLES || given.n_counts != LearnedValue::N_COUNTS ||
                 given.n_weights != N_WEIGHTS) {
                 throw Failure(PYORCH_INVALID,
                     format("what was learned for eviction is of %d layers of %d experts in "
                            "%d tables, the model has %d of %d, in %d",
                         given.n_layers, given.n_expert, given.n_tables, value.n_layers, value.n_expert,
-                        value.n_tables));
+                        LearnedValue::N_TABLES));
             }
             const size_t        layers = value.n_layers, experts = value.n_expert;
             LearnedValue::State state;
@@ -212,7 +212,7 @@ pyorch_status pyorch_set_learned(pyorch_engine * engine, const pyorch_learned * 
             state.counts = read_array(given.counts, layers * LearnedValue::N_COUNTS * experts, "counts", 0, 1);
             state.bias   = read_array(given.bias, layers * experts, "bias", -LARGE, LARGE);
             state.tables =
-                read_array(given.tables, layers * value.n_tables * experts * experts, "tables", -LARGE, LARGE);
+                read_array(given.tables, layers * LearnedValue::N_TABLES * experts * experts, "tables", -LARGE, LARGE);
             value.import_state(state);
         });
     });

@@ -1,5 +1,5 @@
 #include "api/api.h"
-#include "base/notice.h"
+#include "base/status.h"
 #include "model/fatal.h"
 #include "prediction/predictor_list.h"
 #include "replay/policies/replay_policies.h"

@@ -107,7 +107,7 @@ pyorch_status pyorch_set_default_vectors(
         check_width(n_embd);
         auto copy = std::make_shared<const CompactMatrix>(vectors, n_expert, n_embd);
         engine->prefetcher.change(
-            [&](PrefetchPlanner & planner) { planner.set_default_vectors(layer, std::move(copy)); });
+            [&](PrefetchPlanner & planner) { planner.change_model().defaults[layer] = std::move(copy); });
     });
 }
 
@@ -125,7 +125,8 @@ pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimato
             check_experts(engine, layer, e.n_expert);
         }
         auto copy = std::make_shared<const Estimator>(e);
-        engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_estimator(std::move(copy)); });
+        engine->prefetcher.change(
+            [&](PrefetchPlanner & planner) { planner.change_model().estimator = std::move(copy); });
     });
 }
 
@@ -135,7 +136,8 @@ pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, 
             throw Failure(PYORCH_INVALID,
                 format("there are %zu layers with routed experts, not %d", engine->table.map.layers.size(), n));
         }
-        engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_estimated({ layers, layers + n }); });
+        engine->prefetcher.change(
+            [&](PrefetchPlanner & planner) { planner.change_model().estimated.assign(layers, layers + n); });
     });
 }
 

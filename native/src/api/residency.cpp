@@ -103,8 +103,8 @@ pyorch_status pyorch_reset_stats(pyorch_engine * engine) {
         if (engine->device) {
             engine->device->reset_stats();
         }
-        if (engine->simulated_cache) {
-            engine->simulated_cache->reset_stats();
+        if (engine->routing.simulated_cache) {
+            engine->routing.simulated_cache->reset_stats();
         }
         engine->routing.substitutions.reset_counts();
         engine->routing.speculation.reset_counts();

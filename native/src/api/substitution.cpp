@@ -87,18 +87,18 @@ pyorch_status pyorch_simulate_cache(pyorch_engine * engine, double read_layers, 
     return guarded_outside_callbacks(__func__, [&] {
         pyorch_stats now = {};
         engine->table.get_stats(-1, now);
-        pyorch_config config          = engine->config;
-        config.budget_bytes           = now.budget_bytes;
-        engine->simulated_cache       = std::make_shared<SimulatedCache>(engine->table.map, config, read_layers, seed);
-        engine->routing.virtual_cache = engine->simulated_cache;
+        pyorch_config config            = engine->config;
+        config.budget_bytes             = now.budget_bytes;
+        engine->routing.simulated_cache =
+            std::make_shared<SimulatedCache>(engine->table.map, config, read_layers, seed);
     });
 }
 
 static SimulatedCache & simulated_cache(pyorch_engine * engine) {
-    if (!engine->simulated_cache) {
+    if (!engine->routing.simulated_cache) {
         throw Failure(PYORCH_INVALID, "no cache is simulated");
     }
-    return *engine->simulated_cache;
+    return *engine->routing.simulated_cache;
 }
 
 pyorch_status pyorch_fill_simulated_cache(pyorch_engine * engine, int32_t il, const int32_t * experts, int32_t n) {

@@ -1,28 +1,68 @@
 #include "banks/device_bank.h"
 
-#include "base/notice.h"
+#include "base/cpu_time.h"
+#include "base/status.h"
+#include "model/layout.h"
 
 #include "ggml-alloc.h"
 
 #include <algorithm>
-#include <chrono>
 
 namespace pyorch {
-namespace {
 
-ggml_type type_of(const ExpertTensor & tensor) {
-    for (int type = 0; type < GGML_TYPE_COUNT; ++type) {
-        if (tensor.type == ggml_type_name((ggml_type) type)) {
-            return (ggml_type) type;
-        }
-    }
-    throw Failure(
-        PYORCH_FORMAT, format("%s has a type that is not known: %s", tensor.name.c_str(), tensor.type.c_str()));
+bool alike(const MoeLayer & a, const MoeLayer & b) {
+    const auto same = [](const ExpertTensor & x, const ExpertTensor & y) {
+        return x.role == y.role && x.type == y.type && x.n_in == y.n_in && x.n_out == y.n_out;
+    };
+    return std::equal(a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(), same);
 }
 
-uint64_t clock_ns() {
-    using namespace std::chrono;
-    return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+uint64_t largest_matrix(const MoeLayer & layer) {
+    uint64_t bytes = 0;
+    for (const auto & tensor : layer.tensors) {
+        bytes = std::max(bytes, tensor.stride);
+    }
+    return bytes;
+}
+
+std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, std::vector<int> & pool_of) {
+    std::vector<DevicePool> pools;
+    pool_of.clear();
+    for (int i = 0; i < (int) map.layers.size(); ++i) {
+        const MoeLayer & layer = map.layers[i];
+        const auto       slots = (uint64_t) (share * layer.n_expert);
+        // The newest pool of its kind that has room.
+        auto pool = std::find_if(pools.rbegin(), pools.rend(), [&](const DevicePool & p) {
+            return alike(map.layers[p.layers.front()], layer) &&
+                (p.n_slots + slots) * largest_matrix(layer) <= DevicePool::MAX_TENSOR_BYTES;
+        });
+        if (pool == pools.rend()) {
+            pools.push_back({ {}, 0, layer.expert_bytes() });
+            pool = pools.rbegin();
+        }
+        pool->layers.push_back(i);
+        pool->n_experts += layer.n_expert;
+        pool->n_slots = (int) std::min<double>(pool->n_experts, share * pool->n_experts);
+        pool_of.push_back((int) (pools.rend() - pool) - 1);
+    }
+    return pools;
+}
+
+int n_device_areas(uint64_t budget, uint64_t area_bytes) {
+    constexpr int MOST        = 2;
+    constexpr int LEAST_SHARE = 3; // of the memory, one part in so many
+    return (int) std::min<uint64_t>(MOST, budget / (LEAST_SHARE * area_bytes));
+}
+
+namespace {
+
+ggml_type known_type_of(const ExpertTensor & tensor) {
+    const ggml_type type = type_of(tensor);
+    if (type == GGML_TYPE_COUNT) {
+        throw Failure(
+            PYORCH_FORMAT, format("%s has a type that is not known: %s", tensor.name.c_str(), tensor.type.c_str()));
+    }
+    return type;
 }
 
 } // namespace
@@ -52,7 +92,8 @@ uint64_t DeviceBank::make_tensors() {
         for (const auto & tensor : map.layers[pool.layers.front()].tensors) {
             ggml_tensor * slots = nullptr;
             if (pool.n_slots > 0) {
-                slots = ggml_new_tensor_3d(tensors.get(), type_of(tensor), tensor.n_in, tensor.n_out, pool.n_slots);
+                slots =
+                    ggml_new_tensor_3d(tensors.get(), known_type_of(tensor), tensor.n_in, tensor.n_out, pool.n_slots);
                 ggml_format_name(slots, "pyorch_slots.%s", tensor.name.c_str());
                 bytes += round_up(ggml_backend_buft_get_alloc_size(type, slots), alignment);
             }
@@ -91,7 +132,7 @@ void DeviceBank::allocate_areas(uint64_t budget) {
             area.emplace_back();
             for (const auto & tensor : map.layers[of].tensors) {
                 ggml_tensor * t = ggml_new_tensor_3d(
-                    area_tensors.get(), type_of(tensor), tensor.n_in, tensor.n_out, map.layers[of].n_expert);
+                    area_tensors.get(), known_type_of(tensor), tensor.n_in, tensor.n_out, map.layers[of].n_expert);
                 ggml_format_name(t, "pyorch_area.%s", tensor.name.c_str());
                 all += round_up(ggml_backend_buft_get_alloc_size(type, t), alignment);
                 area.back().push_back(t);
@@ -232,6 +273,46 @@ void DeviceBank::copy_to_area(int number, int layer, int expert, int slot) {
 void DeviceBank::reset_counts() {
     uploaded     = 0;
     uploading_ns = 0;
+}
+
+void DeviceLandings::set_limit(uint64_t bytes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    limit = bytes;
+}
+
+ggml_tensor * DeviceLandings::take(int64_t n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto                  free = std::find_if(
+        landings.begin(), landings.end(), [&](const Landing & l) { return !l.taken && l.tensor->ne[0] >= n; });
+    if (free != landings.end()) {
+        free->taken = true;
+        return free->tensor;
+    }
+    Landing made = {};
+    made.ctx.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
+    made.tensor = ggml_new_tensor_1d(made.ctx.get(), GGML_TYPE_F32, n);
+    ggml_set_name(made.tensor, "pyorch_landing");
+    const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(device);
+    if (used_bytes + ggml_backend_buft_get_alloc_size(type, made.tensor) > limit) {
+        return nullptr;
+    }
+    made.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(made.ctx.get(), type));
+    if (!made.buffer) {
+        return nullptr;
+    }
+    used_bytes += ggml_backend_buffer_get_size(made.buffer.get());
+    ggml_backend_buffer_clear(made.buffer.get(), 0);
+    ggml_backend_buffer_set_usage(made.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    made.taken = true;
+    landings.push_back(std::move(made));
+    return landings.back().tensor;
+}
+
+void DeviceLandings::give_back(ggml_tensor * landing) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (Landing & l : landings) {
+        l.taken = l.taken && l.tensor != landing;
+    }
 }
 
 } // namespace pyorch

@@ -1,7 +1,10 @@
 // Experts in the memory of a device.
 //
 // Kernels there cannot ask where an expert is. They are given tensors of slots in place of the model's tensors, and the
-// numbers of slots in place of those of experts: device_pools.h.
+// numbers of slots in place of those of experts.
+//
+// Layers whose experts are alike share their slots, as many layers as a tensor has room for: together they are a
+// *pool*. So a layer has as many slots as its experts are worth, and none lies idle.
 //
 // A prompt wants nearly all experts of each layer, so they pass through *areas* that have room for a whole layer: there
 // an expert lies where the model's tensor has it. One layer after another has its turn.
@@ -12,16 +15,42 @@
 #pragma once
 
 #include "banks/device_link.h"
-#include "banks/device_pools.h"
+#include "model/model_map.h"
 
-#include "ggml-backend.h"
-#include "ggml.h"
+#include "ggml-cpp.h"
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 namespace pyorch {
+
+struct DevicePool {
+    // Of a tensor with slots of several layers: some backends count elements with 32 bits, others have no larger
+    // buffers. Slots of one layer are never more than the model's own tensor has experts, with which a backend has to
+    // cope.
+    static constexpr uint64_t MAX_TENSOR_BYTES = 2ull << 30;
+
+    std::vector<int> layers;    // indices into those with experts, ascending
+    int              n_experts; // of all of them
+    uint64_t         slot_bytes;
+    int              n_slots = 0;
+};
+
+// Whether experts of two layers have the same matrices.
+bool alike(const MoeLayer & a, const MoeLayer & b);
+
+// Bytes of the largest matrix of an expert.
+uint64_t largest_matrix(const MoeLayer & layer);
+
+// share: of the experts that there are slots for. pool_of: becomes the index of each layer's pool.
+std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, std::vector<int> & pool_of);
+
+// How many areas of so many bytes each a budget has room for beside slots: two, or one, or none where they would take
+// more than a third of it.
+int n_device_areas(uint64_t budget, uint64_t area_bytes);
 
 class DeviceBank {
 public:
@@ -71,27 +100,22 @@ public:
     void     reset_counts();
 
 private:
-    struct Deleter {
-        void operator()(ggml_context * ctx) const { ggml_free(ctx); }
-        void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
-    };
-
-    const ModelMap &                                                       map;
-    std::vector<Pool>                                                      pools;
-    std::vector<int>                                                       pool_by_layer;
-    uint64_t                                                               used_bytes = 0;
-    std::atomic<uint64_t>                                                  uploaded{ 0 };
-    std::atomic<uint64_t>                                                  uploading_ns{ 0 };
-    std::unique_ptr<ggml_context, Deleter>                                 tensors;
-    std::unique_ptr<std::remove_pointer_t<ggml_backend_buffer_t>, Deleter> buffer;
+    const ModelMap &        map;
+    std::vector<Pool>       pools;
+    std::vector<int>        pool_by_layer;
+    uint64_t                used_bytes = 0;
+    std::atomic<uint64_t>   uploaded{ 0 };
+    std::atomic<uint64_t>   uploading_ns{ 0 };
+    ggml_context_ptr        tensors;
+    ggml_backend_buffer_ptr buffer;
 
     // By kind of layers and role.
     using Area = std::vector<std::vector<ggml_tensor *>>;
 
-    std::vector<Area>                                                      areas;
-    std::vector<int>                                                       kind_by_layer;
-    std::unique_ptr<ggml_context, Deleter>                                 area_tensors;
-    std::unique_ptr<std::remove_pointer_t<ggml_backend_buffer_t>, Deleter> area_buffer;
+    std::vector<Area>       areas;
+    std::vector<int>        kind_by_layer;
+    ggml_context_ptr        area_tensors;
+    ggml_backend_buffer_ptr area_buffer;
 
     void     allocate_areas(uint64_t budget);
     void     form_pools(double share);
@@ -99,6 +123,38 @@ private:
     void     send(ggml_tensor * to, int index, const char * bytes);
 
     std::unique_ptr<DeviceLink> link; // goes first: it may be on its way to a buffer
+};
+
+// Memory of a device for rows that the processor computes, one for each context that computes.
+//
+// It goes from context to context and is freed with the device's bank: a context that was aborted may end while the
+// device still works on what it was given.
+class DeviceLandings {
+public:
+    explicit DeviceLandings(ggml_backend_dev_t device) : device(device) {}
+
+    // At most so many bytes from now on, 0 before.
+    void set_limit(uint64_t bytes);
+
+    // Of at least n floats, [n'], until it is given back. null: there is no memory.
+    ggml_tensor * take(int64_t n);
+    void          give_back(ggml_tensor * landing);
+
+    uint64_t used() const { return used_bytes; } // of the device
+
+private:
+    struct Landing {
+        ggml_context_ptr        ctx;
+        ggml_backend_buffer_ptr buffer;
+        ggml_tensor *           tensor;
+        bool                    taken;
+    };
+
+    const ggml_backend_dev_t device;
+    std::mutex               mutex;
+    std::vector<Landing>     landings;
+    uint64_t                 limit = 0;
+    std::atomic<uint64_t>    used_bytes{ 0 };
 };
 
 } // namespace pyorch

@@ -13,8 +13,7 @@
 
 #pragma once
 
-#include "ggml-backend.h"
-#include "ggml.h"
+#include "ggml-cpp.h"
 
 #include <atomic>
 #include <cstdint>
@@ -41,20 +40,12 @@ public:
     void wait();
 
 private:
-    struct Deleter {
-        void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
-        void operator()(ggml_backend_event_t event) const { ggml_backend_event_free(event); }
-        void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
-    };
-    template <typename T>
-    using Owned = std::unique_ptr<std::remove_pointer_t<T>, Deleter>;
-
     struct Lane {
-        Owned<ggml_backend_t>        queue;
-        Owned<ggml_backend_event_t>  sent; // null: the device has none
-        Owned<ggml_backend_buffer_t> piece;
-        std::mutex                   mutex;
-        bool                         under_way = false;
+        ggml_backend_ptr        queue;
+        ggml_backend_event_ptr  sent; // null: the device has none
+        ggml_backend_buffer_ptr piece;
+        std::mutex              mutex;
+        bool                    under_way = false;
     };
 
     uint64_t                           piece_bytes;

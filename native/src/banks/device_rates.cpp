@@ -1,7 +1,18 @@
 #include "banks/device_rates.h"
 
+#include "banks/device_bank.h"
+#include "banks/device_link.h"
+#include "base/cpu_backend.h"
+#include "model/fatal.h"
+#include "model/layout.h"
+
+#include "ggml-cpp.h"
+
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <memory>
+#include <numeric>
 
 namespace pyorch {
 
@@ -48,6 +59,142 @@ int uploads_that_pay(const DeviceRates & rates, uint64_t bytes, const std::vecto
         }
     }
     return best;
+}
+
+namespace {
+
+constexpr int      ROUNDS      = 3;        // of which the fastest counts: others use the machine, too
+constexpr int      MORE_ROWS   = 8;        // of an expert
+constexpr uint64_t LEAST_BYTES = 64 << 20; // of weights, more than caches hold
+
+template <typename Work>
+double fastest(Work work) {
+    work(); // kernels are compiled, memory is touched
+    double least = INFINITY;
+    for (int round = 0; round < ROUNDS; ++round) {
+        const auto begin = std::chrono::steady_clock::now();
+        work();
+        least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count());
+    }
+    return std::max(least, 1e-9);
+}
+
+// Matrices of some experts in a backend's memory, and what computes with all of them.
+class Bench {
+public:
+    Bench(ggml_backend_t backend, const MoeLayer & layer, int n_experts) : backend(backend), n_experts(n_experts) {
+        constexpr size_t N_TENSORS = 8 * PYORCH_MAX_ROLES;
+        ctx.reset(ggml_init({ N_TENSORS * ggml_tensor_overhead() + 2 * ggml_graph_overhead(), nullptr, true }));
+        for (const auto & tensor : layer.tensors) {
+            weights.push_back(ggml_new_tensor_3d(ctx.get(), type_of(tensor), tensor.n_in, tensor.n_out, n_experts));
+        }
+        few  = graph(1);
+        more = graph(MORE_ROWS);
+        buffer.reset(ggml_backend_alloc_ctx_tensors(ctx.get(), backend));
+        if (!buffer) {
+            throw Failure(PYORCH_MEMORY, format("there is no memory to measure %s", ggml_backend_name(backend)));
+        }
+        ggml_backend_buffer_clear(buffer.get(), 0);
+        std::vector<int32_t> each(n_experts * MORE_ROWS);
+        for (size_t i = 0; i < each.size(); ++i) {
+            each[i] = (int32_t) (i % n_experts);
+        }
+        for (ggml_tensor * t : ids) {
+            ggml_backend_tensor_set(t, each.data(), 0, ggml_nbytes(t));
+        }
+    }
+
+    double upload_seconds(DeviceLink & link) {
+        std::vector<char> bytes;
+        return fastest([&] {
+            for (ggml_tensor * t : weights) {
+                bytes.resize(t->nb[2]);
+                for (int e = 0; e < n_experts; ++e) {
+                    link.send(t, e * t->nb[2], bytes.data(), t->nb[2]);
+                }
+            }
+            link.wait();
+            wait(weights.back());
+        });
+    }
+
+    double compute_seconds(bool many) {
+        return fastest([&] {
+            ggml_cgraph * graph = many ? more : few;
+            if (ggml_backend_graph_compute(backend, graph) != GGML_STATUS_SUCCESS) {
+                throw Failure(PYORCH_IO, format("%s does not compute", ggml_backend_name(backend)));
+            }
+            wait(ggml_graph_node(graph, -1));
+        });
+    }
+
+    uint64_t bytes() const {
+        return std::accumulate(weights.begin(), weights.end(), (uint64_t) 0,
+            [](uint64_t sum, const ggml_tensor * t) { return sum + ggml_nbytes(t); });
+    }
+
+private:
+    ggml_backend_t             backend;
+    const int                  n_experts;
+    ggml_context_ptr           ctx;
+    ggml_backend_buffer_ptr    buffer;
+    std::vector<ggml_tensor *> weights, ids;
+    ggml_cgraph *              few  = nullptr;
+    ggml_cgraph *              more = nullptr;
+
+    // Until the backend is done. One of another process sends what it is told and waits for no answer: so it is asked
+    // for something.
+    void wait(const ggml_tensor * t) {
+        ggml_backend_synchronize(backend);
+        char byte;
+        ggml_backend_tensor_get(t, &byte, 0, sizeof(byte));
+    }
+
+    // Each expert has so many rows.
+    ggml_cgraph * graph(int n_rows) {
+        ggml_cgraph * graph = ggml_new_graph_custom(ctx.get(), GGML_DEFAULT_GRAPH_SIZE / 8, false);
+        ids.push_back(ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_rows));
+        for (ggml_tensor * t : weights) {
+            ggml_tensor * rows = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, t->ne[0], 1, n_rows);
+            ggml_build_forward_expand(graph, ggml_mul_mat_id(ctx.get(), t, rows, ids.back()));
+        }
+        return graph;
+    }
+};
+
+// The first row of an expert, and each further one, as weights a second.
+void rates_of(Bench & bench, double & first, double & more) {
+    const double one = bench.compute_seconds(false), many = bench.compute_seconds(true);
+    first = (double) bench.bytes() / one;
+    more  = (MORE_ROWS - 1) * (double) bench.bytes() / std::max(many - one, one / 1000);
+}
+
+ggml_backend_ptr open(ggml_backend_dev_t device) {
+    ggml_backend_ptr backend(ggml_backend_dev_init(device, nullptr));
+    if (!backend) {
+        throw Failure(PYORCH_IO, format("%s cannot be used", ggml_backend_dev_name(device)));
+    }
+    return backend;
+}
+
+} // namespace
+
+DeviceRates measure_device(const ModelMap & map, ggml_backend_dev_t device, int n_threads) {
+    const MoeLayer &       layer = map.layers.front();
+    const int              n     = (int) std::clamp<uint64_t>(LEAST_BYTES / layer.expert_bytes(), 1, layer.n_expert);
+    DeviceRates            rates;
+    FatalGuard             guard; // a device of another process may go
+    const ggml_backend_ptr there = open(device);
+    Bench                  bench(there.get(), layer, n);
+    DeviceLink             link(device, largest_matrix(layer));
+    rates.upload = (double) bench.bytes() / bench.upload_seconds(link);
+    rates_of(bench, rates.device_first, rates.device_more);
+
+    const ggml_backend_ptr here = open(cpu_backend().device);
+    cpu_backend().set_n_threads(here.get(), n_threads);
+    Bench processor(here.get(), layer, n);
+    rates_of(processor, rates.processor_first, rates.processor_more);
+    return rates;
 }
 
 } // namespace pyorch

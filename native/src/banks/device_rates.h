@@ -1,9 +1,13 @@
 // What an expert costs that a device lacks: uploaded first and computed there, or computed by the processor.
 //
-// From constants that are measured once and then stay (banks/device_speed.h), and from counts: the same tokens are
+// From constants that are measured once and then stay (measure_device), and from counts: the same tokens are
 // computed in the same places, however fast the machine is at the moment.
 
 #pragma once
+
+#include "model/model_map.h"
+
+#include "ggml-backend.h"
 
 #include <cstdint>
 #include <vector>
@@ -35,5 +39,10 @@ double layer_seconds(
 // most first. candidates: so many of the latter can be uploaded.
 int uploads_that_pay(const DeviceRates & rates, uint64_t bytes, const std::vector<int> & rows,
     const std::vector<int> & lacking, int candidates);
+
+// How fast a device takes experts and computes with them, and how fast the processor does: measured now, in some tenths
+// of a second, with matrices of the shapes and types of the model's first layer with experts. Takes memory for some of
+// them on both sides meanwhile. n_threads: of the processor. Throws Failure where there is no such memory.
+DeviceRates measure_device(const ModelMap & map, ggml_backend_dev_t device, int n_threads);
 
 } // namespace pyorch

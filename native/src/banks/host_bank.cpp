@@ -11,7 +11,7 @@ static constexpr uint64_t STEP = 32u << 20;
 
 static uint64_t whole_pages(uint64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
-HostBank::HostBank(const ModelMap & map, uint64_t budget) : SlotBank(map, budget), regions(classes.size()) {
+HostBank::HostBank(const ModelMap & map, uint64_t budget) : Bank(map, budget), regions(classes.size()) {
     for (int i = 0; i < (int) classes.size(); ++i) {
         reserve(i, std::min(classes[i].n_experts, budget / classes[i].slot_bytes));
     }

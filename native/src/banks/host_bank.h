@@ -6,11 +6,11 @@
 
 #pragma once
 
-#include "banks/slot_bank.h"
+#include "banks/bank.h"
 
 namespace pyorch {
 
-class HostBank : public SlotBank {
+class HostBank : public Bank {
 public:
     HostBank(const ModelMap & map, uint64_t budget);
     ~HostBank() override;

@@ -3,8 +3,7 @@
 
 #pragma once
 
-#include "ggml-backend.h"
-#include "ggml.h"
+#include "ggml-cpp.h"
 
 #include <map>
 #include <memory>
@@ -21,14 +20,10 @@ public:
     void forget();
 
 private:
-    struct Deleter {
-        void operator()(ggml_context * ctx) const { ggml_free(ctx); }
-        void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
-    };
     struct Copy {
-        std::unique_ptr<ggml_context, Deleter>                                 ctx;
-        std::unique_ptr<std::remove_pointer_t<ggml_backend_buffer_t>, Deleter> buffer;
-        ggml_tensor *                                                          tensor;
+        ggml_context_ptr        ctx;
+        ggml_backend_buffer_ptr buffer;
+        ggml_tensor *           tensor;
     };
 
     std::mutex                          mutex;

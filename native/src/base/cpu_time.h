@@ -1,11 +1,17 @@
-// The processor's time that this thread has used.
+// Nanoseconds: of a clock that only goes forward, and of a processor that this thread has used.
 
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <ctime>
 
 namespace pyorch {
+
+inline uint64_t clock_ns() {
+    using namespace std::chrono;
+    return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
 
 inline uint64_t thread_cpu_ns() {
     timespec t = {};

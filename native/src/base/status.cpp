@@ -2,6 +2,8 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <fcntl.h>
+#include <unistd.h>
 
 namespace pyorch {
 
@@ -23,6 +25,18 @@ std::string format(const char * fmt, ...) {
 
 std::string mebibytes(uint64_t bytes) {
     return format("%llu MiB", (unsigned long long) ((bytes + (1u << 20) - 1) >> 20));
+}
+
+static int stderr_fd = -1;
+
+void keep_stderr() {
+    if (stderr_fd < 0) {
+        stderr_fd = fcntl(STDERR_FILENO, F_DUPFD_CLOEXEC, 3);
+    }
+}
+
+void notice(const std::string & line) {
+    dprintf(stderr_fd >= 0 ? stderr_fd : STDERR_FILENO, "pyorch: %s\n", line.c_str());
 }
 
 } // namespace pyorch

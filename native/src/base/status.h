@@ -25,4 +25,11 @@ std::string mebibytes(uint64_t bytes);
 // Why an engine failed a decode of this thread, until somebody asks; "": it did not.
 inline thread_local std::string decode_error;
 
+// What the library tells people by itself, lines on stderr, reaches the stderr of this moment from now on, whatever the
+// process makes of its stderr: llama-cpp-python points it elsewhere while it loads a model.
+void keep_stderr();
+
+// "pyorch: LINE"
+void notice(const std::string & line);
+
 } // namespace pyorch

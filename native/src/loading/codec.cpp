@@ -1,6 +1,7 @@
 #include "loading/codec.h"
 
 #include "base/checksum.h"
+#include "codecs/exponent_codecs.h"
 #include "model/layout.h"
 
 namespace pyorch {
@@ -31,16 +32,60 @@ public:
     }
 };
 
+class Nothing : public Plain {
+public:
+    bool intact(const MoeLayer &, int, int, const char *) const override { return true; }
+    bool recover(const MoeLayer &, int, int, int, const char *, const char *, char *) const override { return true; }
+};
+
 } // namespace
 
-const Codec & plain_codec(Form) {
+const Codec & no_codec() {
+    static const Nothing nothing;
+    return nothing;
+}
+
+const Codec & plain_codec() {
     static const Plain plain;
     return plain;
 }
 
-const Codec & repacking_codec(Form) {
+const Codec & repacking_codec() {
     static const Repacking repacking;
     return repacking;
+}
+
+// One for each chunk: a shard is decoded and merged while it is in a core's cache, and signs and mantissas are checked.
+int Codec::recovery_steps(const MoeLayer & layer, int role, int expert) {
+    const size_t id = expert * layer.tensors.size() + role;
+    return (int) (layer.pack->first[id + 1] - layer.pack->first[id]);
+}
+
+bool Codec::recover(
+    const MoeLayer & layer, int role, int expert, int step, const char * e, const char * sm, char * block) const {
+    const PackedLayer & pack   = *layer.pack;
+    const size_t        id     = expert * layer.tensors.size() + role;
+    const PackedChunk * chunks = pack.chunks.data() + pack.first[id];
+    const PackedChunk & chunk  = chunks[step];
+    const PackedChunk & last   = pack.chunks[pack.first[id + 1] - 1]; // signs and mantissas, or all
+    const auto * const  stored = (const uint8_t *) (&chunk == &last ? sm : e) + chunk.offset;
+    if (checksum((const char *) stored, chunk.stored) != chunk.checksum) {
+        return false;
+    }
+    if (chunk.plane == 0) {
+        return pyorch::decode(chunk.codec, stored, chunk.stored, (uint8_t *) block, chunk.raw);
+    }
+    if (&chunk == &last) {
+        return true;
+    }
+    const Numbers type = numbers_of(layer.tensors[role].type);
+    size_t        from = 0; // its first number
+    for (const PackedChunk * before = chunks; before != &chunk; ++before) {
+        from += before->raw;
+    }
+    return pyorch::recover(type, chunk.codec, stored, chunk.stored,
+        (const uint8_t *) sm + last.offset + sm_offset(type, from), chunk.raw,
+        (uint8_t *) block + from * number_bytes(type));
 }
 
 } // namespace pyorch

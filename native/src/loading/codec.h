@@ -1,13 +1,11 @@
 // The decode stage: what becomes of a block between the last read into it and its publication.
 //
-// A form's codec turns the bytes that were read into what the form promises, in place: a block is as large as its
-// form says (model/form.h), and that includes whatever room the codec needs.
+// A codec turns the bytes that were read into what kernels compute with, in place: a block is as large as model/form.h
+// says, and that includes whatever room the codec needs.
 
 #pragma once
 
 #include "model/form.h"
-
-#include <functional>
 
 namespace pyorch {
 
@@ -36,12 +34,12 @@ public:
 };
 
 // Matrices stay as they were read.
-const Codec & plain_codec(Form form);
+const Codec & plain_codec();
 
 // Matrices as they lie in the file come into the order in which the kernels are fastest (model/layout.h).
-const Codec & repacking_codec(Form form);
+const Codec & repacking_codec();
 
-// Which codec each form has.
-using Codecs = std::function<const Codec &(Form form)>;
+// Nothing is decoded or checked: for reads that are only counted.
+const Codec & no_codec();
 
 } // namespace pyorch

@@ -1,46 +1,26 @@
 #include "loading/disk_probe.h"
 
+#include "base/cpu_time.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <ctime>
 #include <random>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <tuple>
 
 namespace pyorch {
 namespace {
 
-double now_seconds() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-double cpu_seconds() {
-    rusage usage = {};
-    getrusage(RUSAGE_SELF, &usage);
-    auto seconds = [](const timeval & t) { return (double) t.tv_sec + (double) t.tv_usec * 1e-6; };
-    return seconds(usage.ru_utime) + seconds(usage.ru_stime);
-}
-
-class NothingDecoded : public Codec {
-public:
-    const char * decode(const ExpertTensor &, char *, char * read) const override { return read; }
-    bool         computes() const override { return false; }
-    bool         intact(const MoeLayer &, int, int, const char *) const override { return true; }
-
-    bool recover(const MoeLayer &, int, int, int, const char *, const char *, char *) const override { return true; }
-};
-
-const Codec & no_codec(Form) {
-    static const NothingDecoded codec;
-    return codec;
-}
+// Of all threads of the process.
+double cpu_seconds() { return (double) clock() / CLOCKS_PER_SEC; }
 
 // Orders experts without end.
 class Probe : private Loader::Orders {
 public:
     Probe(const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan) :
-            map(map), loader(map, std::move(source), no_codec, plan.bytes, mutex, *this) {
+            map(map), loader(map, std::move(source), no_codec(), plan.bytes, mutex, *this) {
         for (const MoeLayer & l : map.layers) {
             slot = std::max({ slot, slot_bytes(l, PART_MATRICES), slot_bytes(l, PART_E) + slot_bytes(l, PART_SM) });
         }
@@ -83,13 +63,13 @@ public:
         changed.wait_for(
             lock, std::chrono::duration<double>(seconds / 2), [this] { return n_read() >= wanted || !error.empty(); });
         const double   cpu   = cpu_seconds();
-        const double   begin = now_seconds();
+        const uint64_t begin = clock_ns();
         const uint64_t bytes = n_read();
         wanted               = UINT64_MAX;
         changed.wait_until(lock, until, [this] { return !error.empty(); });
         wanted = bytes + 1; // on a busy machine not one read may have ended yet
         changed.wait(lock, [&] { return n_read() >= wanted || !error.empty(); });
-        const double took = now_seconds() - begin;
+        const double took = 1e-9 * (double) (clock_ns() - begin);
         started           = false;
         if (!error.empty()) {
             throw Failure(PYORCH_IO, error);
@@ -130,7 +110,6 @@ private:
         Load & load = *idle.back();
         idle.pop_back();
         std::tie(load.layer, load.expert) = order[next++ % order.size()];
-        load.form                         = COMPUTABLE;
         for (const Extent & e : extents(map.layers[load.layer], load.expert)) {
             direct = direct && e.direct && loader.bytes().direct(e.file);
         }

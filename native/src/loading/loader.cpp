@@ -1,20 +1,19 @@
 #include "loading/loader.h"
 
-#include "base/notice.h"
-#include "loading/reader.h"
+#include "base/cpu_time.h"
+#include "base/status.h"
+#include "loading/readers.h"
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 
 namespace pyorch {
 
-Loader::Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs codecs, uint64_t read_bytes,
+Loader::Loader(const ModelMap & map, std::unique_ptr<Source> source, const Codec & codec, uint64_t read_bytes,
     std::mutex & mutex, Orders & orders) :
-        map(map), source(std::move(source)), codecs(std::move(codecs)),
-        read_bytes(std::max(read_bytes / PAGE * PAGE, PAGE)), mutex(mutex), orders(orders),
-        read_by_layer(map.layers.size()) {}
+        map(map), source(std::move(source)), codec(codec), read_bytes(std::max(read_bytes / PAGE * PAGE, PAGE)),
+        mutex(mutex), orders(orders), read_by_layer(map.layers.size()) {}
 
 // Exponents of a matrix that are so many are a request of their own: the matrix can be recovered while others are read.
 static constexpr uint64_t APART_BYTES = 128u << 10;
@@ -371,7 +370,6 @@ bool Loader::decode_step(const Decoding & matrix, int step) {
     const ReadRequest & request = matrix.request;
     const Load &        load    = *request.load;
     const MoeLayer &    layer   = map.layers[load.layer];
-    const Codec &       codec   = codecs(load.form);
     char *              block   = load.slot.memory + block_offset(layer, matrix.role);
     if (!request.from_pack) {
         return true;
@@ -379,15 +377,14 @@ bool Loader::decode_step(const Decoding & matrix, int step) {
     if (!is_compressed(layer)) {
         return codec.intact(layer, matrix.role, load.expert, block);
     }
-    const auto begin = std::chrono::steady_clock::now();
-    const int  end   = matrix.n_steps == 1 ? Codec::recovery_steps(layer, matrix.role, load.expert) : step + 1;
-    bool       whole = true;
+    const uint64_t begin = clock_ns();
+    const int      end   = matrix.n_steps == 1 ? Codec::recovery_steps(layer, matrix.role, load.expert) : step + 1;
+    bool           whole = true;
     for (; step < end && whole; ++step) {
         whole = codec.recover(
             layer, matrix.role, load.expert, step, load.parts[PART_E].memory, load.parts[PART_SM].memory, block);
     }
-    const auto ns = std::chrono::steady_clock::now() - begin;
-    ns_decoded += (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(ns).count();
+    ns_decoded += clock_ns() - begin;
     return whole;
 }
 
@@ -402,10 +399,9 @@ const char * Loader::decoded_at(const Decoding & matrix) {
     if (request.direct && !layer.pack) {
         begin += in_model(layer, matrix.role, load.expert).offset % PAGE;
     }
-    return matrix.damaged ? nullptr :
-        request.from_pack && layer.pack->repacked[matrix.role] ?
-                            begin :
-                            codecs(load.form).decode(layer.tensors[matrix.role], block, begin);
+    return matrix.damaged                                      ? nullptr :
+        request.from_pack && layer.pack->repacked[matrix.role] ? begin :
+                                                                 codec.decode(layer.tensors[matrix.role], block, begin);
 }
 
 // All steps of a matrix are done: it is published, if it is not damaged.

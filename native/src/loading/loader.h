@@ -57,7 +57,6 @@ constexpr uint64_t GUESS_BYTES = 512u << 10;
 struct Load {
     int      layer  = 0; // index into the layers with experts
     int      expert = 0;
-    Form     form   = Form::ABSENT; // that it will have; absent: nothing is on its way
     Slot     slot;
     Slot     parts[N_STORED_PARTS]    = {};      // of a compressed expert, from stage() on
     uint32_t there                    = 0;       // bits: those of them that are whole in memory
@@ -127,8 +126,8 @@ public:
         virtual void decodable() {}
     };
 
-    Loader(const ModelMap & map, std::unique_ptr<Source> source, Codecs codecs, uint64_t read_bytes, std::mutex & mutex,
-        Orders & orders);
+    Loader(const ModelMap & map, std::unique_ptr<Source> source, const Codec & codec, uint64_t read_bytes,
+        std::mutex & mutex, Orders & orders);
 
     // For the readers.
 
@@ -168,7 +167,7 @@ public:
 
     Source & bytes() { return *source; }
     int      n_files() const { return (int) map.files.size(); }
-    bool     computes(Form form) const { return codecs(form).computes() || map.layers[0].pack; } // packs have checksums
+    bool     computes() const { return codec.computes() || map.layers[0].pack; } // packs have checksums
 
     // The slot that a request is for.
     struct Memory {
@@ -272,7 +271,7 @@ private:
 
     const ModelMap &        map;
     std::unique_ptr<Source> source;
-    Codecs                  codecs;
+    const Codec &           codec;
     const uint64_t          read_bytes; // of one request at most
     std::mutex &            mutex;
     Orders &                orders;

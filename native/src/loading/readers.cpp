@@ -1,6 +1,6 @@
 #include "loading/readers.h"
 
-#include "loading/reader_threads.h"
+#include "base/cpu_time.h"
 #include "loading/uring_reader.h"
 
 #include <algorithm>
@@ -8,6 +8,64 @@
 #include <cstring>
 
 namespace pyorch {
+
+static void join(std::vector<std::thread> & threads) {
+    for (auto & thread : threads) {
+        thread.join();
+    }
+}
+
+// Each does work(); stop ends them all where the system has no more threads: those that run must not outlive that.
+template <typename Work, typename Stop>
+static void start(std::vector<std::thread> & threads, int n, Work work, Stop stop) {
+    try {
+        for (int i = 0; i < n; ++i) {
+            threads.emplace_back(work);
+        }
+    } catch (...) {
+        stop();
+        join(threads);
+        throw;
+    }
+}
+
+DecodeThreads::DecodeThreads(Loader & loader, int n_threads) : loader(loader) {
+    const auto decode = [&loader] {
+        while (loader.decode_next()) {
+        }
+    };
+    start(threads, n_threads, decode, [&loader] { loader.stop_decoding(); });
+}
+
+DecodeThreads::~DecodeThreads() {
+    loader.stop_decoding();
+    join(threads);
+}
+
+static void read_until_stopped(Loader & loader) {
+    ReadRequest request;
+    while (loader.next(request)) {
+        const uint64_t cpu   = thread_cpu_ns();
+        const uint64_t begin = clock_ns();
+        const int64_t  n =
+            !request.reads() ? 0 : loader.bytes().read(request.file, request.offset, request.buf, request.size);
+        const bool decode = loader.read(request, n, clock_ns() - begin, thread_cpu_ns() - cpu);
+        if (decode && loader.bytes_to_decode(request) > 0) {
+            loader.decode_later(request); // by who waits for it, or here, when there is nothing to read
+        } else if (decode) {
+            loader.decode(request);
+        }
+    }
+}
+
+ReaderThreads::ReaderThreads(Loader & loader, int n_threads) : Reader(loader) {
+    start(threads, n_threads, [&loader] { read_until_stopped(loader); }, [&loader] { loader.stop(); });
+}
+
+ReaderThreads::~ReaderThreads() {
+    loader.stop();
+    join(threads);
+}
 
 // Deep enough for most disks: a disk that was measured says it better. Requests are small, so that what is read ahead
 // delays what is needed by little.

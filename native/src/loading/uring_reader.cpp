@@ -18,11 +18,6 @@ static constexpr uint64_t BELL = UINT64_MAX;
 // The kernel's table has no more numbers.
 static constexpr unsigned MAX_BUFFERS = 1 << 14;
 
-static uint64_t now_ns() {
-    using namespace std::chrono;
-    return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
-}
-
 static int make_bell() {
 #ifdef __linux__
     return eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -62,7 +57,7 @@ std::unique_ptr<UringReader> UringReader::create(Loader & loader, int depth) {
             reader->unused.push_back(i - 1);
         }
     }
-    if (loader.computes(COMPUTABLE)) {
+    if (loader.computes()) {
         const int n_threads = std::clamp((int) std::thread::hardware_concurrency() / 2, 1, 4);
         reader->decoders    = std::make_unique<DecodeThreads>(loader, n_threads);
     }
@@ -87,8 +82,6 @@ UringReader::~UringReader() {
     attach(nullptr); // wake() is called no more
     close(bell);
 }
-
-void UringReader::wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) { changed.wait(lock); }
 
 void UringReader::wake() {
     if (asleep.exchange(false)) {
@@ -156,7 +149,7 @@ bool UringReader::start_one() {
         return true;
     }
     if (idle.size() == under_way.size()) {
-        last_ns  = now_ns();
+        last_ns  = clock_ns();
         last_cpu = thread_cpu_ns();
     }
     UnderWay & u = under_way[idle.back()];
@@ -220,7 +213,7 @@ void UringReader::ended(UnderWay & u, int32_t value) {
 
 void UringReader::end(UnderWay & u, int64_t result) {
     ReadRequest    request = u.request;
-    const uint64_t now     = now_ns();
+    const uint64_t now     = clock_ns();
     const uint64_t cpu     = thread_cpu_ns();
     const uint64_t ns      = now - last_ns;
     const uint64_t cpu_ns  = cpu - last_cpu;
@@ -233,7 +226,7 @@ void UringReader::end(UnderWay & u, int64_t result) {
 }
 
 void UringReader::hand_over(const ReadRequest & request) {
-    if (decoders && loader.computes(request.load->form)) {
+    if (decoders && loader.computes()) {
         loader.decode_later(request);
     } else {
         loader.decode(request);

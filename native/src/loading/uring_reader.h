@@ -11,8 +11,7 @@
 
 #pragma once
 
-#include "loading/decode_threads.h"
-#include "loading/reader.h"
+#include "loading/readers.h"
 #include "loading/ring.h"
 
 #include <atomic>
@@ -30,7 +29,6 @@ public:
 
     ~UringReader() override; // ends the requests under way, leaves the rest
 
-    void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) override;
     void wake() override;
 
 private:

@@ -1,6 +1,6 @@
 #include "model/fatal.h"
 
-#include "base/notice.h"
+#include "base/status.h"
 
 #include "ggml.h"
 

@@ -25,9 +25,6 @@ enum class Form : uint8_t {
 
 inline constexpr int N_FORMS = 5;
 
-// The form that kernels compute with, into which the table loads.
-inline constexpr Form COMPUTABLE = Form::FULL;
-
 // Parts as bits.
 constexpr uint32_t bit_of(Part part) { return 1u << part; }
 

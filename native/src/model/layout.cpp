@@ -8,6 +8,17 @@
 #include <cstring>
 
 namespace pyorch {
+
+ggml_type type_of(const ExpertTensor & tensor) {
+    for (int type = 0; type < GGML_TYPE_COUNT; ++type) {
+        const char * name = ggml_type_name((ggml_type) type);
+        if (name && tensor.type == name) {
+            return (ggml_type) type;
+        }
+    }
+    return GGML_TYPE_COUNT;
+}
+
 namespace {
 
 // A group of rows is at most so many in any order.
@@ -19,15 +30,9 @@ constexpr int64_t SLAB_BYTES = 8 * 1024;
 // What llama.cpp chooses kernels by: type and shape.
 ggml_tensor experts_of(const ExpertTensor & tensor) {
     ggml_tensor t = {};
-    t.type        = GGML_TYPE_COUNT;
-    for (int type = 0; type < GGML_TYPE_COUNT && t.type == GGML_TYPE_COUNT; ++type) {
-        const char * name = ggml_type_name((ggml_type) type);
-        if (name && tensor.type == name) {
-            t.type = (ggml_type) type;
-        }
-    }
-    t.ne[0] = tensor.n_in;
-    t.ne[1] = tensor.n_out;
+    t.type        = type_of(tensor);
+    t.ne[0]       = tensor.n_in;
+    t.ne[1]       = tensor.n_out;
     t.ne[2] = t.ne[3] = 1;
     return t;
 }

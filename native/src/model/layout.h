@@ -8,9 +8,14 @@
 
 #include "model/model_map.h"
 
+#include "ggml.h"
+
 #include <string>
 
 namespace pyorch {
+
+// GGML_TYPE_COUNT where nobody knows it.
+ggml_type type_of(const ExpertTensor & tensor);
 
 // Whether there is such a kernel for the matrices of a tensor.
 bool can_repack(const ExpertTensor & tensor);

@@ -3,8 +3,7 @@
 
 #include "model/form.h"
 
-#include "ggml.h"
-#include "gguf.h"
+#include "ggml-cpp.h"
 #include "llama.h"
 
 #include <algorithm>
@@ -73,12 +72,8 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
 
     ggml_context *                meta   = nullptr;
     gguf_init_params              params = { /*.no_alloc =*/true, /*.ctx =*/&meta };
-    std::shared_ptr<gguf_context> ctx(gguf_init_from_file(path.c_str(), params), [](gguf_context * c) {
-        if (c) {
-            gguf_free(c);
-        }
-    });
-    std::unique_ptr<ggml_context, decltype(&ggml_free)> meta_owner(meta, ggml_free);
+    std::shared_ptr<gguf_context> ctx    = gguf_context_ptr(gguf_init_from_file(path.c_str(), params));
+    const ggml_context_ptr        meta_owner(meta);
     if (!ctx) {
         throw Failure(
             PYORCH_FORMAT, format("%s is a truncated or damaged GGUF: its metadata cannot be read", path.c_str()));
@@ -235,6 +230,14 @@ int64_t ModelMap::checked_int(const std::string & path, const char * name, int64
         }
     }
     return first;
+}
+
+std::vector<int> ModelMap::n_experts() const {
+    std::vector<int> n;
+    for (const MoeLayer & layer : layers) {
+        n.push_back(layer.n_expert);
+    }
+    return n;
 }
 
 uint64_t ModelMap::file_bytes() const {

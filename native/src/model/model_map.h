@@ -132,6 +132,8 @@ public:
     int                                n_expert_used = 0;
     uint64_t                           tensor_bytes  = 0;
 
+    std::vector<int> n_experts() const; // by layer
+
     uint64_t file_bytes() const; // the model's own
     uint64_t expert_bytes() const;
     uint64_t slots_bytes() const;

@@ -5,8 +5,7 @@
 #include "model/layout.h"
 #include "model/model_map.h"
 
-#include "ggml.h"
-#include "gguf.h"
+#include "ggml-cpp.h"
 
 #include <algorithm>
 #include <cinttypes>
@@ -46,41 +45,37 @@ struct Tensor {
 // A pack being read.
 class Pack {
 public:
-    explicit Pack(const std::string & path) : path(path) {
+    explicit Pack(const std::string & path) : path(path), file(nullptr, fclose) {
         check_readable(path);
-        gguf_init_params params = { /*.no_alloc =*/true, /*.ctx =*/&meta };
-        gguf                    = gguf_init_from_file(path.c_str(), params);
-        file                    = fopen(path.c_str(), "rb");
+        ggml_context *   tensors = nullptr;
+        gguf_init_params params  = { /*.no_alloc =*/true, /*.ctx =*/&tensors };
+        gguf.reset(gguf_init_from_file(path.c_str(), params));
+        meta.reset(tensors);
+        file.reset(fopen(path.c_str(), "rb"));
         if (!gguf || !file) {
-            close();
             throw damaged("its metadata cannot be read");
         }
         struct stat st;
-        bytes = fstat(fileno(file), &st) == 0 ? (uint64_t) st.st_size : 0;
+        bytes = fstat(fileno(file.get()), &st) == 0 ? (uint64_t) st.st_size : 0;
     }
-
-    ~Pack() { close(); }
-
-    Pack(const Pack &)             = delete;
-    Pack & operator=(const Pack &) = delete;
 
     Failure damaged(const std::string & why) const { return { PYORCH_FORMAT, path + " is a damaged pack: " + why }; }
 
     // An element of an array of strings, "" where there is none.
     std::string text(const char * key, size_t index) const {
-        const int64_t id = gguf_find_key(gguf, key);
-        const bool    is = id >= 0 && gguf_get_kv_type(gguf, id) == GGUF_TYPE_ARRAY &&
-            gguf_get_arr_type(gguf, id) == GGUF_TYPE_STRING && index < gguf_get_arr_n(gguf, id);
-        return is ? gguf_get_arr_str(gguf, id, index) : "";
+        const int64_t id = gguf_find_key(gguf.get(), key);
+        const bool    is = id >= 0 && gguf_get_kv_type(gguf.get(), id) == GGUF_TYPE_ARRAY &&
+            gguf_get_arr_type(gguf.get(), id) == GGUF_TYPE_STRING && index < gguf_get_arr_n(gguf.get(), id);
+        return is ? gguf_get_arr_str(gguf.get(), id, index) : "";
     }
 
     Tensor tensor(const std::string & name) const {
-        const int64_t id = gguf_find_tensor(gguf, name.c_str());
+        const int64_t id = gguf_find_tensor(gguf.get(), name.c_str());
         if (id < 0) {
             throw damaged("it has no " + name);
         }
-        const ggml_tensor * shape = ggml_get_tensor(meta, name.c_str());
-        const uint64_t      begin = gguf_get_data_offset(gguf) + gguf_get_tensor_offset(gguf, id);
+        const ggml_tensor * shape = ggml_get_tensor(meta.get(), name.c_str());
+        const uint64_t      begin = gguf_get_data_offset(gguf.get()) + gguf_get_tensor_offset(gguf.get(), id);
         const uint64_t      size  = ggml_nbytes(shape);
         if (begin + size > bytes) {
             throw damaged(
@@ -91,7 +86,8 @@ public:
 
     std::vector<Chunk> chunks(const Tensor & index, size_t n) const {
         std::vector<Chunk> all(n);
-        if (fseeko(file, (off_t) index.offset, SEEK_SET) != 0 || fread(all.data(), sizeof(Chunk), n, file) != n) {
+        if (fseeko(file.get(), (off_t) index.offset, SEEK_SET) != 0 ||
+            fread(all.data(), sizeof(Chunk), n, file.get()) != n) {
             throw Failure(PYORCH_IO, path + " cannot be read");
         }
         return all;
@@ -101,17 +97,9 @@ public:
     uint64_t          bytes = 0;
 
 private:
-    ggml_context * meta = nullptr;
-    gguf_context * gguf = nullptr;
-    FILE *         file = nullptr;
-
-    void close() {
-        if (file) {
-            fclose(file);
-        }
-        gguf_free(gguf);
-        ggml_free(meta);
-    }
+    ggml_context_ptr                       meta;
+    gguf_context_ptr                       gguf;
+    std::unique_ptr<FILE, int (*)(FILE *)> file;
 };
 
 // What the index of a layer says.

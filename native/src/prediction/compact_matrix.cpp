@@ -39,6 +39,25 @@ CompactMatrix::CompactMatrix(const float * values, size_t n_rows, int n_columns)
     }
 }
 
+float dot(const float * a, const float * b, size_t n) {
+    constexpr size_t LANES       = 16;
+    float            sums[LANES] = {};
+    size_t           i           = 0;
+    for (; i + LANES <= n; i += LANES) {
+        for (size_t j = 0; j < LANES; ++j) {
+            sums[j] += a[i + j] * b[i + j];
+        }
+    }
+    float sum = 0;
+    for (; i < n; ++i) {
+        sum += a[i] * b[i];
+    }
+    for (float s : sums) {
+        sum += s;
+    }
+    return sum;
+}
+
 // Into the second level: processors have more such fetches under way at once than of those into the first.
 void prefetch(const void * from, size_t n_bytes) {
     for (size_t at = 0; at < n_bytes; at += CACHE_LINE) {

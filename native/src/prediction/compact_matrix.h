@@ -24,6 +24,9 @@ private:
     std::vector<uint8_t> bytes;
 };
 
+// Of n floats each. Several sums side by side, so that compilers make vectors of them.
+float dot(const float * a, const float * b, size_t n);
+
 // Asks for memory that is needed soon.
 void prefetch(const void * from, size_t n_bytes);
 

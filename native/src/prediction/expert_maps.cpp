@@ -1,5 +1,7 @@
 #include "prediction/expert_maps.h"
 
+#include "prediction/compact_matrix.h"
+
 #include <algorithm>
 #include <cmath>
 

@@ -10,13 +10,19 @@
 
 #pragma once
 
-#include "prediction/activation_matrix.h"
-
+#include <cstddef>
 #include <cstdint>
 #include <mutex>
 #include <vector>
 
 namespace pyorch {
+
+// What a search found. index -1: nothing, the store is empty or nothing in it has a direction.
+struct Match {
+    int      index      = -1;
+    float    score      = 0; // cosine
+    uint32_t generation = 0; // of the entry
+};
 
 class ExpertMapStore {
 public:
@@ -89,16 +95,6 @@ private:
 
     void  refresh();
     Match best(const std::vector<float> & dots, const std::vector<float> & inverse_norm, double own_squares) const;
-};
-
-// The history that predictors learn from.
-class ExpertMaps {
-public:
-    ExpertMaps(int n_layers, int n_expert, int n_embd, int capacity, int distance, int n_requests) :
-            iterations(n_layers, n_expert, n_embd, capacity, distance), requests(n_layers, n_expert, n_requests) {}
-
-    ExpertMapStore        iterations;
-    ActivationMatrixStore requests;
 };
 
 } // namespace pyorch

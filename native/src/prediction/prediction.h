@@ -75,12 +75,11 @@ public:
 // What a predictor wants to see of a layer, beside its experts and weights.
 enum PredictorNeeds : unsigned {
     NEEDS_NOTHING    = 0,
-    NEEDS_INPUTS     = 1, // in a replay
-    NEEDS_RESIDUALS  = 2, // or inputs, where there are none
-    NEEDS_PROBS      = 4,
-    NEEDS_PREFILL    = 8, // layers of prompts too; in a replay
-    NEEDS_EMBEDDINGS = 16,
-    NEEDS_ROUTERS    = 32, // applies them
+    NEEDS_RESIDUALS  = 1, // or inputs, where there are none
+    NEEDS_PROBS      = 2,
+    NEEDS_PREFILL    = 4, // layers of prompts too; in a replay
+    NEEDS_EMBEDDINGS = 8,
+    NEEDS_ROUTERS    = 16, // applies them
 };
 
 unsigned needs_of(pyorch_predictor kind);
@@ -89,7 +88,7 @@ unsigned needs_of(pyorch_predictor kind);
 using CompactMatrices = std::vector<std::shared_ptr<const CompactMatrix>>;
 
 class Estimator;
-class ExpertMaps;
+class ExpertMapStore;
 
 // What predictors are made of; all shared, none changes once it is here.
 struct PredictionModel {
@@ -100,7 +99,7 @@ struct PredictionModel {
     CompactMatrices                  defaults; // [n_expert][n_embd] the mean output of each expert
     std::shared_ptr<const Estimator> estimator;
     std::vector<uint8_t>             estimated; // by layer: hybrid takes the estimator
-    std::shared_ptr<ExpertMaps>      maps;      // of past iterations and requests; this one grows
+    std::shared_ptr<ExpertMapStore>  maps;      // of past iterations; this one grows
 };
 
 // distance: by layer, how many layers ahead it is guessed at most; 0: it is not. Null for a kind that predicts nothing,

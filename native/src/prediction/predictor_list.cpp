@@ -1,6 +1,8 @@
 #include "prediction/predictor_list.h"
 
-#include "prediction/predictors/predictors.h"
+#include "prediction/prediction.h"
+
+#include <cmath>
 
 namespace pyorch {
 
@@ -9,19 +11,10 @@ static constexpr unsigned BY_ROUTERS = PYORCH_NEEDS_ROUTERS | PYORCH_NEEDS_STATE
 const std::vector<PredictorEntry> & predictor_list() {
     static const std::vector<PredictorEntry> list = {
         { PYORCH_PREDICT_NONE, "none", 0, 0, false, NEEDS_NOTHING, "reads nothing ahead", nullptr },
-        { PYORCH_PREDICT_PREVIOUS_TOKEN, "previous-token", PYORCH_NEEDS_REPLAY, 0, false, NEEDS_NOTHING,
-            "what the layer used for the previous token", nullptr },
-        { PYORCH_PREDICT_LAYER_ALL, "layer-all", PYORCH_NEEDS_REPLAY, 0, false, NEEDS_NOTHING,
-            "every expert of the layer", nullptr },
-        { PYORCH_PREDICT_NEXT_ROUTER, "next-router", PYORCH_NEEDS_REPLAY | BY_ROUTERS, 0, false,
-            NEEDS_INPUTS | NEEDS_ROUTERS, "the layer's router, applied to the router input of an earlier layer",
-            nullptr },
         { PYORCH_PREDICT_QUASI_HIDDEN, "quasi-hidden", BY_ROUTERS, PYORCH_NEEDS_DEFAULT_VECTORS, true,
             NEEDS_RESIDUALS | NEEDS_ROUTERS,
             "the layer's router, applied to what an earlier layer's experts make of its input on average",
             make_quasi_hidden },
-        { PYORCH_PREDICT_ACTIVATION_MATRIX, "activation-matrix", PYORCH_NEEDS_REPLAY | PYORCH_NEEDS_HISTORY, 0, false,
-            NEEDS_PREFILL, "what the most alike past request used in the layer", nullptr },
         { PYORCH_PREDICT_ESTIMATOR, "estimator", BY_ROUTERS | PYORCH_NEEDS_ESTIMATOR, PYORCH_NEEDS_DEFAULT_VECTORS,
             true, NEEDS_RESIDUALS | NEEDS_ROUTERS,
             "quasi-hidden, corrected by a trained network where the layer is the next one", make_estimator },
@@ -31,10 +24,24 @@ const std::vector<PredictorEntry> & predictor_list() {
         { PYORCH_PREDICT_EXPERT_MAP, "expert-map", PYORCH_NEEDS_HISTORY | PYORCH_NEEDS_DISTRIBUTIONS,
             PYORCH_NEEDS_EMBEDDINGS, false, NEEDS_PROBS | NEEDS_EMBEDDINGS,
             "what the most alike past iteration used in the layer", make_expert_map },
-        { PYORCH_PREDICT_ORACLE, "oracle", PYORCH_NEEDS_FUTURE, 0, false, NEEDS_NOTHING,
+        { PYORCH_PREDICT_ORACLE, "oracle", PYORCH_NEEDS_FUTURE, 0, false, NEEDS_PREFILL,
             "the experts that the layer will use", nullptr },
     };
     return list;
+}
+
+bool is_predicted(int n_tokens, int n_used, int n_expert) {
+    static constexpr double STREAMED = 0.75;
+    const double            unused   = std::pow(1 - (double) n_used / n_expert, n_tokens);
+    return n_tokens == 1 || (n_tokens <= MAX_PREDICTED_TOKENS && 1 - unused < STREAMED);
+}
+
+unsigned needs_of(pyorch_predictor kind) { return predictor_list()[kind].sees; }
+
+std::unique_ptr<Predictor> make_predictor(
+    pyorch_predictor kind, const PredictionModel & model, const std::vector<int> & distance) {
+    const auto make = predictor_list()[kind].make;
+    return make ? make(model, distance) : nullptr;
 }
 
 } // namespace pyorch

@@ -1,5 +1,4 @@
-// The predictors there are: how users call them, what they need, and what makes one. Those that exist to be compared
-// with are made by replays: replay/predictors/.
+// The predictors there are: how users call them, what they need, and what makes one.
 
 #pragma once
 
@@ -22,5 +21,12 @@ struct PredictorEntry {
 
 // In the order of their kinds.
 const std::vector<PredictorEntry> & predictor_list();
+
+using Distances = std::vector<int>; // by layer: how many layers ahead it is guessed at most; 0: it is not
+
+std::unique_ptr<Predictor> make_quasi_hidden(const PredictionModel & model, const Distances & distance);
+std::unique_ptr<Predictor> make_estimator(const PredictionModel & model, const Distances & distance);
+std::unique_ptr<Predictor> make_hybrid(const PredictionModel & model, const Distances & distance);
+std::unique_ptr<Predictor> make_expert_map(const PredictionModel & model, const Distances & distance);
 
 } // namespace pyorch

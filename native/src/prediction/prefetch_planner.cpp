@@ -11,9 +11,7 @@ PrefetchPlanner::PrefetchPlanner(Table & table, const Routers & routers) :
     model.gates.resize(prefetch.size());
     model.defaults.resize(prefetch.size());
     gates_of.resize(prefetch.size());
-    for (const auto & l : table.map.layers) {
-        model.n_expert.push_back(l.n_expert);
-    }
+    model.n_expert = table.map.n_experts();
 }
 
 void PrefetchPlanner::set(int layer, const LayerPrefetch & layer_prefetch) {
@@ -22,28 +20,13 @@ void PrefetchPlanner::set(int layer, const LayerPrefetch & layer_prefetch) {
     streams.clear();
 }
 
-void PrefetchPlanner::set_default_vectors(int layer, std::shared_ptr<const CompactMatrix> vectors) {
-    model.defaults[layer] = std::move(vectors);
+PredictionModel & PrefetchPlanner::change_model() {
     streams.clear();
+    return model;
 }
 
-void PrefetchPlanner::set_estimator(std::shared_ptr<const Estimator> estimator) {
-    model.estimator = std::move(estimator);
-    streams.clear();
-}
-
-void PrefetchPlanner::set_estimated(std::vector<uint8_t> layers) {
-    model.estimated = std::move(layers);
-    streams.clear();
-}
-
-void PrefetchPlanner::set_maps(std::shared_ptr<ExpertMaps> maps) {
-    model.maps = std::move(maps);
-    streams.clear();
-}
-
-void PrefetchPlanner::set_maker(Maker maker_) {
-    maker = std::move(maker_);
+void PrefetchPlanner::set_oracle(Oracle oracle_) {
+    oracle = std::move(oracle_);
     streams.clear();
 }
 
@@ -110,8 +93,8 @@ PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
             continue;
         }
         auto predictor = make_predictor((pyorch_predictor) kind, model, distance);
-        if (!predictor && maker) {
-            predictor = maker((pyorch_predictor) kind, model, distance);
+        if (kind == PYORCH_PREDICT_ORACLE && oracle) {
+            predictor = oracle(distance);
         }
         if (predictor) {
             stream.predictors.push_back({ (pyorch_predictor) kind, std::move(predictor) });

@@ -30,23 +30,21 @@ public:
     using Observer = std::function<void(const void * context, int from, const Forecast & forecast)>;
     // What is forecast of the next pass of a context through a layer, each expert once, the likeliest first. precision:
     // as LayerPrefetch::min_precision.
-    using Above = std::function<void(
+    using Above  = std::function<void(
         const void * context, int layer, const std::vector<ForecastExpert> & experts, double precision)>;
-    using Maker = std::function<std::unique_ptr<Predictor>(
-        pyorch_predictor kind, const PredictionModel & model, const std::vector<int> & distance)>;
+    using Oracle = std::function<std::unique_ptr<Predictor>(const std::vector<int> & distance)>;
 
     // routers: asked when the first layer of a context comes, by then graphs were built. Outlives this.
     PrefetchPlanner(Table & table, const Routers & routers);
 
     // Each begins anew what was counted and collected.
     void set(int layer, const LayerPrefetch & prefetch);
-    void set_default_vectors(int layer, std::shared_ptr<const CompactMatrix> vectors); // [n_expert][n_embd]
-    void set_estimator(std::shared_ptr<const Estimator> estimator);
-    void set_estimated(std::vector<uint8_t> layers);
-    void set_maps(std::shared_ptr<ExpertMaps> maps);
 
-    // For a replay: makes the predictors that only a replay has.
-    void set_maker(Maker maker);
+    // What predictors are made of: default vectors, the estimator and the layers that hybrid takes it for, the maps.
+    PredictionModel & change_model();
+
+    // For a replay: makes the predictor that only a replay has.
+    void set_oracle(Oracle oracle);
 
     // Which layers a context computes, ascending. Without it: all.
     void set_layers(const void * context, std::vector<int> layers);
@@ -89,7 +87,7 @@ private:
     const Routers &                          routers;
     PredictionModel                          model;
     std::vector<const float *>               gates_of; // by layer: of what model.gates are copies
-    Maker                                    maker;
+    Oracle                                   oracle;
     std::vector<LayerPrefetch>               prefetch;  // by layer
     std::vector<std::vector<Rate>>           precision; // by layer, then distance and rank
     std::map<const void *, std::vector<int>> layers;    // by context

@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include "prediction/prediction_allowance.h"
 #include "prediction/prediction_balance.h"
 #include "prediction/prefetch_planner.h"
 

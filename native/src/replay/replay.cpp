@@ -1,7 +1,6 @@
 #include "replay/replay.h"
 
-#include "replay/predictors/compared.h"
-#include "replay/simulated.h"
+#include "residency/simulated.h"
 #include "replay/simulated_device.h"
 
 #include <algorithm>
@@ -46,11 +45,8 @@ public:
         }
         collect_uses();
         planner.set_layers(this, executed);
-        planner.set_maker(
-            [this](pyorch_predictor kind, const PredictionModel & model, const std::vector<int> & distance) {
-                return kind == PYORCH_PREDICT_ORACLE ? std::make_unique<Oracle>(*this, distance) :
-                                                       make_compared(kind, model, distance);
-            });
+        planner.set_oracle(
+            [this](const std::vector<int> & distance) { return std::make_unique<Oracle>(*this, distance); });
         observer = planner.set_observer([this](const void * context, int from, const Forecast & new_forecast) {
             if (observer) {
                 observer(context, from, new_forecast);
@@ -67,7 +63,7 @@ public:
 
     ~Replay() {
         table.forget(owner);
-        planner.set_maker({});
+        planner.set_oracle({});
         planner.set_above({});
         planner.set_observer(std::move(observer));
         planner.forget(this);
@@ -113,29 +109,34 @@ private:
         Forecast forecast;
     };
 
-    // Guesses what will be used: all of it, and nothing else.
+    // Says what the recording has for it.
     class Oracle : public Predictor {
     public:
         Oracle(const Replay & replay, const std::vector<int> & distance) : replay(replay), distance(distance) {}
 
         void begin(const IterationBegin & iteration, std::vector<Forecast> & forecasts) override {
-            forecast(-1, iteration.decode, iteration.n_tokens, forecasts);
+            forecast(-1, iteration.n_tokens, forecasts);
         }
 
         void routed(const RoutedLayer & routed_layer, std::vector<Forecast> & forecasts) override {
-            forecast(routed_layer.layer, routed_layer.decode, routed_layer.n_tokens, forecasts);
+            forecast(routed_layer.layer, routed_layer.n_tokens, forecasts);
         }
 
     private:
         const Replay &         replay;
         const std::vector<int> distance;
 
-        void forecast(int from, bool decode, int n_tokens, std::vector<Forecast> & forecasts) const {
-            for (int layer = from + 1; decode && layer < replay.n_layers && layer - from <= distance[layer]; ++layer) {
-                for (int t = 0; t < n_tokens; ++t) {
-                    const uint16_t * used = replay.experts_of(replay.token_of(t), layer);
-                    forecasts.push_back(
-                        { layer, layer - from, t, std::vector<int>(used, used + replay.rec.n_used), {}, {} });
+        void forecast(int from, int n_tokens, std::vector<Forecast> & forecasts) const {
+            const pyorch_recording & rec = replay.rec;
+            for (int layer = from + 1; layer < rec.n_layers; ++layer) {
+                const int ahead = layer - from;
+                for (int t = 0; ahead <= std::min(distance[layer], rec.n_distances) && t < n_tokens; ++t) {
+                    const size_t    row   = (size_t) replay.token_of(t) * rec.n_layers + layer;
+                    const int16_t * begin = rec.forecasts + (row * rec.n_distances + ahead - 1) * rec.n_forecast;
+                    const int16_t * end   = std::find(begin, begin + rec.n_forecast, -1);
+                    if (begin < end) {
+                        forecasts.push_back({ layer, ahead, t, std::vector<int>(begin, end), {}, {} });
+                    }
                 }
             }
         }
@@ -278,12 +279,10 @@ private:
                     run_until(now);
                 }
                 double at = now;
-                on_device = device->begin({ this, layer, continues, 0, experts }, rows, n_tokens, decode, at);
+                on_device = device->begin({ this, layer, continues, experts }, rows, n_tokens, decode, at);
                 wait_until(at);
-                const auto there = [&](int e) { return on_device.slots[e] >= 0; };
-                const auto stays = [&](int e) {
-                    return there(e) && !std::binary_search(on_device.guests.begin(), on_device.guests.end(), e);
-                };
+                const auto there = [&](int e) { return on_device.computes(e); };
+                const auto stays = [&](int e) { return on_device.keeps(e); };
                 here.erase(std::remove_if(here.begin(), here.end(), there), here.end());
                 used.erase(std::remove_if(used.begin(), used.end(), stays), used.end());
             }
@@ -407,7 +406,7 @@ private:
                 routed_layer.probs.insert(
                     routed_layer.probs.end(), rec.probs + at * rec.n_expert, rec.probs + (at + 1) * rec.n_expert);
             }
-            if (rec.states && (needs & (NEEDS_RESIDUALS | NEEDS_INPUTS))) {
+            if (rec.states && (needs & NEEDS_RESIDUALS)) {
                 const float * state = rec.states + at * rec.n_embd;
                 routed_layer.residuals.insert(routed_layer.residuals.end(), state, state + rec.n_embd);
                 double squares = 0;
@@ -462,6 +461,12 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
     }
     if (std::any_of(rec.experts, rec.experts + n_uses, [&](uint16_t e) { return e >= rec.n_expert; })) {
         throw Failure(PYORCH_INVALID, format("the recording names experts beyond %d", rec.n_expert - 1));
+    }
+    const int64_t n_forecast = rec.n_tokens * rec.n_layers * rec.n_distances * rec.n_forecast;
+    if (rec.n_distances < 0 || rec.n_forecast < 0 || (n_forecast > 0 && !rec.forecasts) ||
+        std::any_of(
+            rec.forecasts, rec.forecasts + n_forecast, [&](int16_t e) { return e < -1 || e >= rec.n_expert; })) {
+        throw Failure(PYORCH_INVALID, format("the forecasts name experts beyond %d", rec.n_expert - 1));
     }
     for (int64_t u = 0; u < rec.n_ubatches; ++u) {
         if (rec.begin[u] >= rec.begin[u + 1]) {

@@ -1,6 +1,6 @@
 #include "replay/simulated_device.h"
 
-#include "banks/device_pools.h"
+#include "banks/device_bank.h"
 #include "replay/policies/replay_policies.h"
 
 #include <algorithm>
@@ -15,10 +15,9 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
         coming(table.map.layers.size()), there_at(table.map.layers.size()), ahead((int) config.device_ahead),
         ordered(table.map.layers.size()) {
     uint64_t              all = 0, area = 1;
-    std::vector<int>      n_experts, n_slots, pool_of;
+    std::vector<int>      n_slots, pool_of;
     std::vector<uint64_t> expert_bytes;
     for (const auto & of : table.map.layers) {
-        n_experts.push_back(of.n_expert);
         expert_bytes.push_back(of.expert_bytes());
         all += of.n_expert * of.expert_bytes();
         area = std::max(area, of.n_expert * of.expert_bytes());
@@ -30,7 +29,7 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
         n_slots.push_back(pool.n_slots);
     }
     seats = std::make_unique<DeviceTable>(
-        n_experts, pool_of, n_slots, (pyorch_policy) config.device_policy, replay_policies());
+        table.map.n_experts(), pool_of, n_slots, (pyorch_policy) config.device_policy, replay_policies());
     seats->set_misses(slots_bytes == all ? PYORCH_UPLOAD : (pyorch_device_misses) config.device_misses,
         DeviceRates::of(config.device_rates), expert_bytes);
     if (ahead > 0 && slots_bytes < all) {
@@ -120,14 +119,9 @@ DevicePass SimulatedDevice::begin(
     }
     std::vector<double> learned;
     if (n_tokens < Demand::SCAN_TOKENS) {
-        Visit seen  = visit;
-        seen.budget = slots_bytes;
-        table.learn_visit(seen, [&](int of, const std::vector<double> & values) {
-            of == layer ? (void) (learned = values) : seats->values.set_learned(of, values);
-        });
+        learned = table.learn_visit(visit);
     }
-    DevicePass pass =
-        seats->pass(layer, { experts, experts, rows, n_tokens, visit.context }, learned.empty() ? nullptr : &learned);
+    DevicePass pass = seats->pass(layer, { experts, experts, rows, n_tokens, visit.context }, learned);
     for (int expert : experts) {
         if (pass.slots[expert] != DeviceTable::NONE) {
             held.push_back(expert);

@@ -104,14 +104,14 @@ int DeviceTable::n_that_pay(
     return uploads_that_pay(rates, expert_bytes[layer], there, lacking, (int) candidates.size());
 }
 
-DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::vector<double> * learned) {
+DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::vector<double> & learned) {
     const bool scan         = demand.n_tokens >= Demand::SCAN_TOKENS;
     const bool brings_first = misses == PYORCH_UPLOAD;
     if (!scan) {
         count_uses(layer, demand.asked);
     }
-    if (learned && counts_uses()) {
-        values.set_learned(layer, *learned);
+    if (!learned.empty() && counts_uses()) {
+        values.set_learned(layer, learned);
     }
     Layer &          l    = layers[layer];
     DevicePass       pass = { std::vector<int>(l.experts.size(), NONE) };

@@ -30,6 +30,7 @@
 #include "residency/eviction_order.h"
 #include "residency/guesses.h"
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -47,10 +48,15 @@ struct DeviceDemand {
 
 // What becomes of its experts.
 struct DevicePass {
-    std::vector<int> slots   = {}; // by expert: where it is there and held now, else NONE
+    std::vector<int> slots   = {}; // by expert: where it is there and held now, else -1; empty: none is
     std::vector<int> uploads = {}; // come before the layer is computed, and are computed there
-    std::vector<int> behind  = {}; // come while it is computed
+    std::vector<int> behind  = {}; // come while it is computed, and serve the next time
     std::vector<int> guests  = {}; // that it computes with, and that do not stay: ascending
+
+    bool computes(int expert) const { return !slots.empty() && slots[expert] >= 0; }
+    bool keeps(int expert) const {
+        return computes(expert) && !std::binary_search(guests.begin(), guests.end(), expert);
+    }
 };
 
 class DeviceTable {
@@ -86,11 +92,11 @@ public:
     // Nothing is said of that pass any more. REQUIRES: its guests were abandoned.
     void forget(const void * context, int layer);
 
-    // A layer comes. learned: what a Learner says of its experts since it knows what was asked for, null where there is
-    // none. Counts hits and misses, and holds the hits.
+    // A layer comes. learned: what a LearnedValue says of its experts since it knows what was asked for, empty where
+    // there is none. Counts hits and misses, and holds the hits.
     // REQUIRES: of the layer nothing is coming; but of its guests those that it computes with may be, and are uploads
     // then. The others were abandoned.
-    DevicePass pass(int layer, const DeviceDemand & demand, const std::vector<double> * learned = nullptr);
+    DevicePass pass(int layer, const DeviceDemand & demand, const std::vector<double> & learned = {});
 
     // Where an expert is; NONE: not there, or still coming, or a guest.
     int slot(int layer, int expert) const;

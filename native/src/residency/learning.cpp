@@ -6,27 +6,24 @@
 
 namespace pyorch {
 
-Learning::Learning(const LearnerSizes & sizes, Values & values, std::mutex & mutex) :
-        sizes(sizes), values(values), mutex(mutex) {
+Learning::Learning(const ModelMap & map, Values & values, std::mutex & mutex) : map(map), values(values), mutex(mutex) {
     make_learner();
 }
 
 // REQUIRES: both mutexes
 void Learning::make_learner() {
-    const auto make = values.chosen().make_learner;
-    learner         = make ? make(sizes) : nullptr;
+    learner = learns() ? std::make_unique<LearnedValue>(map.n_experts(), map.n_expert_used) : nullptr;
     visits.clear();
     has_visits = false;
     publish_all();
 }
 
 // REQUIRES: learning
-LearnedValue & Learning::learned_value() {
-    auto * value = dynamic_cast<LearnedValue *>(learner.get());
-    if (!value) {
+LearnedValue & Learning::checked_learner() {
+    if (!learner) {
         throw Failure(PYORCH_INVALID, "the eviction policy learns nothing that could be kept: only learned does");
     }
-    return *value;
+    return *learner;
 }
 
 void Learning::note(Visit visit) {
@@ -40,18 +37,12 @@ void Learning::learn_all() {
     while (!visits.empty()) {
         const Visit visit = std::move(visits.front());
         visits.pop_front();
-        if (visit.experts.empty()) { // its experts counted as used since
-            publish(visit.layer);
-            continue;
+        if (!visit.experts.empty()) { // else its experts counted as used since
+            lock.unlock();
+            learner->visit(visit);
+            lock.lock();
         }
-        lock.unlock();
-        learner->visit(visit);
-        lock.lock();
-        if (learner->all_changed()) {
-            publish_all();
-        } else {
-            publish(visit.layer);
-        }
+        publish(visit.layer);
     }
     has_visits = false;
 }
@@ -61,6 +52,18 @@ void Learning::publish_all() {
     for (int layer = 0; learner && layer < values.n_layers(); ++layer) {
         publish(layer);
     }
+}
+
+std::vector<double> Learning::visit(const Visit & visit) {
+    std::lock_guard<std::mutex> learning_lock(learning);
+    if (!learner) {
+        return {};
+    }
+    learn_all();
+    learner->visit(visit);
+    std::lock_guard<std::mutex> lock(mutex);
+    publish(visit.layer);
+    return learner->values(visit.layer);
 }
 
 void Learning::forget(const void * context) {

@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "model/model_map.h"
 #include "residency/policies/learned_value.h"
 #include "residency/values.h"
 
@@ -20,7 +21,7 @@ namespace pyorch {
 class Learning {
 public:
     // mutex: of the table, which guards the values.
-    Learning(const LearnerSizes & sizes, Values & values, std::mutex & mutex);
+    Learning(const ModelMap & map, Values & values, std::mutex & mutex);
 
     // Another policy was chosen. From what `choose` does on, nothing of the last one is left.
     template <typename Choose>
@@ -34,7 +35,7 @@ public:
     // Notes a visit; without experts, what was learned from it is only to be published: its layer comes. REQUIRES: the
     // mutex of the table
     void note(Visit visit);
-    bool learns() const { return values.chosen().make_learner != nullptr; } // the same
+    bool learns() const { return values.chosen().learns; } // the same
 
     // Learns from all visits that were noted.
     void learn() {
@@ -56,42 +57,28 @@ public:
     template <typename Use>
     void with_learned(Use use) {
         std::lock_guard<std::mutex> learning_lock(learning);
-        use(learned_value());
+        use(checked_learner());
         std::lock_guard<std::mutex> lock(mutex);
         publish_all();
     }
 
-    // Learns from a visit now. Calls use(layer, values) for each layer of which the Learner says something else now.
-    template <typename Use>
-    void visit(const Visit & visit, Use use) {
-        std::lock_guard<std::mutex> learning_lock(learning);
-        if (!learner) {
-            return;
-        }
-        learn_all();
-        learner->visit(visit);
-        const bool all = learner->all_changed();
-        for (int layer = all ? 0 : visit.layer; layer < (all ? values.n_layers() : visit.layer + 1); ++layer) {
-            use(layer, learner->values(layer));
-        }
-        std::lock_guard<std::mutex> lock(mutex);
-        all ? publish_all() : publish(visit.layer);
-    }
+    // Learns from a visit now. Returns the values of its layer; none, where the policy learns nothing.
+    std::vector<double> visit(const Visit & visit);
 
     // The context is gone.
     void forget(const void * context);
 
 private:
-    const LearnerSizes       sizes;
-    Values &                 values;
-    std::mutex &             mutex;
-    std::mutex               learning;
-    std::unique_ptr<Learner> learner; // guarded by it; null where the policy learns nothing
-    std::deque<Visit>        visits;  // that nothing was learned from yet; guarded by the mutex of the table
-    std::atomic<bool>        has_visits{ false };
+    const ModelMap &              map;
+    Values &                      values;
+    std::mutex &                  mutex;
+    std::mutex                    learning;
+    std::unique_ptr<LearnedValue> learner; // guarded by it; null where the policy learns nothing
+    std::deque<Visit>             visits;  // that nothing was learned from yet; guarded by the mutex of the table
+    std::atomic<bool>             has_visits{ false };
 
     void           make_learner();
-    LearnedValue & learned_value();
+    LearnedValue & checked_learner();
     void           learn_all();
     void           publish(int layer) { values.set_learned(layer, learner->values(layer)); }
     void           publish_all();

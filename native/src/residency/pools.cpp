@@ -27,14 +27,12 @@ Pools::Pools(const ModelMap & map) : map(map) {
     if (map.parts_bytes() == 0) {
         return;
     }
-    std::vector<int> n_experts;
     for (const MoeLayer & layer : map.layers) {
-        n_experts.push_back(layer.n_expert);
         heat.emplace_back(layer.n_expert, -INFINITY);
         before.emplace_back(layer.n_expert, -INFINITY);
     }
     for (int form = (int) Form::COMPRESSED; form < N_FORMS; ++form) {
-        lists.push_back(std::make_unique<Victims>(n_experts));
+        lists.push_back(std::make_unique<Victims>(map.n_experts()));
     }
 }
 

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "model/form.h"
-#include "residency/victims.h"
+#include "residency/eviction_order.h"
 
 #include <array>
 #include <vector>

@@ -64,7 +64,6 @@ bool Residents::start_load(Expert & e, ReadFor read_for) {
     }
     e.state     = State::LOADING;
     e.read_for  = read_for;
-    e.load.form = COMPUTABLE;
     e.load.slot = e.slot;
     e.ready.store(0, std::memory_order_relaxed);
     values.came(e.layer(), e.id());
@@ -75,7 +74,6 @@ bool Residents::start_load(Expert & e, ReadFor read_for) {
 void Residents::arrived(Expert & e) {
     Layer & l             = layer_of(e);
     e.state               = State::RESIDENT;
-    e.load.form           = Form::ABSENT;
     l.is_resident[e.id()] = 1;
     ++l.n_resident;
     ++l.stats.loads;
@@ -101,9 +99,8 @@ void Residents::drop(Expert & e) {
     l.n_resident -= e.resident();
     l.is_resident[e.id()] = 0;
     e.ready.store(0, std::memory_order_relaxed);
-    e.state     = State::ABSENT;
-    e.load.form = Form::ABSENT;
-    e.read_for  = ReadFor::DEMAND;
+    e.state    = State::ABSENT;
+    e.read_for = ReadFor::DEMAND;
     changed(e);
 }
 

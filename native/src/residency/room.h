@@ -10,7 +10,7 @@
 #pragma once
 
 #include "loading/loader.h"
-#include "residency/demand.h"
+#include "residency/expert.h"
 #include "residency/guesses.h"
 #include "residency/stored_parts.h"
 

@@ -83,7 +83,6 @@ void Streams::fill(Stream & s) {
         }
         frame.number      = s.begun;
         frame.address     = nullptr;
-        frame.load.form   = COMPUTABLE;
         frame.load.expert = s.experts[s.begun % s.experts.size()];
         frame.load.roles  = 1u << s.roles[s.begun / s.experts.size()];
         started.push_back(&frame.load);

@@ -1,36 +1,15 @@
 #include "residency/table.h"
 
+#include "base/cpu_time.h"
 #include "loading/readers.h"
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <sys/mman.h>
 
 namespace pyorch {
-
-uint64_t Table::clock_ns() {
-    using namespace std::chrono;
-    return (uint64_t) duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
-}
-
-static std::vector<int> n_experts(const ModelMap & map) {
-    std::vector<int> n;
-    for (const auto & layer : map.layers) {
-        n.push_back(layer.n_expert);
-    }
-    return n;
-}
-
-static LearnerSizes learner_sizes(const ModelMap & map) {
-    LearnerSizes sizes = { n_experts(map), {}, map.n_expert_used };
-    for (const auto & layer : map.layers) {
-        sizes.slot_bytes.push_back(layer.slot_bytes());
-    }
-    return sizes;
-}
 
 static PoolShares shares_of(const pyorch_config & config) {
     PoolShares shares = ALL_FULL;
@@ -38,11 +17,10 @@ static PoolShares shares_of(const pyorch_config & config) {
     return shares;
 }
 
-Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, Codecs codecs,
+Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, const Codec & codec,
     const pyorch_config & config, const Policies & policies) :
-        map(map_), bank(std::move(bank_)),
-        loads(map, std::move(source), std::move(codecs), plan_reads(config).bytes, mutex, *this),
-        values(n_experts(map), HOST, policies, (pyorch_policy) config.policy),
+        map(map_), bank(std::move(bank_)), loads(map, std::move(source), codec, plan_reads(config).bytes, mutex, *this),
+        values(map.n_experts(), HOST, policies, (pyorch_policy) config.policy),
         order(values,
             [this](Victims & victims, int layer, int id) {
                 residents.set_keys(victims, layer, id);
@@ -51,7 +29,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
                 }
             }),
         residents(map, *bank, values, order), stored(residents), room(residents, stored, loads, shares_of(config)),
-        ahead(residents, room, loads), streams(residents, loads), learning(learner_sizes(map), values, mutex) {
+        ahead(residents, room, loads), streams(residents, loads), learning(map, values, mutex) {
     for (size_t i = 0; i < map.layers.size(); ++i) {
         layer_by_il[map.layers[i].il] = (int) i;
         for (const auto & t : map.layers[i].tensors) {
@@ -167,8 +145,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
 
     // A decode that was aborted inside a layer never reached its release.
     if (!owner.held.empty() || owner.stream) {
-        bool ignored;
-        release_held(owner, ignored);
+        release_held(owner);
         space.notify_all();
     }
     room.widen(layer, demand);
@@ -260,8 +237,9 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     return true;
 }
 
-void Table::release_held(Owner & owner, bool & failed) {
-    failed = false;
+// False: one of them could not be read.
+bool Table::release_held(Owner & owner) {
+    bool failed = false;
     for (Expert * e : owner.held) {
         residents.unhold(*e);
         if (e->failed()) {
@@ -283,12 +261,13 @@ void Table::release_held(Owner & owner, bool & failed) {
         streams.close(owner);
     }
     room.keep_budget();
+    return !failed;
 }
 
 bool Table::release(Owner & owner) {
     bool failed;
     change([&] {
-        release_held(owner, failed);
+        failed = !release_held(owner);
         totals.failures += failed;
     });
     return !failed;
@@ -297,8 +276,7 @@ bool Table::release(Owner & owner) {
 void Table::forget(Owner & owner) {
     learning.forget(owner.context);
     change([&] {
-        bool ignored;
-        release_held(owner, ignored);
+        release_held(owner);
         ahead.forget(owner.context);
         if (is_idle()) {
             idle.notify_all();
@@ -358,10 +336,7 @@ bool Table::share_resident(int layer, int expert, Owner & other) {
 }
 
 void Table::unshare(Owner & other) {
-    change([&] {
-        bool ignored;
-        release_held(other, ignored);
-    });
+    change([&] { release_held(other); });
 }
 
 void Table::resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading) {
@@ -596,17 +571,11 @@ void Table::set_uses(int il, const double * uses, int n) {
     stored.pools.begin_with(layer, uses, values.now());
 }
 
-// The budget, where it is one: 0 where all experts fit.
-uint64_t Table::scarce_bytes() {
-    return locked([&] { return bank->budget() < map.slots_bytes() ? bank->matrices_budget() : 0; });
-}
-
 // A layer was routed. A prompt says little about what decoding will need, and a warm-up, which asks for nothing, none.
 // Where all experts fit none goes.
 void Table::note_visit(const Owner & owner, int layer, const Demand & demand) {
     if (learning.learns() && !demand.scans() && !demand.asked.empty() && bank->budget() < map.slots_bytes()) {
-        learning.note({ owner.context, layer, demand.continues, bank->matrices_budget(),
-            demand.learned ? std::vector<int>() : demand.asked });
+        learning.note({ owner.context, layer, demand.continues, demand.learned ? std::vector<int>() : demand.asked });
     }
 }
 

@@ -17,8 +17,8 @@
 // circle. What does not fit into the budget at all is streamed: the layer gets a window, through which the rest passes.
 //
 // Nothing that a layer of a token asks for costs more in a model with more layers or experts, but for a comparison for
-// each layer where memory is needed: what is looked up by expert is an array, what is sought is an index (victims.h,
-// guesses.h).
+// each layer where memory is needed: what is looked up by expert is an array, what is sought is an index
+// (eviction_order.h, guesses.h).
 
 #pragma once
 
@@ -43,7 +43,7 @@ class Table : private Loader::Orders {
 public:
     // The bank brings the budget. policies: that can be chosen. Throws Failure: PYORCH_BUDGET below the map's floor,
     // PYORCH_INVALID for a policy that is none of them.
-    Table(const ModelMap & map, std::unique_ptr<Bank> bank, std::unique_ptr<Source> source, Codecs codecs,
+    Table(const ModelMap & map, std::unique_ptr<Bank> bank, std::unique_ptr<Source> source, const Codec & codec,
         const pyorch_config & config, const Policies & policies = policy_list());
     ~Table() override; // REQUIRES: no reader is left
 
@@ -184,13 +184,8 @@ public:
     }
 
     // For a tier above, whose experts have the same policy: learns from a layer that comes now, before acquire() is
-    // told of it. Its budget is that of the tier. Calls use(layer, values) for each layer of which the Learner says
-    // something else now; never, where the policy learns nothing.
-    template <typename Use>
-    void learn_visit(Visit visit, Use use) {
-        visit.budget += scarce_bytes();
-        learning.visit(visit, use);
-    }
+    // told of it. Returns the values of the layer; none, where the policy learns nothing.
+    std::vector<double> learn_visit(const Visit & visit) { return learning.visit(visit); }
 
     void        get_residency(int il, uint8_t * mask, int n);
     void        get_stats(int il, pyorch_stats & stats);
@@ -238,8 +233,6 @@ private:
     char *   zeros      = nullptr;
     uint64_t zeros_size = 0;
 
-    static uint64_t clock_ns();
-
     template <typename Ask>
     std::invoke_result_t<Ask> locked(Ask ask) {
         std::lock_guard<std::mutex> lock(mutex);
@@ -270,12 +263,11 @@ private:
 
     bool share(Expert & e, Owner & other);
     bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted);
-    void release_held(Owner & owner, bool & failed);
+    bool release_held(Owner & owner);
     void count_uses(int layer, const Demand & demand, const std::vector<int> & streamed);
     void count_seconds(const Residents::Layer & l, const Expert & e);
 
     pyorch_stats stats_of(int only);
-    uint64_t     scarce_bytes();
     void         note_visit(const Owner & owner, int layer, const Demand & demand);
 
     template <typename Condition>

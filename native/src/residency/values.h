@@ -10,7 +10,7 @@
 
 #pragma once
 
-#include "residency/policies/policy_list.h"
+#include "residency/policies/policy.h"
 
 #include <algorithm>
 #include <limits>
@@ -92,10 +92,10 @@ public:
     int                 n_experts(int layer) const { return (int) layers[layer].usage.size(); }
     const PolicyEntry & chosen() const { return *entry; }
 
-    // From now on. What a Learner says has to be told anew.
+    // From now on. What a LearnedValue says has to be told anew.
     void set_policy(pyorch_policy policy);
 
-    // What a Learner says: values[n_expert].
+    // What a LearnedValue says: values[n_expert].
     void set_learned(int layer, const std::vector<double> & values);
 
     // For a replay: when an expert will be used next, in layers that came (see Usage).
@@ -147,7 +147,7 @@ public:
     // Among its layer's, finite: the lowest goes first.
     double value(int layer, int expert) const {
         const Layer & l     = layers[layer];
-        const double  value = policy->value(l.usage[expert], l.probability[expert], is_fresh(layer, expert));
+        const double  value = policy->value(l.usage[expert], l.probability[expert]);
         return std::max(value, std::numeric_limits<double>::lowest());
     }
 

@@ -3,13 +3,28 @@
 #pragma once
 
 #include "routing/device_tier.h"
-#include "routing/graph_needs.h"
 #include "routing/routing.h"
 
 #include <list>
 #include <vector>
 
 namespace pyorch {
+
+// What graphs bring to host memory from layers whose dense part a device computes.
+//
+// The choice of the router comes always: it says which experts to bring. All else is brought for those who look at it,
+// or where something else may be computed than what was chosen, or by the processor; and a graph holds what was wanted
+// when it was built. Where that changes, the next ubatch has another graph.
+enum : unsigned {
+    GRAPH_WEIGHTS   = 1, // of the experts chosen
+    GRAPH_PROBS     = 2,
+    GRAPH_LOGITS    = 4,
+    GRAPH_INPUTS    = 8,  // of the router
+    GRAPH_RESIDUALS = 16, // that they are the normalization of; where there are none, the inputs
+    GRAPH_CHANGES   = 32, // other experts, or other weights, may be put in place of the chosen
+    GRAPH_PROCESSOR = 64, // the processor may compute experts
+    GRAPH_ALL       = 127,
+};
 
 struct Context;
 
@@ -28,7 +43,7 @@ struct GraphLayer {
 
     // What a device computes of it, [n_used * n_tokens] each: the slot with the expert, and the row of the joined
     // outputs.
-    unsigned             needs       = GRAPH_ALL; // of the graph: see graph_needs.h
+    unsigned             needs       = GRAPH_ALL; // of the graph
     bool                 may_repeat  = false;     // a token may name a slot twice: kernels compute each row by itself
     std::vector<int32_t> slot_rows   = {};
     std::vector<int32_t> joined_rows = {};
@@ -89,5 +104,8 @@ void end_context(const void * id, bool freed);
 
 // The engine goes. Its contexts should be gone; those that are not may still be freed, but compute nothing.
 void forget_contexts(const Routing & routing);
+
+// As of now. Without a device: all, for nothing has a way to go.
+unsigned graph_needs(const Routing & routing);
 
 } // namespace pyorch

@@ -62,23 +62,13 @@ void DeviceAreas::bring(
         bank.copy_to_area(number(layer), layer, expert, slot);
         area.there[expert] = 1;
     }
-    // In the order in which a layer passes that does not fit into host memory; and it is one thread that asks.
-    const char marker = 0;
-    holder.n_threads  = 1;
-    std::vector<uint8_t> came(area.there.size(), 1);
-    for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
-        for (int expert : from_host) {
-            const char * bytes = table.address(holder, layer, expert, role, true, &marker);
-            if (table.readable(bytes)) {
-                bank.upload_to_area(number(layer), layer, expert, role, bytes);
-            } else {
-                came[expert] = 0; // and the decode fails, where the layer gives its experts back
-            }
-        }
-    }
+    const auto upload = [&](size_t i, int role, const char * bytes) {
+        bank.upload_to_area(number(layer), layer, from_host[i], role, bytes);
+    };
+    const std::vector<uint8_t> came = bring_in_order(table, holder, layer, from_host, upload);
     bank.wait_for_uploads(); // and for what came ahead
-    for (int expert : from_host) {
-        area.there[expert] = came[expert];
+    for (size_t i = 0; i < from_host.size(); ++i) {
+        area.there[from_host[i]] = came[i];
     }
     const int next = layer + 1;
     if (areas.size() < 2 || next == (int) table.map.layers.size()) {

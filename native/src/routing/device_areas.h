@@ -20,6 +20,28 @@
 
 namespace pyorch {
 
+// Calls upload(i, role, bytes) for each matrix of experts[i] that owner holds, in the order in which a layer passes
+// that does not fit into host memory; and it is one thread that asks. By i: whether all of the expert could be read;
+// where not, the decode fails when the layer gives its experts back.
+template <typename Upload>
+std::vector<uint8_t> bring_in_order(
+    Table & table, Owner & owner, int layer, const std::vector<int> & experts, Upload upload) {
+    const char marker = 0;
+    owner.n_threads   = 1;
+    std::vector<uint8_t> came(experts.size(), 1);
+    for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
+        for (size_t i = 0; i < experts.size(); ++i) {
+            const char * bytes = table.address(owner, layer, experts[i], role, true, &marker);
+            if (table.readable(bytes)) {
+                upload(i, role, bytes);
+            } else {
+                came[i] = 0;
+            }
+        }
+    }
+    return came;
+}
+
 class DeviceAreas {
 public:
     // Of fewer tokens the processor computes sooner than their experts are uploaded.

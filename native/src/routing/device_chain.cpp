@@ -1,6 +1,5 @@
 #include "routing/device_chain.h"
 
-#include "base/notice.h"
 #include "base/status.h"
 
 #include "ggml-backend.h"
@@ -279,7 +278,7 @@ void set_device_rows(GraphLayer & layer, int n_device_slots) {
     const RoutedBatch &      batch        = layer.batch;
     const int                n_used       = batch.n_used;
     const int                n_tokens     = batch.n_tokens;
-    const std::vector<int> & device_slots = batch.device_slots;
+    const std::vector<int> & device_slots = batch.device.slots;
     // Slots that no row is in: so no kernel gets more rows for an expert than the model has, and none computes in
     // another way. With n in use, n_used of the first n + n_used are not, if there are so many.
     const auto           is_slot = [](int slot) { return slot >= 0; };

@@ -39,17 +39,16 @@ void DeviceTier::open(uint64_t landing_bytes) {
     // Where all experts fit, no row comes from the processor.
     bank.allocate(budget - (budget < table.map.expert_bytes() ? std::min(landing_bytes, budget / LANDING_SHARE) : 0));
     landings.set_limit(std::max(budget, bank.used()) - bank.used());
-    std::vector<int>      n_experts, pool_of, n_slots;
+    std::vector<int>      pool_of, n_slots;
     std::vector<uint64_t> expert_bytes;
     for (size_t layer = 0; layer < table.map.layers.size(); ++layer) {
-        n_experts.push_back(table.map.layers[layer].n_expert);
         pool_of.push_back(bank.pool_of((int) layer));
         expert_bytes.push_back(table.map.layers[layer].expert_bytes());
     }
     for (const auto & pool : bank.all()) {
         n_slots.push_back(pool.n_slots);
     }
-    seats = std::make_unique<DeviceTable>(n_experts, pool_of, n_slots, policy);
+    seats = std::make_unique<DeviceTable>(table.map.n_experts(), pool_of, n_slots, policy);
     // Where there is room for all, each is uploaded once, and serves ever after.
     seats->set_misses(bank.has_room_for_all() ? PYORCH_UPLOAD : misses, rates, expert_bytes);
     if (n_ahead > 0 && !bank.has_room_for_all()) {
@@ -169,10 +168,9 @@ void DeviceTier::forget(const void * context, int only) {
 }
 
 void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts, const Visit & visit) {
-    std::vector<std::pair<int, std::vector<double>>> learned;
+    std::vector<double> learned;
     if (batch.n_tokens < Demand::SCAN_TOKENS && !visit.experts.empty()) {
-        table.learn_visit(
-            visit, [&](int layer, const std::vector<double> & values) { learned.push_back({ layer, values }); });
+        learned = table.learn_visit(visit);
     }
     std::unique_lock<std::mutex> lock(mutex);
     give_back(hold);
@@ -198,28 +196,14 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
             });
         });
     }
-    const std::vector<double> * own = nullptr;
-    for (const auto & [layer, values] : learned) {
-        own = layer == batch.layer ? &values : own;
-        if (layer != batch.layer) {
-            seats->values.set_learned(layer, values);
-        }
-    }
     std::vector<int> rows(batch.n_expert);
     for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
         ++rows[batch.experts[s]];
     }
-    DevicePass pass =
-        seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens, visit.context, stays }, own);
-    for (int expert : experts) {
-        if (pass.slots[expert] != DeviceTable::NONE) {
-            hold.experts.push_back(expert);
-        }
-    }
-    batch.device_slots   = std::move(pass.slots);
-    batch.uploads        = std::move(pass.uploads);
-    batch.uploads_behind = std::move(pass.behind);
-    batch.device_guests  = std::move(pass.guests);
+    batch.device =
+        seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens, visit.context, stays }, learned);
+    std::copy_if(experts.begin(), experts.end(), std::back_inserter(hold.experts),
+        [&](int expert) { return batch.device.computes(expert); });
     tell_moved();
 }
 
@@ -273,18 +257,18 @@ void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const s
         }
     }
     pyorch_stats & counts = seats->counts(batch.layer);
-    if (!areas->begin(&hold, batch.layer, experts, slots, batch.uploads)) {
+    if (!areas->begin(&hold, batch.layer, experts, slots, batch.device.uploads)) {
         counts.device_misses += experts.size();
         return;
     }
-    counts.device_misses += batch.uploads.size();
-    counts.device_hits += experts.size() - batch.uploads.size();
-    batch.device_slots.assign(batch.n_expert, DeviceTable::NONE);
+    counts.device_misses += batch.device.uploads.size();
+    counts.device_hits += experts.size() - batch.device.uploads.size();
+    batch.device.slots.assign(batch.n_expert, DeviceTable::NONE);
     for (int expert : experts) {
-        batch.device_slots[expert] = expert;
+        batch.device.slots[expert] = expert;
     }
-    for (int expert : batch.uploads) {
-        batch.device_slots[expert] = DeviceTable::NONE; // until it was brought
+    for (int expert : batch.device.uploads) {
+        batch.device.slots[expert] = DeviceTable::NONE; // until it was brought
     }
 }
 
@@ -307,55 +291,36 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
             has_slot.resize(table.map.layers[batch.layer + 1].n_expert);
             mark(batch.layer + 1, has_slot);
         }
-        areas->bring(owner, batch.layer, batch.uploads, has_slot);
-        for (int expert : batch.uploads) {
-            batch.device_slots[expert] = expert;
+        areas->bring(owner, batch.layer, batch.device.uploads, has_slot);
+        for (int expert : batch.device.uploads) {
+            batch.device.slots[expert] = expert;
         }
         count_computed(batch);
         return;
     }
-    if (batch.alone) {
-        bring_all(owner, hold, batch);
-        count_computed(batch);
-        return;
-    }
-    // What passes through a window cannot be taken out of its order: the processor computes it.
-    const auto             passes_by = [&](int expert) { return owner.stream && owner.stream->place_of[expert] >= 0; };
-    const std::vector<int> slots     = places_of(batch);
+    const std::vector<int> slots = places_of(batch);
     std::vector<uint8_t>   came;
-    for (size_t i = 0; i < slots.size(); ++i) {
-        const int expert = batch.uploads[i];
-        came.push_back(!passes_by(expert) && upload(owner, batch.layer, expert, slots[i]));
+    if (batch.alone) {
+        came = bring_in_order(table, owner, batch.layer, batch.device.uploads,
+            [&](size_t i, int role, const char * bytes) { bank.upload(batch.layer, slots[i], role, bytes); });
+    } else {
+        // What passes through a window cannot be taken out of its order: the processor computes it.
+        for (size_t i = 0; i < slots.size(); ++i) {
+            const int  expert    = batch.device.uploads[i];
+            const bool passes_by = owner.stream && owner.stream->place_of[expert] >= 0;
+            came.push_back(!passes_by && upload(owner, batch.layer, expert, slots[i]));
+        }
     }
     arrive(hold, batch, slots, came);
     bring_behind(owner, batch);
     count_computed(batch);
 }
 
-// In the order in which a layer passes that does not fit into host memory; and it is one thread that asks.
-void DeviceTier::bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
-    const char marker            = 0;
-    owner.n_threads              = 1;
-    const std::vector<int> slots = places_of(batch);
-    std::vector<uint8_t>   came(slots.size(), 1);
-    for (int role = 0; role < (int) table.map.layers[batch.layer].tensors.size(); ++role) {
-        for (size_t i = 0; i < slots.size(); ++i) {
-            const char * bytes = table.address(owner, batch.layer, batch.uploads[i], role, true, &marker);
-            if (table.readable(bytes)) {
-                bank.upload(batch.layer, slots[i], role, bytes);
-            } else {
-                came[i] = 0; // and the decode fails, where the layer gives its experts back
-            }
-        }
-    }
-    arrive(hold, batch, slots, came);
-}
-
 // Where what is brought first is to come. Nothing else is under way there.
 std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
     std::unique_lock<std::mutex> lock(mutex);
     std::vector<int>             slots;
-    for (int expert : batch.uploads) {
+    for (int expert : batch.device.uploads) {
         slots.push_back(seats->coming_to(batch.layer, expert));
         ended.wait(lock, [&] { return !is_written(batch.layer, slots.back()); });
     }
@@ -368,12 +333,12 @@ void DeviceTier::arrive(
     bank.wait_for_uploads();
     std::lock_guard<std::mutex> lock(mutex);
     for (size_t i = 0; i < slots.size(); ++i) {
-        const int expert = batch.uploads[i];
+        const int expert = batch.device.uploads[i];
         if (came[i]) {
             seats->arrived(batch.layer, expert);
             seats->hold(batch.layer, expert);
             hold.experts.push_back(expert);
-            batch.device_slots[expert] = slots[i];
+            batch.device.slots[expert] = slots[i];
         } else {
             seats->abandon(batch.layer, expert);
         }
@@ -384,11 +349,11 @@ void DeviceTier::arrive(
 void DeviceTier::count_computed(const RoutedBatch & batch) {
     std::lock_guard<std::mutex> lock(mutex);
     seats->counts(batch.layer).device_computed += std::count_if(
-        batch.device_slots.begin(), batch.device_slots.end(), [](int slot) { return slot != DeviceTable::NONE; });
+        batch.device.slots.begin(), batch.device.slots.end(), [](int slot) { return slot != DeviceTable::NONE; });
 }
 
 void DeviceTier::bring_behind(const Owner & owner, RoutedBatch & batch) {
-    for (int expert : batch.uploads_behind) {
+    for (int expert : batch.device.behind) {
         Upload                      u    = { batch.layer, expert, DeviceTable::NONE };
         const bool                  held = table.share(owner, batch.layer, expert, u.owner);
         std::lock_guard<std::mutex> lock(mutex);
@@ -400,7 +365,7 @@ void DeviceTier::bring_behind(const Owner & owner, RoutedBatch & batch) {
         uploads.push_back(std::move(u));
         queue.push_back(&uploads.back());
     }
-    if (!batch.uploads_behind.empty()) {
+    if (!batch.device.behind.empty()) {
         wanted.notify_one();
     }
 }

@@ -18,7 +18,6 @@
 #pragma once
 
 #include "banks/device_bank.h"
-#include "banks/device_landings.h"
 #include "banks/host_copies.h"
 #include "residency/device_table.h"
 #include "residency/table.h"
@@ -146,7 +145,6 @@ private:
     void             give_back(DeviceHold & hold);
     void             tell_moved();
     void             choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts);
-    void             bring_all(Owner & owner, DeviceHold & hold, RoutedBatch & batch);
     std::vector<int> places_of(const RoutedBatch & batch);
     void             arrive(
         DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came);

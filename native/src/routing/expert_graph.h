@@ -1,5 +1,5 @@
 // What the experts of a layer do with a row, as llama.cpp's graph says it: the nodes from the experts' input to their
-// outputs. Of them a graph of its own is made, for any rows and without a decode (routing/expert_recipe.h), and a
+// outputs. Of them a graph of its own is made, for any rows and without a decode (ExpertRecipe), and a
 // second way through the experts, on a device (routing/device_chain.h).
 
 #pragma once
@@ -7,6 +7,8 @@
 #include "ggml.h"
 
 #include <map>
+#include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -54,6 +56,46 @@ private:
     int         number_of(ggml_tensor * t);
     bool        has_slots(const ggml_tensor * t) const;
     std::string why_mixed(const ExpertNode & node) const;
+};
+
+// What is kept of a layer's experts in a graph when the graph is gone: so that rows can be computed without a decode
+// (routing/expert_worker.h).
+struct ExpertRecipe {
+    // As an ExpertNode, of any number of slots: [n, 1, n_slots].
+    struct Step {
+        ExpertNode::Kind kind;
+        ggml_tensor *    leaf                                         = nullptr; // a weight of the model
+        ggml_op          op                                           = GGML_OP_NONE;
+        ggml_type        type                                         = GGML_TYPE_F32;
+        int64_t          n                                            = 0;
+        size_t           offset                                       = 0; // of a view
+        int              sources[GGML_MAX_SRC]                        = {};
+        int32_t          params[GGML_MAX_OP_PARAMS / sizeof(int32_t)] = {};
+    };
+    std::vector<Step> steps; // the last one gives the outputs
+};
+
+// Of all layers of an engine. The weights that they name are those of the model that was loaded under it.
+class ExpertRecipes {
+public:
+    // A graph computes the experts of its layer. Returns whether other servers can: "", or why they cannot.
+    std::string learn(const ExpertGraph & graph);
+
+    // The weights of the layer go. Waits for who computes with them.
+    void forget(int layer);
+
+    // Calls use(const ExpertRecipe &), for as long as the weights stay. Throws Failure where nothing is known.
+    template <typename Use>
+    void with(int layer, Use use) {
+        std::shared_lock<std::shared_mutex> lock(mutex);
+        use(known(layer));
+    }
+
+private:
+    std::shared_mutex           mutex;
+    std::map<int, ExpertRecipe> recipes; // by layer
+
+    const ExpertRecipe & known(int layer) const;
 };
 
 } // namespace pyorch

@@ -2,7 +2,7 @@
 
 #include "base/cpu_backend.h"
 #include "base/status.h"
-#include "routing/expert_recipe.h"
+#include "routing/expert_graph.h"
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -76,14 +76,10 @@ ggml_tensor * make_step(
 ExpertWorker::ExpertWorker(Routing & routing, int n_threads) :
         context(this, routing), backend(ggml_backend_dev_init(cpu_backend().device, nullptr)),
         memory(ggml_gallocr_new(ggml_backend_dev_buffer_type(cpu_backend().device))) {
-    cpu_backend().set_n_threads(backend, n_threads);
+    cpu_backend().set_n_threads(backend.get(), n_threads);
 }
 
-ExpertWorker::~ExpertWorker() {
-    context.routing.table.forget(context.owner);
-    ggml_gallocr_free(memory);
-    ggml_backend_free(backend);
-}
+ExpertWorker::~ExpertWorker() { context.routing.table.forget(context.owner); }
 
 // All rows of an expert stay together: kernels depend on how many there are.
 void ExpertWorker::compute(const ExpertRows & rows, float * outputs) {
@@ -131,14 +127,14 @@ void ExpertWorker::compute(const ExpertRows & rows, float * outputs) {
 
 void ExpertWorker::compute_at_once(const ExpertRows & rows, float * outputs) {
     context.routing.recipes.with(rows.layer, [&](const ExpertRecipe & recipe) {
-        const ggml_init_params params = { (recipe.steps.size() + 1) * ggml_tensor_overhead() +
+        const ggml_init_params     params = { (recipe.steps.size() + 1) * ggml_tensor_overhead() +
                 ggml_graph_overhead_custom(2 * recipe.steps.size(), false),
             nullptr, true };
-        const std::unique_ptr<ggml_context, decltype(&ggml_free)> ctx(ggml_init(params), ggml_free);
-        Job                                                       job = { rows, context.at(rows.layer, true) };
-        std::vector<ggml_tensor *>                                made;
-        ggml_tensor *                                             inputs  = nullptr;
-        ggml_tensor *                                             weights = nullptr;
+        const ggml_context_ptr     ctx(ggml_init(params));
+        Job                        job = { rows, context.at(rows.layer, true) };
+        std::vector<ggml_tensor *> made;
+        ggml_tensor *              inputs  = nullptr;
+        ggml_tensor *              weights = nullptr;
         for (const auto & step : recipe.steps) {
             made.push_back(make_step(ctx.get(), step, made, job));
             if (step.kind == ExpertNode::INPUTS) {
@@ -151,10 +147,10 @@ void ExpertWorker::compute_at_once(const ExpertRows & rows, float * outputs) {
         ggml_set_output(result);
         ggml_cgraph * graph = ggml_new_graph_custom(ctx.get(), 2 * recipe.steps.size(), false);
         ggml_build_forward_expand(graph, result);
-        if (!ggml_gallocr_alloc_graph(memory, graph)) {
+        if (!ggml_gallocr_alloc_graph(memory.get(), graph)) {
             throw Failure(PYORCH_MEMORY, format("no memory to compute %d rows", rows.n_slots));
         }
-        n_bytes = ggml_gallocr_get_buffer_size(memory, 0);
+        n_bytes = ggml_gallocr_get_buffer_size(memory.get(), 0);
         for (int s = 0; s < rows.n_slots; ++s) {
             memcpy((char *) inputs->data + s * inputs->nb[2], rows.inputs + (size_t) rows.row[s] * inputs->ne[0],
                 inputs->ne[0] * sizeof(float));
@@ -162,7 +158,7 @@ void ExpertWorker::compute_at_once(const ExpertRows & rows, float * outputs) {
         if (weights) {
             memcpy(weights->data, rows.weight, rows.n_slots * sizeof(float));
         }
-        const ggml_status status = ggml_backend_graph_compute(backend, graph);
+        const ggml_status status = ggml_backend_graph_compute(backend.get(), graph);
         if (!context.routing.table.release(context.owner)) {
             throw Failure(PYORCH_IO, context.owner.error);
         }

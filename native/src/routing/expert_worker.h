@@ -1,19 +1,18 @@
 // Computes given rows with experts of a layer outside of any decode: for other servers, and for what they did not
 // answer.
 //
-// The graph is the layer's own (routing/expert_recipe.h), with one expert for each row; the experts are held in the
-// table meanwhile, as by a context. The bits are those of a decode: kernels go through the rows of an expert one by
-// one, or in tiles whose numbers do not meet, and choose between the two by how many rows the expert has.
+// The graph is the layer's own (ExpertRecipe, routing/expert_graph.h), with one expert for each row; the experts are
+// held in the table meanwhile, as by a context. The bits are those of a decode: kernels go through the rows of an
+// expert one by one, or in tiles whose numbers do not meet, and choose between the two by how many rows the expert has.
 
 #pragma once
 
 #include "cluster/frames.h"
 #include "routing/contexts.h"
 
-#include <atomic>
+#include "ggml-cpp.h"
 
-struct ggml_backend;
-struct ggml_gallocr;
+#include <atomic>
 
 namespace pyorch {
 
@@ -40,8 +39,8 @@ private:
     void compute_at_once(const ExpertRows & rows, float * outputs);
 
     Context               context;
-    ggml_backend *        backend;
-    ggml_gallocr *        memory;
+    ggml_backend_ptr      backend;
+    ggml_gallocr_ptr      memory;
     std::atomic<uint64_t> n_bytes{ 0 };
 };
 

@@ -90,8 +90,8 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     }
     if (batch.on_device) {
         set_device_rows(g, batch.through_area ? batch.n_expert : g.context->routing.device->bank.n_slots(batch.layer));
-        for (size_t expert = 0; expert < batch.device_slots.size(); ++expert) {
-            if (batch.device_slots[expert] >= 0) {
+        for (size_t expert = 0; expert < batch.device.slots.size(); ++expert) {
+            if (batch.device.slots[expert] >= 0) {
                 batch.elsewhere.resize(batch.n_expert);
                 batch.elsewhere[expert] = 1;
             }

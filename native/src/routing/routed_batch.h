@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cluster/remote_bank.h"
+#include "residency/device_table.h"
 #include "routing/ghosts.h"
 
 #include <cstdint>
@@ -68,21 +69,16 @@ struct RoutedBatch {
     std::vector<uint8_t>    elsewhere = {};
     std::vector<RemoteRows> remote    = {};
 
-    // on_device: a device takes part. By expert: the slot of the device in which it is computed now, -1: it is not
-    // there; empty: none is. Those that come there before the layer is computed, and those that come while it is and
-    // serve the next time.
-    bool             on_device      = false;
-    bool             alone          = false; // and computes all: no row is the processor's
-    bool             through_area   = false; // of the device: an expert's slot there is its own number
-    std::vector<int> device_slots   = {};
-    std::vector<int> uploads        = {};
-    std::vector<int> uploads_behind = {};
-    std::vector<int> device_guests  = {}; // computed there, and do not stay: who comes again comes from host memory
+    // on_device: a device takes part. What it has, in which of its slots, and what comes there.
+    bool       on_device    = false;
+    bool       alone        = false; // and computes all: no row is the processor's
+    bool       through_area = false; // of the device: an expert's slot there is its own number
+    DevicePass device       = {};
 
     // What was decided for the ubatch before: nothing of it holds for the one that begins. Memory stays.
     void clear() {
         for (std::vector<int> * list :
-            { &deferred, &ghosts, &dropped, &device_slots, &uploads, &uploads_behind, &device_guests }) {
+            { &deferred, &ghosts, &dropped, &device.slots, &device.uploads, &device.behind, &device.guests }) {
             list->clear();
         }
         guessed.clear();

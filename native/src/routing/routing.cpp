@@ -11,22 +11,14 @@ namespace pyorch {
 static std::mutex                        owners_mutex;
 static std::map<const void *, Routing *> owners; // of managed tensors
 
-static std::vector<int> n_experts(const ModelMap & map) {
-    std::vector<int> n;
-    for (const auto & layer : map.layers) {
-        n.push_back(layer.n_expert);
-    }
-    return n;
-}
-
 const ManagedTensor * managed(const ggml_tensor * tensor) {
     const auto * m = tensor ? (const ManagedTensor *) tensor->extra : nullptr;
     return m && m->magic == ManagedTensor::MAGIC ? m : nullptr;
 }
 
 Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack) :
-        table(table), prefetcher(prefetcher), routers(routers), remote(remote), activations(n_experts(table.map)),
-        substitutions((int) table.map.layers.size()), calibration(n_experts(table.map)) {
+        table(table), prefetcher(prefetcher), routers(routers), remote(remote), activations(table.map.n_experts()),
+        substitutions((int) table.map.layers.size()), calibration(table.map.n_experts()) {
     for (size_t i = 0; i < table.map.layers.size(); ++i) {
         const auto & of_layer = table.map.layers[i].tensors;
         for (size_t r = 0; r < PYORCH_MAX_ROLES; ++r) {

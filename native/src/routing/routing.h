@@ -5,11 +5,10 @@
 
 #include "cluster/remote_bank.h"
 #include "prediction/prefetcher.h"
+#include "residency/simulated.h"
 #include "residency/table.h"
-#include "residency/virtual_cache.h"
-#include "routing/activations.h"
 #include "routing/calibration.h"
-#include "routing/expert_recipe.h"
+#include "routing/expert_graph.h"
 #include "routing/speculation.h"
 #include "routing/substitution.h"
 
@@ -62,7 +61,7 @@ struct Routing {
 
     // Says what substitution takes for resident, and sees what layers compute; null: what is. Set while nothing
     // computes.
-    std::shared_ptr<VirtualCache> virtual_cache;
+    std::shared_ptr<SimulatedCache> simulated_cache;
 
     Observer      observer;
     Activations   activations;
@@ -92,5 +91,9 @@ private:
 
 // Puts a number into ascending ones. False if it is there.
 bool insert(std::vector<int> & ascending, int number);
+
+// Opens the seam to llama.cpp, which patches/ call (routing/seam.cpp; the contract is docs/seam.md). Who manages the
+// experts of the models that the calling thread loads; null: llama.cpp. Outlives these models and their contexts.
+void capture(Routing * routing);
 
 } // namespace pyorch

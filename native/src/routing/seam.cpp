@@ -1,4 +1,4 @@
-#include "routing/seam.h"
+#include "routing/routing.h"
 
 #include "base/cpu_backend.h"
 #include "base/status.h"

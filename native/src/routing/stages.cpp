@@ -102,8 +102,8 @@ void substitute(Context & context, RoutedBatch & batch) {
         return;
     }
     thread_local std::vector<uint8_t> resident, loading;
-    if (routing.virtual_cache) {
-        routing.virtual_cache->look(batch.layer, resident, loading);
+    if (routing.simulated_cache) {
+        routing.simulated_cache->look(batch.layer, resident, loading);
     } else {
         routing.table.resident(batch.layer, resident, &loading);
     }
@@ -121,7 +121,7 @@ void substitute(Context & context, RoutedBatch & batch) {
     batch.changed             = context.changed_of(batch.n_tokens);
     const uint64_t slot_bytes = routing.table.map.layers[batch.layer].slot_bytes();
     const double   rate =
-        routing.virtual_cache ? routing.virtual_cache->bytes_per_second() : routing.table.read_bytes_per_second();
+        routing.simulated_cache ? routing.simulated_cache->bytes_per_second() : routing.table.read_bytes_per_second();
     routing.substitutions.apply(batch, resident.data(), loading.data(), slot_bytes, rate);
     vacate(batch, resident);
 }
@@ -170,8 +170,7 @@ void offload(Context & context, RoutedBatch & batch) {
             context.routing.prefetcher.settle(context.id);
         }
         context.routing.device->choose(context.on_device, batch, distinct(batch, batch.experts, batch.hole),
-            { context.id, batch.layer, context.continues, context.routing.device->bank.used(),
-                distinct(batch, batch.requested) });
+            { context.id, batch.layer, context.continues, distinct(batch, batch.requested) });
     } else if (context.routing.device) {
         context.routing.device->forget(context.id, batch.layer);
     }
@@ -180,21 +179,16 @@ void offload(Context & context, RoutedBatch & batch) {
 void acquire(Context & context, RoutedBatch & batch) {
     std::vector<int> experts = distinct(batch, batch.experts, batch.hole);
     std::vector<int> asked   = distinct(batch, batch.requested);
-    if (!batch.device_slots.empty()) {
-        const auto there = [&](int e) { return batch.device_slots[e] >= 0; };
-        experts.erase(std::remove_if(experts.begin(), experts.end(), there), experts.end());
-        const auto stays = [&](int e) {
-            return there(e) && !std::binary_search(batch.device_guests.begin(), batch.device_guests.end(), e);
-        };
-        asked.erase(std::remove_if(asked.begin(), asked.end(), stays), asked.end());
-    }
-    if (context.routing.virtual_cache) {
-        context.routing.virtual_cache->pass(
+    experts.erase(
+        std::remove_if(experts.begin(), experts.end(), [&](int e) { return batch.device.computes(e); }), experts.end());
+    asked.erase(std::remove_if(asked.begin(), asked.end(), [&](int e) { return batch.device.keeps(e); }), asked.end());
+    if (context.routing.simulated_cache) {
+        context.routing.simulated_cache->pass(
             context.id, batch.layer, { experts, asked, batch.n_tokens, context.continues }, batch.deferred);
     }
     Table & table = context.routing.table;
     table.acquire(context.owner, batch.layer,
-        { experts, asked, batch.n_tokens, context.continues, true, !batch.device_slots.empty() });
+        { experts, asked, batch.n_tokens, context.continues, true, !batch.device.slots.empty() });
     if (!batch.deferred.empty()) {
         table.defer(batch.layer, batch.deferred);
     }
@@ -249,7 +243,7 @@ void predict(Context & context, RoutedBatch & batch) {
 }
 
 void upload(Context & context, RoutedBatch & batch) {
-    if (!batch.device_slots.empty()) {
+    if (!batch.device.slots.empty()) {
         context.routing.device->bring(context.owner, context.on_device, batch);
     }
 }

@@ -179,8 +179,8 @@ static void make_calls(calls * c) {
     OK(pyorch_unpin(engine, c->il, &expert, 1));
     OK(pyorch_evict(engine, c->il, &expert, 1));
     OK(pyorch_model_map_get_info(c->map, &info));
-    int32_t n_maps, n_requests;
-    OK(pyorch_history_size(c->history, &n_maps, &n_requests));
+    int32_t n_maps;
+    OK(pyorch_history_size(c->history, &n_maps));
     ++c->n;
 }
 
@@ -246,8 +246,15 @@ static void test_a_tiny_recording_is_replayed(calls c, const pyorch_model_map_in
     pyorch_config config = pyorch_default_config;
     config.policy        = PYORCH_BELADY;
     OK(pyorch_simulation_new(c.map, &config, &c.engine));
-    OK(pyorch_set_prefetch(c.engine, -1, PYORCH_PREDICT_PREVIOUS_TOKEN, 1, 0, 0));
-    const pyorch_recording recording = tiny_recording(info, c.n_expert);
+    OK(pyorch_set_prefetch(c.engine, -1, PYORCH_PREDICT_ORACLE, 1, 0, 0));
+    pyorch_recording recording = tiny_recording(info, c.n_expert);
+    /* of the last layer of the last token */
+    static int16_t forecasts[N_TOKENS * 64] = { 0 };
+    for (int i = 0; i < N_TOKENS * info->n_moe_layers - 1; ++i) {
+        forecasts[i] = -1;
+    }
+    recording.forecasts   = forecasts;
+    recording.n_distances = recording.n_forecast = 1;
     pyorch_replay_result   result;
     OK(pyorch_replay(c.engine, &recording, &pyorch_default_replay_config, &result, 0, 0, NULL, NULL, NULL));
     CHECK(result.n_tokens == N_TOKENS && result.n_decoded == N_TOKENS && result.seconds > 0);
@@ -259,7 +266,8 @@ static void test_a_tiny_recording_is_replayed(calls c, const pyorch_model_map_in
     REFUSED(PYORCH_INVALID, "future", pyorch_engine_new(c.map, &config, &c.engine));
     config.policy = PYORCH_LRU;
     OK(pyorch_engine_new(c.map, &config, &c.engine));
-    REFUSED(PYORCH_INVALID, "compared", pyorch_set_prefetch(c.engine, -1, PYORCH_PREDICT_PREVIOUS_TOKEN, 1, 0, 0));
+    REFUSED(PYORCH_INVALID, "compared", pyorch_set_policy(c.engine, PYORCH_FIFO));
+    REFUSED(PYORCH_INVALID, "future", pyorch_set_prefetch(c.engine, -1, PYORCH_PREDICT_ORACLE, 1, 0, 0));
     OK(pyorch_engine_free(c.engine));
 }
 
@@ -277,7 +285,7 @@ int main(int argc, char ** argv) {
     OK(pyorch_model_map_get_layer(map, 0, &layer));
     CHECK(info.n_moe_layers > 0 && info.n_moe_layers <= 4096 && layer.n_expert >= 4 && layer.n_expert <= 4096);
     pyorch_history * history;
-    OK(pyorch_history_new(info.n_moe_layers, layer.n_expert, 0, 10, 1, 10, &history));
+    OK(pyorch_history_new(info.n_moe_layers, layer.n_expert, 0, 10, 1, &history));
 
     const calls c = { map, NULL, history, layer.il, layer.n_expert, info.n_moe_layers, 0 };
     test_the_library_says_what_it_is();

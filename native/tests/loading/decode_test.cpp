@@ -17,7 +17,7 @@ public:
 
 static void an_expert_that_does_not_decode_fails_its_layer_with_a_sentence() {
     static const Damaged damaged;
-    House house(2, 1, PYORCH_LRU, [](int) { return SMALL; }, [](Form) -> const Codec & { return damaged; });
+    House                house(2, 1, PYORCH_LRU, [](int) { return SMALL; }, damaged);
     house.table.acquire(house.owner, 0, { ALL, ALL, 1 });
     house.reader.read_all();
     const char * zeros = house.table.address(house.owner, 0, 3, 2, true);

@@ -130,7 +130,7 @@ pyorch_status parts_set_prediction_observer(pyorch_engine * engine,
 // index -1: there is none.
 void parts_search_map(const pyorch_history * history, const float * embedding, const float * map, int32_t n_known,
     int32_t * index, float * score) {
-    auto &          store = history->store->iterations;
+    auto &          store = *history->store;
     ExpertMapSearch search(store);
     Match           match = search.begin(embedding);
     for (int l = 0; l < n_known; ++l) {
@@ -138,13 +138,6 @@ void parts_search_map(const pyorch_history * history, const float * embedding, c
     }
     *index = match.index;
     *score = match.score;
-}
-
-// The most alike request, and its cosine, by the layers of counts that are not all 0. index -1: there is none.
-void parts_search_request(const pyorch_history * history, const float * counts, int32_t * index, float * score) {
-    const Match match = history->store->requests.nearest(counts);
-    *index            = match.index;
-    *score            = match.score;
 }
 
 } // extern "C"

@@ -1,6 +1,5 @@
 // Predictions are made where what they save is worth their time, and only there; and never for more than an allowance.
 
-#include "prediction/prediction_allowance.h"
 #include "prediction/prediction_balance.h"
 
 #include <algorithm>

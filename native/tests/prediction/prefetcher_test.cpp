@@ -9,7 +9,7 @@
 
 #include "banks/host_bank.h"
 #include "prediction/expert_maps.h"
-#include "prediction/predictors/predictors.h"
+#include "prediction/predictor_list.h"
 #include "prediction/prefetcher.h"
 #include "residency/table.h"
 
@@ -38,12 +38,10 @@ struct House {
     House() :
             map(synthetic_map(path, N_LAYERS, N_EXPERT, [](int) { return 64; })),
             table(map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr),
-                plain_codec, {}),
+                plain_codec(), {}),
             reader(table.loader()), routers(N_LAYERS), prefetcher(table, routers) {
         prefetcher.change([&](PrefetchPlanner & planner) {
-            planner.set_maker([](pyorch_predictor, const PredictionModel &, const std::vector<int> &) {
-                return std::make_unique<FirstExperts>();
-            });
+            planner.set_oracle([](const std::vector<int> &) { return std::make_unique<FirstExperts>(); });
             for (int layer = 0; layer < N_LAYERS; ++layer) {
                 planner.set(layer, { PYORCH_PREDICT_ORACLE, N_LAYERS, 0 });
             }

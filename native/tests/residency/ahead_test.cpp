@@ -119,7 +119,7 @@ static void a_prompt_reads_the_next_layer_ahead_but_none_that_no_decode_executes
 static void nobody_waits_for_reads_that_nobody_makes() {
     const ModelMap map = synthetic_map(path, 2, House::N_EXPERT, [](int) { return SMALL; });
     Table          table(
-        map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr), plain_codec, {});
+        map, std::make_unique<HostBank>(map, map.slots_bytes()), call_source(touch_pages, nullptr), plain_codec(), {});
     table.prefetch(map.layers[0].il, ALL.data(), (int) ALL.size());
     table.wait_idle();
     pyorch_stats stats;

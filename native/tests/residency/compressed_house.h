@@ -84,9 +84,9 @@ struct House {
     Owner       owner = { &owner };
 
     // A budget of so many full experts beside what the smallest one has.
-    explicit House(const ModelMap & map, int more, const PoolShares & shares, Codecs codecs = plain_codec) :
+    explicit House(const ModelMap & map, int more, const PoolShares & shares, const Codec & codec = plain_codec()) :
             table(map, std::make_unique<HostBank>(map, map.floor_bytes() + more * map.layers[0].slot_bytes()),
-                open_files(map, true), std::move(codecs), {}),
+                open_files(map, true), codec, {}),
             reader(table.loader()) {
         table.set_pools(shares);
     }

@@ -55,7 +55,7 @@ static void values_keep_the_order_of_faded_frequencies_at_any_time() {
         const double fa = faded[a].frequency * std::exp2(-(double) (now - faded[a].at) / half_life);
         const double fb = faded[b].frequency * std::exp2(-(double) (now - faded[b].at) / half_life);
         if (std::abs(fa - fb) > 1e-9) {
-            CHECK((fa < fb) == (policy->value(usage[a], 0, false) < policy->value(usage[b], 0, false)));
+            CHECK((fa < fb) == (policy->value(usage[a], 0) < policy->value(usage[b], 0)));
         }
     }
 }
@@ -73,24 +73,6 @@ static void what_was_used_longest_ago_goes_first() {
         CHECK(!house.resident(layer, 0) && !house.resident(layer, 1) && house.resident(layer, 2));
     }
     CHECK(house.stats().evictions == 8);
-}
-
-// Stale experts are all alike, so what goes is of the layer whose turn comes last; none that no decode passes stay.
-static void where_turns_count_the_layer_whose_turn_comes_last_gives() {
-    House house(4, 0.5, PYORCH_LEAST_STALE); // 32 experts
-    for (int token = 0; token < 2; ++token) {
-        for (int layer = 0; layer < 4; ++layer) {
-            house.pass(layer, range(4 * token, 4 * token + 4));
-        }
-    }
-    CHECK(house.stats().resident_experts == 32);
-    house.pass(0, { 8, 9 });
-    CHECK(house.n_resident(0) == 8); // its own go, for its own turn comes last
-    house.pass(1, { 8, 9 });
-    CHECK(house.n_resident(1) == 8 && house.n_resident(0) == 8 && house.n_resident(2) == 8);
-    house.table.set_executed({ 0, 1, 2 });
-    house.pass(2, { 8, 9 });
-    CHECK(house.n_resident(2) == 10 && house.n_resident(3) == 6);
 }
 
 static void what_came_first_goes_first_however_often_it_was_used() {
@@ -195,9 +177,9 @@ static void what_is_there_stays_unless_another_is_clearly_better() {
     for (int i = 0; i < 3; ++i) {
         lfu->used(thrice, 1);
     }
-    CHECK(lfu->settled(lfu->value(once, 0, false)) < lfu->value(thrice, 0, false));
+    CHECK(lfu->settled(lfu->value(once, 0)) < lfu->value(thrice, 0));
     lfu->used(once, 1);
-    CHECK(lfu->settled(lfu->value(once, 0, false)) > lfu->value(thrice, 0, false));
+    CHECK(lfu->settled(lfu->value(once, 0)) > lfu->value(thrice, 0));
     CHECK(learned->settled(0.2) > 0.7 && learned->settled(0.2) < 0.9 && lru->settled(7) == 7);
 }
 
@@ -228,7 +210,6 @@ int main(int argc, char ** argv) {
             the_index_finds_what_a_search_of_all_finds,
             values_keep_the_order_of_faded_frequencies_at_any_time,
             what_was_used_longest_ago_goes_first,
-            where_turns_count_the_layer_whose_turn_comes_last_gives,
             what_came_first_goes_first_however_often_it_was_used,
             marking_takes_at_random_what_was_not_used_in_its_phase,
             a_forecast_changes_what_goes_unless_it_comes_too_late,

@@ -392,7 +392,7 @@ static void threads_that_wait_for_a_matrix_share_it() {
     write_model(model, 4, 1, 2048);
     ModelMap map(model);
     CHECK(compress(map, model + ".pack"));
-    House   house(map, 0, ALL_FULL, [](Form) -> const Codec & { return meeting; });
+    House   house(map, 0, ALL_FULL, meeting);
     Leaving reader(house.table.loader());
     house.acquire(0, { 3 });
     reader.read_all();

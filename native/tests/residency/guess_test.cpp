@@ -23,7 +23,7 @@ struct House {
     explicit House(int budget_in_experts) :
             map(synthetic_map(path, 3, N_EXPERT, [](int) { return 32768; })),
             table(map, std::make_unique<HostBank>(map, budget_in_experts * map.layers[0].slot_bytes()),
-                call_source(touch_pages, nullptr), plain_codec, {}),
+                call_source(touch_pages, nullptr), plain_codec(), {}),
             disk(table.loader()) {}
 
     struct Disk : Reader {

@@ -19,10 +19,11 @@ struct House {
     static constexpr int N_EXPERT = 16;
 
     template <typename Rows>
-    House(int n_layers, double share, pyorch_policy policy, Rows rows, Codecs codecs = plain_codec, int n_used = 0) :
+    House(int n_layers, double share, pyorch_policy policy, Rows rows, const Codec & codec = plain_codec(),
+        int n_used = 0) :
             map(synthetic_map(path, n_layers, N_EXPERT, rows, n_used)),
-            table(map, std::make_unique<HostBank>(map, budget(share)), call_source(touch_pages, nullptr),
-                std::move(codecs), config(share, policy), replay_policies()),
+            table(map, std::make_unique<HostBank>(map, budget(share)), call_source(touch_pages, nullptr), codec,
+                config(share, policy), replay_policies()),
             reader(table.loader()) {}
 
     House(int n_layers, double share, pyorch_policy policy = PYORCH_LRU) :

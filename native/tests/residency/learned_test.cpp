@@ -12,31 +12,28 @@ using namespace pyorch;
 
 static void what_follows_what_is_learned_and_valued() {
     constexpr int N = 24, N_USED = 2;
-    for (int n_tables : { 1, 3 }) {
-        LearnedValue learned({ N, N }, N_USED, n_tables);
-        for (int token = 0; token < 600;
-            ++token) { // a cycle of 12 pairs: all are used equally often, and equally long ago
-            for (int layer = 0; layer < 2; ++layer) {
-                const int first = 2 * ((token + layer) % 12);
-                learned.visit({ &learned, layer, true, 0, { first, first + 1 } });
-            }
+    LearnedValue  learned({ N, N }, N_USED);
+    for (int token = 0; token < 600; ++token) { // a cycle of 12 pairs: all are used equally often, and equally long ago
+        for (int layer = 0; layer < 2; ++layer) {
+            const int first = 2 * ((token + layer) % 12);
+            learned.visit({ &learned, layer, true, { first, first + 1 } });
         }
-        const int  last  = 2 * (599 % 12);
-        const int  next  = (last + 2) % N;
-        const auto value = learned.values(0);
-        for (int e = 0; e < N; ++e) {
-            CHECK(value[e] > 0 && value[e] < 1);
-            CHECK(e == next || e == next + 1 || value[e] < value[next]);
-        }
-        CHECK(value[next] > 0.8);
     }
+    const int  last  = 2 * (599 % 12);
+    const int  next  = (last + 2) % N;
+    const auto value = learned.values(0);
+    for (int e = 0; e < N; ++e) {
+        CHECK(value[e] > 0 && value[e] < 1);
+        CHECK(e == next || e == next + 1 || value[e] < value[next]);
+    }
+    CHECK(value[next] > 0.8);
 }
 
 static void what_does_not_follow_on_teaches_no_table() {
     LearnedValue learned({ 16, 16 }, 2);
     auto         visit = [&](const void * context, bool continues) {
         for (int layer = 0; layer < 2; ++layer) {
-            learned.visit({ context, layer, continues, 0, { 1, 5 } });
+            learned.visit({ context, layer, continues, { 1, 5 } });
         }
     };
     auto taught = [&] {
@@ -60,7 +57,7 @@ static void what_was_learned_goes_on_from_its_copy() {
     std::mt19937 rng(4);
     LearnedValue one({ 20, 13 }, 3), other({ 20, 13 }, 3);
     auto         visit = [&](LearnedValue & learned, int layer, const std::vector<int> & experts) {
-        learned.visit({ &learned, layer, true, 0, experts });
+        learned.visit({ &learned, layer, true, experts });
     };
     for (int token = 0; token < 100; ++token) {
         for (int layer = 0; layer < 2; ++layer) {

@@ -13,7 +13,7 @@
 #include "check.h"
 
 #include "banks/host_bank.h"
-#include "loading/reader_threads.h"
+#include "loading/readers.h"
 #include "loading/uring_reader.h"
 #include "replay/policies/replay_policies.h"
 #include "residency/table.h"
@@ -93,7 +93,7 @@ private:
     mutable std::atomic<unsigned> count{ 0 };
 };
 
-static const Codec & flipping_codec(Form) {
+static const Codec & flipping_codec() {
     static const Flipping flipping;
     return flipping;
 }
@@ -241,8 +241,8 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
             case 2: table.evict(il, ids.data(), 2); break;
             case 3: table.set_budget(floor + rng() % floor); break;
             case 4: {
-                constexpr pyorch_policy POLICIES[] = { PYORCH_LFU, PYORCH_LRU, PYORCH_LEARNED, PYORCH_BANDIT,
-                    PYORCH_LEAST_STALE, PYORCH_FIFO, PYORCH_MARKING };
+                constexpr pyorch_policy POLICIES[] = { PYORCH_LFU, PYORCH_LRU, PYORCH_LEARNED, PYORCH_FIFO,
+                    PYORCH_MARKING };
                 table.set_policy(POLICIES[rng() % std::size(POLICIES)]);
                 break;
             }
@@ -310,7 +310,7 @@ int main(int argc, char ** argv) {
     config.budget_bytes  = map.floor_bytes();
     config.read_bytes    = 48 * 1024;
     Table table(map, std::make_unique<HostBank>(map, config.budget_bytes), std::make_unique<UnsteadySource>(map),
-        flipping_codec, config, replay_policies());
+        flipping_codec(), config, replay_policies());
     {
         std::unique_ptr<Reader> reader;
         if (std::string(argv[4]) == "io_uring") {

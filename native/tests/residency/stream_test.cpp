@@ -12,8 +12,8 @@ using namespace pyorch;
 
 // Layers of which a budget of 5 experts at least must do.
 struct Narrow : House {
-    explicit Narrow(double share, Codecs codecs = plain_codec) :
-            House(3, share, PYORCH_LRU, [](int) { return SMALL; }, std::move(codecs), 2) {}
+    explicit Narrow(double share, const Codec & codec = plain_codec()) :
+            House(3, share, PYORCH_LRU, [](int) { return SMALL; }, codec, 2) {}
 
     uint64_t expert_bytes() const { return map.layers[0].expert_bytes(); }
 
@@ -128,7 +128,7 @@ static void a_read_error_ends_a_stream_with_its_sentence() {
     };
     static const DamagedOnce damaged;
     n_decoded = 0;
-    Narrow house(0, [](Form) -> const Codec & { return damaged; });
+    Narrow house(0, damaged);
     house.table.acquire(house.owner, 0, { ALL, ALL, 64 });
     house.compute(0, ALL); // zeros, where nothing could be read
     CHECK(!house.table.release(house.owner) && house.owner.error.find("damaged") != std::string::npos);

@@ -26,7 +26,7 @@ GraphLayer layer(std::vector<int32_t> & named, int n_tokens = 1) {
 }
 
 void set_rows(GraphLayer & g, const std::vector<int> & slots, int n_device_slots) {
-    g.batch.device_slots = slots;
+    g.batch.device.slots = slots;
     set_device_rows(g, n_device_slots);
 }
 

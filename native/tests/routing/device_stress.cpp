@@ -10,7 +10,7 @@
 #include "banks/host_bank.h"
 #include "base/cpu_backend.h"
 #include "loading/codec.h"
-#include "loading/reader_threads.h"
+#include "loading/readers.h"
 #include "residency/table.h"
 #include "routing/device_tier.h"
 
@@ -152,11 +152,11 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
             if (seed % 2) {               // else predictors have changed: their forecasts may come at any time
                 settle();
             }
-            tier.choose(hold, batch, experts, { owner.context, l, true, tier.bank.used(), experts });
+            tier.choose(hold, batch, experts, { owner.context, l, true, experts });
             std::vector<int> here;
             std::copy_if(experts.begin(), experts.end(), std::back_inserter(here),
-                [&](int e) { return batch.device_slots.empty() || batch.device_slots[e] < 0; });
-            table.acquire(owner, l, { here, here, n_tokens, true, true, !batch.device_slots.empty() });
+                [&](int e) { return batch.device.slots.empty() || batch.device.slots[e] < 0; });
+            table.acquire(owner, l, { here, here, n_tokens, true, true, !batch.device.slots.empty() });
             settle();
             const int to    = (l + 1) % N_LAYERS;
             const int then  = (l + 2) % N_LAYERS;
@@ -167,16 +167,16 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
                 tier.order(owner.context, then, { { later, 0, 2 } }, 0);
                 tier.order(owner.context, to, { { right, 0, 1 }, { wrong, 1, 1 } }, 0);
             });
-            if (!batch.device_slots.empty()) {
+            if (!batch.device.slots.empty()) {
                 tier.bring(owner, hold, batch);
             }
-            computed = { batch.through_area, l, batch.device_slots };
+            computed = { batch.through_area, l, batch.device.slots };
             if (table.release(owner)) {
                 check(tier, table, computed);
             } else { // the decode fails
                 computed = {};
             }
-            n_computed += !batch.device_slots.empty();
+            n_computed += !batch.device.slots.empty();
             if (batch.through_area && l == N_LAYERS - 1) {
                 tier.release_areas(hold);
                 computed = {}; // others have them now
@@ -247,7 +247,7 @@ void stress_device(const char * path, int seed, int n_passes) {
     config.device_bytes  = map.expert_bytes() * 2 / 3;
     config.device_ahead  = 2;
     Table table(map, std::make_unique<HostBank>(map, config.budget_bytes), std::make_unique<UnsteadySource>(map),
-        plain_codec, config);
+        plain_codec(), config);
     ReaderThreads reader(table.loader(), 2);
     for (const auto misses : { PYORCH_PROCESSOR, PYORCH_UPLOAD }) {
         config.device_misses = misses;

@@ -1,6 +1,6 @@
 """All predictors and policies on one recorded routing: what they guess, what they keep, what a token would take.
 
-Past requests fill the stores of maps and activation matrices; others, held out, are replayed (FineMoE, section 6.1).
+Past requests fill the stores of maps and of counts of uses; others, held out, are replayed (FineMoE, section 6.1).
 The first quarter of these fills the cache, and finds for each pair of predictor and policy how far ahead and how
 choosily it reads best, at each budget; what follows counts. So no pair is judged by settings that suit another.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.library.choices import Needs, policies, predictors
+from pyorch.library.choices import policies, predictors
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import NONE, Prefetch
 from pyorch.sidecars.history import CAPACITY, DISTANCE, ExpertMaps, token_embeddings
@@ -25,6 +25,7 @@ from pyorch.traces.file import DECODE, PREFILL, Trace, TraceHeader
 from pyorch.traces.recording import Recording
 from pyorch.traces.replay import Replayed, ReplaySettings, replay
 from pyorch.traces.routers import read_router
+from scripts.papers.finemoe.compared import COMPARED, Compared
 from scripts.papers.finemoe.predictability import Entropy, StateCosine, entropies, state_cosines
 from scripts.papers.finemoe.similarity import Similarity, cosines, similarities, trajectory_cosines
 
@@ -57,8 +58,7 @@ class Pair:
 
     @property
     def is_bound(self) -> bool:
-        needs = predictors()[self.predictor].needs | policies()[self.policy].needs
-        return bool(Needs.FUTURE & needs)
+        return self.predictor in predictors().foreseeing or self.policy in policies().foreseeing
 
 
 ON_DEMAND = Pair(NONE, "lru", "on demand")
@@ -121,9 +121,10 @@ class Material:
         self.n_warm = len(self.recording) // 4
         self.first = _head(self.recording, min(_TUNED, max(1, self.n_warm)))
         self._settings: dict[tuple[Pair, str], Prefetch] = {}
+        self._compared = Compared(model_map, past)
 
     def store(self, capacity: int, on_progress: OnProgress | None = None) -> ExpertMaps:
-        """The past, as maps and activation matrices."""
+        """The past, as maps."""
         distance = min(DISTANCE, self.n_layers)
         return maps_from_trace(self.past, self.map, capacity, distance, on_progress=on_progress)
 
@@ -146,7 +147,17 @@ class Material:
             policy=pair.policy, prefetch=prefetch, budget=budget, read_bandwidth=self.conditions.read_bandwidth,
             compute_ms=self.conditions.compute_ms, n_warm_tokens=n_warm, batch=batch, as_decode=False,
         )
-        return replay(self.map, recording, settings, store, self.file)
+        return self.play(recording, settings, store)
+
+    def play(
+        self, recording: Recording, settings: ReplaySettings, store: ExpertMaps, n_ranks: int | None = None
+    ) -> Replayed:
+        """A replay; what the predictors of COMPARED forecast, the oracle is told."""
+        forecasts = None
+        if settings.prefetch.predictor in COMPARED:
+            forecasts = self._compared.forecasts(settings.prefetch.predictor)
+            settings = replace(settings, prefetch=replace(settings.prefetch, predictor="oracle"))
+        return replay(self.map, recording, settings, store, self.file, n_ranks, forecasts=forecasts)
 
     def available(self, pairs: Iterable[Pair]) -> list[Pair]:
         return [pair for pair in pairs if pair.predictor not in self.missing]
@@ -284,7 +295,7 @@ def recalls(material: Material, store: ExpertMaps, on_progress: OnProgress) -> l
     """One layer ahead (Speculating Experts, figs. 4, 5 and 10)."""
     found = []
     left_out = {*_UNRANKED, *predictors().foreseeing, *material.missing}
-    ranked = [name for name in predictors() if name not in left_out]
+    ranked = [name for name in (*COMPARED, *predictors()) if name not in left_out]
     for done, predictor in enumerate(ranked):
         on_progress("recall", done, len(ranked))
         found.append(_recall(material, _guessed(material, store, predictor, 1), predictor, 1))
@@ -389,9 +400,7 @@ def _guessed(material: Material, store: ExpertMaps, predictor: str, distance: in
     """A replay in which all guesses of a predictor are counted, and nothing has to be read."""
     settings = ReplaySettings(prefetch=Prefetch(predictor, distance, 0.0), budget="100%", read_bandwidth=1e15,
                               compute_ms=material.conditions.compute_ms, as_decode=False)
-    return replay(
-        material.map, material.recording, settings, store, material.file, n_ranks=material.recording.experts.shape[2]
-    )
+    return material.play(material.recording, settings, store, n_ranks=material.recording.experts.shape[2])
 
 
 def _recall(material: Material, replayed: Replayed, predictor: str, distance: int) -> Recall:

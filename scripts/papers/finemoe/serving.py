@@ -14,7 +14,7 @@ from pyorch.settings.prefetch import Prefetch
 from pyorch.sidecars.history import DISTANCE, ExpertMaps
 from pyorch.traces.file import DECODE, PREFILL
 from pyorch.traces.recording import Recording
-from pyorch.traces.replay import Replayed, ReplaySettings, replay
+from pyorch.traces.replay import Replayed, ReplaySettings
 from scripts.papers.finemoe.replays import (
     FINEMOE,
     MIXTRAL_OFFLOADING,
@@ -153,7 +153,7 @@ def patterns(material: Material, store: ExpertMaps, on_progress: OnProgress) -> 
         on_progress("patterns", done, len(steps))
         settings = ReplaySettings(prefetch=Prefetch(predictor, distance, 0.0), budget="100%", read_bandwidth=1e15,
                                   compute_ms=material.conditions.compute_ms, as_decode=False)
-        guessed = replay(material.map, seen, settings, store, material.file, n_ranks=n_ranks)
+        guessed = material.play(seen, settings, store, n_ranks)
         hit_rate = float("nan")
         if whole:
             pair = Pair(predictor, "finemoe")
@@ -235,7 +235,7 @@ def _replay(
         read_bandwidth=conditions.read_bandwidth * reads, compute_ms=conditions.compute_ms / computes,
         prefill_ms=PREFILL_SHARE * conditions.compute_ms / computes, n_warm_tokens=n_warm, as_decode=False,
     )
-    return replay(material.map, recording, settings, store, material.file)
+    return material.play(recording, settings, store)
 
 
 def _counted(material: Material) -> np.ndarray:

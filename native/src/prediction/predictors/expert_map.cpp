@@ -1,5 +1,5 @@
 #include "prediction/expert_maps.h"
-#include "prediction/predictors/predictors.h"
+#include "prediction/predictor_list.h"
 
 #include <algorithm>
 
@@ -10,11 +10,11 @@ namespace {
 // (FineMoE, sections 4.2 and 4.3). Decoded tokens are added to the history as they end.
 class ExpertMap : public Predictor {
 public:
-    ExpertMap(std::shared_ptr<ExpertMaps> history, std::vector<int> n_expert, Distances distance) :
+    ExpertMap(std::shared_ptr<ExpertMapStore> history, std::vector<int> n_expert, Distances distance) :
             history(std::move(history)), n_expert(std::move(n_expert)), distance(std::move(distance)) {}
 
     void begin(const IterationBegin & iteration, std::vector<Forecast> & forecasts) override {
-        auto & store = history->iterations;
+        auto & store = *history;
         n_tokens     = iteration.decode ? iteration.n_tokens : 0;
         while ((int) searches.size() < n_tokens) {
             searches.emplace_back(store);
@@ -32,7 +32,7 @@ public:
     }
 
     void routed(const RoutedLayer & routed_layer, std::vector<Forecast> & forecasts) override {
-        auto & store = history->iterations;
+        auto & store = *history;
         if (routed_layer.layer >= store.n_layers) {
             return; // of layers that a decode does not pass
         }
@@ -57,18 +57,18 @@ public:
     }
 
 private:
-    const std::shared_ptr<ExpertMaps> history;
-    const std::vector<int>            n_expert;
-    const Distances                   distance;
-    std::vector<ExpertMapSearch>      searches; // by token
-    int                               n_tokens = 0;
-    int                               n_used   = 1;
+    const std::shared_ptr<ExpertMapStore> history;
+    const std::vector<int>                n_expert;
+    const Distances                       distance;
+    std::vector<ExpertMapSearch>          searches; // by token
+    int                                   n_tokens = 0;
+    int                                   n_used   = 1;
 
     // The likeliest experts whose sum of probabilities reaches the threshold, the higher the less alike the past
     // iteration is, and at least as many as a token uses (eqs. 6 to 8).
     void forecast(const Match & match, int layer, int ahead, int token, std::vector<Forecast> & forecasts) const {
         Forecast f = { layer, ahead, token, {}, std::vector<float>(n_expert[layer]), {} };
-        if (match.index < 0 || !history->iterations.row(match, layer, f.probability.data(), n_expert[layer])) {
+        if (match.index < 0 || !history->row(match, layer, f.probability.data(), n_expert[layer])) {
             return;
         }
         const float threshold = std::max(0.0f, std::min(1 - match.score, 1.0f));

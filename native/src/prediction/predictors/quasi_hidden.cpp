@@ -1,6 +1,5 @@
-#include "prediction/activation_matrix.h"
 #include "prediction/estimator.h"
-#include "prediction/predictors/predictors.h"
+#include "prediction/predictor_list.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,39 +1,73 @@
 #include "replay/policies/replay_policies.h"
 
-#include "replay/policies/belady.h"
-#include "replay/policies/decay_bandit.h"
-#include "replay/policies/fifo.h"
-#include "replay/policies/least_stale.h"
-#include "replay/policies/marking.h"
-#include "residency/policies/learned.h"
-#include "residency/policies/policy_list.h"
+#include "residency/policies/policy.h"
 
 #include <algorithm>
-#include <limits>
+#include <random>
 
 namespace pyorch {
 namespace {
 
-template <typename Policy>
-std::unique_ptr<EvictionPolicy> make(int) {
-    return std::make_unique<Policy>();
-}
+// The bound of what a policy can do on demand.
+class Belady : public EvictionPolicy {
+public:
+    void used(Usage & usage, uint64_t now) override { usage.last_use = now; }
+
+    double value(const Usage & usage, float) const override { return -(double) usage.next_use; }
+};
+
+class Fifo : public EvictionPolicy {
+public:
+    void used(Usage & usage, uint64_t now) override { usage.last_use = now; }
+
+    double value(const Usage & usage, float) const override { return (double) usage.came; }
+
+    bool by_recency() const override { return true; }
+};
+
+// What is used is marked. When all are marked and one must go, a new phase begins without marks; of those without one
+// any may go (Fiat et al., Competitive Paging Algorithms, 1991). A mark is the number of its phase and, behind the
+// point, the order in which it goes in the next one, which is random: so none changes when a phase ends. But those of
+// the running layer do: it is known what a layer uses before it is known what must go for it.
+class Marking : public EvictionPolicy {
+public:
+    void used(Usage & usage, uint64_t now) override {
+        usage.last_use = now;
+        if (latest.empty() || latest.front()->last_use != now) {
+            latest.clear();
+        }
+        latest.push_back(&usage);
+        mark(usage);
+    }
+
+    void evicted(const Usage & usage) override {
+        if (usage.mark >= (double) phase) {
+            ++phase;
+            for (Usage * other : latest) {
+                mark(*other);
+            }
+        }
+    }
+
+    double value(const Usage & usage, float) const override { return usage.mark; }
+
+    bool by_recency() const override { return true; }
+
+private:
+    void mark(Usage & usage) { usage.mark = (double) phase + order(rng); }
+
+    uint64_t                         phase = 1;
+    std::vector<Usage *>             latest; // that were used at the same time
+    std::minstd_rand                 rng;
+    std::uniform_real_distribution<> order{ 0, 0.5 };
+};
 
 Policies with_those_of_engines() {
     Policies list = {
-        { PYORCH_BELADY, "belady", PYORCH_NEEDS_FUTURE, 0, "what is needed last goes first", make<Belady> },
-        { PYORCH_BANDIT, "bandit", PYORCH_NEEDS_REPLAY, 0, "as lfu, with the fading that lately hit most often",
-            [](int) -> std::unique_ptr<EvictionPolicy> {
-                return std::make_unique<Learned>(std::numeric_limits<double>::max() / 2, false, 1, 1);
-            },
-            [](const LearnerSizes & sizes) -> std::unique_ptr<Learner> {
-                return std::make_unique<DecayBandit>(sizes.n_experts, sizes.slot_bytes);
-            } },
-        { PYORCH_LEAST_STALE, "least-stale", PYORCH_NEEDS_REPLAY, 0,
-            "what the last token did not use goes first, of the layer whose turn comes last", make<LeastStale> },
-        { PYORCH_FIFO, "fifo", PYORCH_NEEDS_REPLAY, 0, "what came into memory first goes first", make<Fifo> },
+        { PYORCH_BELADY, "belady", PYORCH_NEEDS_FUTURE, 0, "what is needed last goes first", make_policy<Belady> },
+        { PYORCH_FIFO, "fifo", PYORCH_NEEDS_REPLAY, 0, "what came into memory first goes first", make_policy<Fifo> },
         { PYORCH_MARKING, "marking", PYORCH_NEEDS_REPLAY, 0, "at random, of what was not used since all others were",
-            make<Marking> },
+            make_policy<Marking> },
     };
     list.insert(list.end(), policy_list().begin(), policy_list().end());
     std::sort(list.begin(), list.end(), [](const PolicyEntry & a, const PolicyEntry & b) { return a.kind < b.kind; });

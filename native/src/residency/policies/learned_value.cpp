@@ -16,8 +16,7 @@ constexpr float MOST_LOGIT   = 30;
 
 constexpr int LANES = 8;
 
-// The step on the rows that were active.
-float table_step(int n_tables) { return n_tables == 1 ? 0.03f : 0.02f; }
+constexpr float TABLE_STEP = 0.02f; // on the rows that were active
 
 float as_float(int32_t bits) {
     float x;
@@ -121,10 +120,10 @@ int widest(const std::vector<int> & n_experts) { return *std::max_element(n_expe
 
 } // namespace
 
-LearnedValue::LearnedValue(const std::vector<int> & n_experts, int n_used_, int n_tables) :
-        n_layers((int) n_experts.size()), n_expert(widest(n_experts)), n_tables(n_tables),
-        width((n_expert + LANES - 1) / LANES * LANES), n_used(std::clamp(n_used_, 1, n_expert)),
-        weights{ 0.4f, 0.3f, 0, 0, 1, 1, 1, 0 }, hit(width), logit(width), value(width), error(width) {
+LearnedValue::LearnedValue(const std::vector<int> & n_experts, int n_used_) :
+        n_layers((int) n_experts.size()), n_expert(widest(n_experts)), width((n_expert + LANES - 1) / LANES * LANES),
+        n_used(std::clamp(n_used_, 1, n_expert)), weights{ 0.4f, 0.3f, 0, 0, 1, 1, 1, 0 }, hit(width), logit(width),
+        value(width), error(width) {
     const float share = (float) n_used / (float) n_expert;
     const float odds  = share < 1 ? share / (1 - share) : 1e3f;
     weights.back()    = std::log(odds + 1e-3f);
@@ -140,7 +139,7 @@ LearnedValue::LearnedValue(const std::vector<int> & n_experts, int n_used_, int 
         }
         layer.age.assign(width, FIRST_AGE);
         layer.bias.resize(width);
-        layer.tables.assign(n_tables, Row((size_t) n_expert * width));
+        layer.tables.assign(N_TABLES, Row((size_t) n_expert * width));
         layer.published.assign(n, share);
         layers.push_back(std::move(layer));
     }
@@ -158,7 +157,7 @@ void LearnedValue::look(Layer & layer, const Visit & visit, const Active & activ
         log_counts(features[i].data(), layer.counts[i].data(), zero, width);
     }
     log_ages(features[N_COUNTS].data(), layer.age.data(), hit.data(), width);
-    for (int t = 0; t < n_tables; ++t) {
+    for (int t = 0; t < N_TABLES; ++t) {
         Row & sum = features[N_COUNTS + 1 + t];
         std::fill(sum.begin(), sum.end(), 0.0f);
         for (int row : active[t]) {
@@ -183,15 +182,15 @@ void LearnedValue::teach(Layer & layer, const Past & past) {
         squares[i] += gradient * gradient / (float) n_layers;
         weights[i] -= FEATURE_STEP / (float) n_layers * gradient / std::sqrt(squares[i]);
     }
-    const float step = table_step(n_tables);
-    for (int t = 0; t < n_tables; ++t) {
+    for (int t = 0; t < N_TABLES; ++t) {
         // Many active rows, of several sequences, would move a value too far together.
-        const float each = step * std::min(1.0f, (float) n_used / (float) std::max<size_t>(1, past.active[t].size()));
+        const float each =
+            TABLE_STEP * std::min(1.0f, (float) n_used / (float) std::max<size_t>(1, past.active[t].size()));
         for (int row : past.active[t]) {
             add_scaled(layer.tables[t].data() + (size_t) row * width, error.data(), -each, width);
         }
     }
-    add_scaled(layer.bias.data(), error.data(), -BIAS_SHARE * step, width);
+    add_scaled(layer.bias.data(), error.data(), -BIAS_SHARE * TABLE_STEP, width);
 }
 
 void LearnedValue::visit(const Visit & visit) {

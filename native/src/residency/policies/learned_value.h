@@ -27,7 +27,7 @@
 
 namespace pyorch {
 
-class LearnedValue : public Learner {
+class LearnedValue {
 public:
     static constexpr int N_COUNTS  = 3;
     static constexpr int N_TABLES  = 3;
@@ -35,18 +35,20 @@ public:
     static constexpr int N_WEIGHTS = N_ROWS + 1;
 
     // n_used: by one token in one layer.
-    LearnedValue(const std::vector<int> & n_experts, int n_used, int n_tables = N_TABLES);
+    LearnedValue(const std::vector<int> & n_experts, int n_used);
 
-    void                        visit(const Visit & visit) override;
-    void                        forget(const void * context) override;
-    const std::vector<double> & values(int layer) const override { return layers[layer].published; }
+    void visit(const Visit & visit);
+    void forget(const void * context); // it is gone
+
+    // [n_expert] of each expert of a layer; only its visits change them.
+    const std::vector<double> & values(int layer) const { return layers[layer].published; }
 
     // What was learned, for a file. Rows are n_expert wide, of the widest layer.
     struct State {
         std::vector<float> weights; // [2][N_WEIGHTS], and the sums of their squared gradients
         std::vector<float> counts;  // [n_layers][N_COUNTS][n_expert]
         std::vector<float> bias;    // [n_layers][n_expert]
-        std::vector<float> tables;  // [n_layers][n_tables][n_expert][n_expert]
+        std::vector<float> tables;  // [n_layers][N_TABLES][n_expert][n_expert]
     };
 
     State export_state() const;
@@ -54,7 +56,6 @@ public:
 
     const int n_layers;
     const int n_expert; // of the widest layer
-    const int n_tables;
 
 private:
     using Row    = std::vector<float>;

@@ -2,9 +2,9 @@
 //
 // A policy gives each expert a value, from what is known of it alone: values of different experts, computed at
 // different times, compare. So the value of an expert changes only when something is learnt about that expert. Two
-// things a policy may ask for beside that. Values that take much arithmetic are made by a Learner, for all experts of
-// a layer at once, once that layer was visited. And where the turn of a layer counts, all values of a layer are divided
-// by the root of the layers until its turn: that changes with every layer, but never the order within one.
+// things a policy may ask for beside that. Values that take much arithmetic are made by a LearnedValue, for all experts
+// of a layer at once, once that layer was visited. And where the turn of a layer counts, all values of a layer are
+// divided by the root of the layers until its turn: that changes with every layer, but never the order within one.
 
 #pragma once
 
@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstdint>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 namespace pyorch {
@@ -21,7 +22,7 @@ namespace pyorch {
 struct Usage {
     uint64_t last_use = 0;
     double   heat     = -INFINITY;  // log2 of its uses, fading: at time t, log2(frequency) + t / half-life
-    double   learned  = 0;          // what a Learner said of it last
+    double   learned  = 0;          // what a LearnedValue said of it last
     double   mark     = 0;          // what a policy notes of it beside that
     uint64_t came     = 0;          // when it got its memory
     uint64_t next_use = UINT64_MAX; // the truth, where it is known: in a replay
@@ -40,8 +41,8 @@ public:
     virtual void evicted(const Usage &) {}
 
     // The expert with the lowest value goes first. Finite, or -INFINITY. probability: in the forecast of its layer; 1 /
-    // n_expert while there is none. fresh: the last pass of its layer used it.
-    virtual double value(const Usage & usage, float probability, bool fresh) const = 0;
+    // n_expert while there is none.
+    virtual double value(const Usage & usage, float probability) const = 0;
 
     // What a value counts of an expert that is there, where another one need not take its place: to bring one that is
     // hardly better costs more than it gains. Replayed on routing of OLMoE's shape, twice the uses for lfu and four
@@ -65,32 +66,7 @@ struct Visit {
     const void *     context;
     int              layer;
     bool             continues; // the ubatch has the next token of each sequence of the context's last ubatch
-    uint64_t         budget;    // bytes for all experts
     std::vector<int> experts;   // that its router chose, ascending, each once
-};
-
-// Learns from visits, one after another, what keeping each expert is worth.
-class Learner {
-public:
-    virtual ~Learner() = default;
-
-    virtual void visit(const Visit & visit) = 0;
-
-    // The context is gone.
-    virtual void forget(const void *) {}
-
-    // [n_expert] of each expert of a layer.
-    virtual const std::vector<double> & values(int layer) const = 0;
-
-    // Whether the last visit changed values of other layers than its own.
-    virtual bool all_changed() const { return false; }
-};
-
-// What a learner learns about, by layer.
-struct LearnerSizes {
-    std::vector<int>      n_experts;
-    std::vector<uint64_t> slot_bytes; // of one expert
-    int                   n_used;     // by a token in a layer
 };
 
 // A policy as it is chosen.
@@ -104,14 +80,28 @@ struct PolicyEntry {
     // n_moe_layers: layers that one token passes, the unit in which old uses fade.
     std::unique_ptr<EvictionPolicy> (*make)(int n_moe_layers);
 
-    // Null: it learns nothing.
-    std::unique_ptr<Learner> (*make_learner)(const LearnerSizes & sizes) = nullptr;
+    bool learns = false; // its values, from visits of layers
 };
 
 using Policies = std::vector<PolicyEntry>;
 
+template <typename Policy>
+std::unique_ptr<EvictionPolicy> make_policy(int n_moe_layers) {
+    if constexpr (std::is_default_constructible_v<Policy>) {
+        return std::make_unique<Policy>();
+    } else {
+        return std::make_unique<Policy>(n_moe_layers);
+    }
+}
+
 // log2(2^heat + 1), with all heat fading: how Usage::heat changes when an expert is used. fading: the time in
 // half-lives.
 inline double fading_use(double heat, double fading) { return std::log2(std::exp2(heat - fading) + 1) + fading; }
+
+// In the order of their kinds. Those that exist to be compared with are for replays: replay/policies/replay_policies.h.
+const Policies & policy_list();
+
+// Throws Failure where the list has no such policy.
+const PolicyEntry & find_policy(const Policies & policies, pyorch_policy kind);
 
 } // namespace pyorch

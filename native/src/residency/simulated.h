@@ -1,19 +1,23 @@
-// Memory and a disk that are only counted: the bank, the codec and the reader of a replay.
+// Memory and a disk that are only counted: the bank, the codec and the reader of a replay; and a cache of them, which
+// says what would be resident where that must not depend on how fast this machine reads and computes.
 
 #pragma once
 
-#include "banks/slot_bank.h"
-#include "loading/reader.h"
+#include "banks/bank.h"
+#include "loading/readers.h"
+#include "residency/table.h"
 
 #include <functional>
+#include <memory>
+#include <mutex>
 #include <random>
 
 namespace pyorch {
 
 // Slots without bytes. All of them lie at one address, which nobody reads from.
-class SimulatedBank : public SlotBank {
+class SimulatedBank : public Bank {
 public:
-    using SlotBank::SlotBank;
+    using Bank::Bank;
 
 private:
     char * extend(int) override { return &nowhere; }
@@ -21,9 +25,6 @@ private:
 
     static char nowhere;
 };
-
-// Nothing was read, so nothing is decoded.
-const Codec & simulated_codec(Form form);
 
 struct SimulatedDisk {
     double   read_seconds; // that a request costs beside its bytes
@@ -82,6 +83,45 @@ private:
     double chance();
     void   take(double at);
     void   decode(const ReadRequest & request, double at);
+};
+
+// The residency table as it would be on a machine whose disk and processor take the time that they are told: the table,
+// its policy and its reader in simulated time, beside an engine that computes.
+//
+// A layer of a token computes for 1, however long it takes here; to who asks in seconds, that is a millisecond. One
+// reader takes what the table orders, in the table's order; a layer waits for what it demands. Nothing is guessed.
+class SimulatedCache {
+public:
+    // Empty, with the budget and the policy of an engine of this configuration. read_layers: so many times as long as a
+    // layer of a token computes, an expert of mean size is read. seed: see SimulatedDisk. Throws Failure, as a table
+    // does.
+    SimulatedCache(const ModelMap & map, const pyorch_config & config, double read_layers, uint64_t seed);
+    ~SimulatedCache();
+
+    // What is ordered by name comes, before any other layer does.
+    void fill(int il, const int32_t * experts, int n);
+
+    // A layer comes. resident, loading: [n_expert] each, nonzero for the experts that are there, and on their way, by
+    // now.
+    void look(int layer, std::vector<uint8_t> & resident, std::vector<uint8_t> & loading);
+
+    // It asks for what it needs, waits for that, and computes. deferred: as of Table::defer.
+    void pass(const void * context, int layer, const Demand & demand, const std::vector<int> & deferred);
+
+    double bytes_per_second() const { return 1000 * disk.bytes_per_second; }
+
+    void get_stats(int il, pyorch_stats & stats) { table.get_stats(il, stats); }
+    void reset_stats() { table.reset_stats(); }
+
+private:
+    std::mutex      mutex; // contexts may compute beside each other
+    Table           table;
+    SimulatedDisk   disk;
+    SimulatedReader reader;
+    Owner           owner;
+    double          now = 0;
+
+    void wait_for(int layer, int expert, int role);
 };
 
 } // namespace pyorch

@@ -1,20 +1,18 @@
-// The predictors that learn from history, on numbers from stdin.
+// The predictor that learns from history, on numbers from stdin.
 //
-//     history_predictors expert-map|activation-matrix N_LAYERS N_EXPERT N_EMBD CAPACITY DISTANCE N_REQUESTS
+//     expert_map N_LAYERS N_EXPERT N_EMBD CAPACITY DISTANCE
 //
 // Each line is an event: what the predictor is shown, or what others put into its store meanwhile:
 //
 //     begin REQUEST DECODE N_TOKENS HAS_EMBEDDINGS [embeddings]
 //     routed LAYER N_TOKENS N_USED DECODE HAS_PROBS experts [probs]
 //     add [embedding] [map]
-//     request [counts]
 //
 // After each it prints the forecasts, "LAYER DISTANCE TOKEN N_EXPERTS experts [probability]", and then
-// "size N_MAPS N_REQUESTS".
+// "size N_MAPS".
 
 #include "prediction/expert_maps.h"
-#include "prediction/predictors/predictors.h"
-#include "replay/predictors/compared.h"
+#include "prediction/predictor_list.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -31,20 +29,18 @@ static std::vector<T> read(size_t n) {
 }
 
 int main(int argc, char ** argv) {
-    if (argc != 8) {
+    if (argc != 6) {
         return 2;
     }
-    int n[6];
-    for (int i = 0; i < 6; ++i) {
-        n[i] = atoi(argv[i + 2]);
+    int n[5];
+    for (int i = 0; i < 5; ++i) {
+        n[i] = atoi(argv[i + 1]);
     }
-    const auto [n_layers, n_expert, n_embd, capacity, distance, n_requests] = n;
+    const auto [n_layers, n_expert, n_embd, capacity, distance] = n;
     pyorch::PredictionModel model;
     model.n_expert.assign(n_layers, n_expert);
-    model.maps = std::make_shared<pyorch::ExpertMaps>(n_layers, n_expert, n_embd, capacity, distance, n_requests);
-    const std::vector<int> distances(n_layers, distance);
-    const auto  predictor = std::string(argv[1]) == "expert-map" ? pyorch::make_expert_map(model, distances) :
-                                                                   pyorch::make_activation_matrix(model, distances);
+    model.maps            = std::make_shared<pyorch::ExpertMapStore>(n_layers, n_expert, n_embd, capacity, distance);
+    const auto  predictor = pyorch::make_expert_map(model, std::vector<int>(n_layers, distance));
     std::string event;
     while (std::cin >> event) {
         std::vector<pyorch::Forecast> forecasts;
@@ -62,11 +58,9 @@ int main(int argc, char ** argv) {
             routed_layer.experts             = read<int32_t>((size_t) routed_layer.n_tokens * routed_layer.n_used);
             routed_layer.probs               = read<float>((size_t) head[4] * routed_layer.n_tokens * n_expert);
             predictor->routed(routed_layer, forecasts);
-        } else if (event == "request") {
-            model.maps->requests.add(read<float>((size_t) n_layers * n_expert).data());
         } else {
             const auto embedding = read<float>(n_embd);
-            model.maps->iterations.add(embedding.data(), read<float>((size_t) n_layers * n_expert).data());
+            model.maps->add(embedding.data(), read<float>((size_t) n_layers * n_expert).data());
         }
         for (const auto & f : forecasts) {
             printf("%d %d %d %zu", f.layer, f.distance, f.token, f.experts.size());
@@ -78,6 +72,6 @@ int main(int argc, char ** argv) {
             }
             printf("\n");
         }
-        printf("size %d %d\n", model.maps->iterations.size(), model.maps->requests.size());
+        printf("size %d\n", model.maps->size());
     }
 }

@@ -1,11 +1,11 @@
-#include "banks/slot_bank.h"
+#include "banks/bank.h"
 
 #include <algorithm>
 #include <map>
 
 namespace pyorch {
 
-SlotBank::SlotBank(const ModelMap & map, uint64_t budget) {
+Bank::Bank(const ModelMap & map, uint64_t budget) {
     matrices.limit = budget;
     std::map<std::pair<bool, uint64_t>, int> by_size;
     for (const auto & layer : map.layers) {
@@ -26,14 +26,14 @@ SlotBank::SlotBank(const ModelMap & map, uint64_t budget) {
     }
 }
 
-bool SlotBank::fits(int size_class, int n) const {
+bool Bank::fits(int size_class, int n) const {
     const SizeClass & c     = classes[size_class];
     const uint64_t    bytes = n * c.slot_bytes;
     return c.is_stored ? stored.taken + bytes <= stored.limit :
                          matrices.taken + bytes <= matrices.limit && matrices.taken + stored.taken + bytes <= budget();
 }
 
-Slot SlotBank::take(int size_class) {
+Slot Bank::take(int size_class) {
     SizeClass &    c       = classes[size_class];
     Account &      account = account_of(c);
     const uint64_t bytes   = c.slot_bytes;
@@ -64,7 +64,7 @@ Slot SlotBank::take(int size_class) {
     return { size_class, memory, fresh };
 }
 
-void SlotBank::give(const Slot & slot) {
+void Bank::give(const Slot & slot) {
     SizeClass & c       = classes[slot.size_class];
     Account &   account = account_of(c);
     account.taken -= c.slot_bytes;
@@ -77,14 +77,14 @@ void SlotBank::give(const Slot & slot) {
     c.kept.push_back(slot.memory);
 }
 
-void SlotBank::give_up(int size_class, char * slot) {
+void Bank::give_up(int size_class, char * slot) {
     strip(size_class, slot);
     if (given_up) {
         given_up(slot);
     }
 }
 
-void SlotBank::strip_kept(Account & account, uint64_t until) {
+void Bank::strip_kept(Account & account, uint64_t until) {
     for (int i = 0; i < (int) classes.size(); ++i) {
         SizeClass & c = classes[i];
         while (&account_of(c) == &account && !c.kept.empty() && account.used() > until) {
@@ -96,14 +96,14 @@ void SlotBank::strip_kept(Account & account, uint64_t until) {
     }
 }
 
-void SlotBank::strip_for(uint64_t bytes) {
+void Bank::strip_for(uint64_t bytes) {
     for (Account * account : { &matrices, &stored }) {
         const uint64_t others = used() - account->used();
         strip_kept(*account, budget() > others + bytes ? budget() - others - bytes : 0);
     }
 }
 
-void SlotBank::set_budget(uint64_t bytes, uint64_t stored_bytes) {
+void Bank::set_budget(uint64_t bytes, uint64_t stored_bytes) {
     matrices.limit = bytes - stored_bytes;
     stored.limit   = stored_bytes;
     strip_kept(matrices, matrices.limit);
