@@ -344,7 +344,7 @@ def test_without_a_plan_memory_is_divided_by_what_is_known_of_the_routing(
         assert loaded.engine.stats().stored_bytes == 0
     with ModelMap(model) as model_map:
         maps = ExpertMaps.for_model(model_map)
-        maps.add_request(np.ones((maps.n_layers, maps.n_expert)))
+        maps.uses += 1
         maps.write(container.default_path(model, "maps"), model_map)
     for budget, gains_enough in (("20%", False), ("60%", True)):  # the more experts there is memory for
         with small_model(model, budget) as loaded:
