@@ -193,10 +193,7 @@ def replay(
         if Needs.HISTORY & needs:
             engine.set_history(_copy(maps) if maps is not None else ExpertMaps.for_model(model_map, distance=distance))
         engine.set_prefetch(prefetch.predictor, distance, prefetch.min_precision)
-        if Needs.FUTURE & needs:
-            foreseen = (forecasts or truth)(recording, schedule, distance)
-        else:
-            foreseen = None
+        foreseen = (forecasts or truth)(recording, schedule, distance) if Needs.FUTURE & needs else None
         result = _play(engine, recording, schedule, settings, prefetch, foreseen, model_map, counts, ends)
         stats = dataclasses.replace(engine.stats(), **{name: getattr(result, name) for name in _OF_DEVICE})
         by_layer = [engine.stats(layer.il) for layer in model_map.layers]
