@@ -43,7 +43,7 @@ def unseen_questions(asked: list[dict]) -> list[dict]:
 
 
 def main() -> int:
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 2
     _, held_out = stdlib_files()

@@ -129,10 +129,10 @@ class ExpertMaps:
                 store.add(map, embedding)
         except PyorchError as error:
             raise FormatError(f"{file.path}: {error}") from None
-        if "uses" in file.arrays:
-            file.arrays["requests"] = file.arrays["uses"][None]
-        requests = checked("requests", len(file.arrays.get("requests", ())), *shape)  # of each, in earlier files
-        store.uses += requests.sum(axis=0)
+        name = "uses" if "uses" in file.arrays else "requests"  # of each request, in earlier files
+        if name == "uses":
+            file.arrays[name] = file.arrays[name][None]
+        store.uses += checked(name, len(file.arrays.get(name, ())), *shape).sum(axis=0)
         return store
 
 
