@@ -58,17 +58,17 @@ class Context:
         self._model = model
         self._pid = os.getpid()
         self._n_vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
-        self._context = llama.llama_init_from_model(model, params)
-        if not self._context:
+        self.handle = llama.llama_init_from_model(model, params)
+        if not self.handle:
             raise PyorchError(f"llama.cpp refuses a context of {n_ctx} tokens")
         self._batch = llama.llama_batch_init(n_batch, 0, n_seq_max)
         self._n_past = [0] * n_seq_max
 
     def close(self) -> None:
-        if self._context and self._pid == os.getpid():
+        if self.handle and self._pid == os.getpid():
             llama.llama_batch_free(self._batch)
-            llama.llama_free(self._context)
-        self._context = None
+            llama.llama_free(self.handle)
+        self.handle = None
 
     def __enter__(self) -> Context:
         return self
@@ -110,31 +110,31 @@ class Context:
                 self._batch.seq_id[i][j] = sequence
                 n_past[sequence] += 1
             self._batch.logits[i] = i in wanted
-        with decoding(self._model, self._context):
-            status = llama.llama_decode(self._context, self._batch)
+        with decoding(self._model, self.handle):
+            status = llama.llama_decode(self.handle, self._batch)
             if status != 0:
                 self._forget()
                 raise PyorchError(f"llama_decode returned {status} for a batch of {len(tokens)} tokens")
         self._n_past = n_past
         if not wanted:
             return np.empty((0, self._n_vocab), np.float32)
-        logits = llama.llama_get_logits(self._context)
+        logits = llama.llama_get_logits(self.handle)
         return np.ctypeslib.as_array(logits, shape=(len(wanted), self._n_vocab)).copy()
 
     def copy(self, source: int, target: int) -> None:
         """The target sequence, which must be empty, begins as the source has been so far."""
-        llama.llama_memory_seq_cp(llama.llama_get_memory(self._context), source, target, -1, -1)
+        llama.llama_memory_seq_cp(llama.llama_get_memory(self.handle), source, target, -1, -1)
         self._n_past[target] = self._n_past[source]
 
     def remove(self, sequence: int) -> None:
         """Empties one sequence."""
-        llama.llama_memory_seq_rm(llama.llama_get_memory(self._context), sequence, -1, -1)
+        llama.llama_memory_seq_rm(llama.llama_get_memory(self.handle), sequence, -1, -1)
         self._n_past[sequence] = 0
 
     def clear(self) -> None:
         """Empties all sequences."""
         self._n_past = [0] * len(self._n_past)
-        llama.llama_memory_clear(llama.llama_get_memory(self._context), True)
+        llama.llama_memory_clear(llama.llama_get_memory(self.handle), True)
 
     def _check_process(self) -> None:
         """PyorchError in a process that was forked since: the threads that compute and read were not copied."""
@@ -143,7 +143,7 @@ class Context:
 
     def _forget(self) -> None:
         """Removes what ubatches before the failed one have left in the KV cache."""
-        memory = llama.llama_get_memory(self._context)
+        memory = llama.llama_get_memory(self.handle)
         for sequence, n_past in enumerate(self._n_past):
             llama.llama_memory_seq_rm(memory, sequence, n_past, -1)
 

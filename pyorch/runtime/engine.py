@@ -89,7 +89,7 @@ class Engine:
         **config: int,
     ) -> None:
         self._read = read_callback(source) if source is not None else ffi.NULL
-        self._observer = ffi.NULL
+        self._observers: dict[int, Any] = {}  # by thread
         self.simulated = simulated
         self.simulates_cache = False
         self.history: History | None = None
@@ -158,7 +158,8 @@ class Engine:
         """
         callback = observer_callback(observer, copy) if observer is not None else ffi.NULL
         check(lib.pyorch_set_observer(self.handle, callback, ffi.NULL))
-        self._observer = callback  # the old one is freed only now, when no call of it can be running
+        # This thread's old one is freed only now, when no call of it can be running; another thread's may be in force.
+        self._observers[threading.get_ident()] = callback
 
     # What is resident, what is ordered, what was counted
 

@@ -76,7 +76,7 @@ class Echo:
                                 "start the server with a larger --ctx")
         with self._computing:
             n_ctx = -(-longest // _ROUND) * _ROUND
-            self._reserve(n_ctx)
+            self.reserve(n_ctx)
             n_batch = min(_N_BATCH, max(1, _OUTPUT_BYTES // (4 * vocabulary.n_tokens)))
             with Context(model, n_ctx, n_batch, n_batch, exact=True) as context:
                 choices = [_choice(context, vocabulary, i, prompt, asked) for i, prompt in enumerate(asked.prompts)]
@@ -91,20 +91,20 @@ class Echo:
                       "total_tokens": n_prompt + n_generated},
         })
 
-    def _reserve(self, n_ctx: int) -> None:
+    def reserve(self, n_ctx: int) -> None:
         """Under the automatic budget experts may have all memory there is: they give back what the context lacks."""
         managed, engine = self._managed, self._managed.engine
         if not managed.plan.automatic:
             return
         if n_ctx not in self._needed:
-            self._needed[n_ctx] = self._measure(n_ctx)
+            self._needed[n_ctx] = self.measure(n_ctx)
         limit, stats = memory.memory_limit(), engine.stats()
         promised = stats.budget_bytes - stats.used_bytes
         lacking = self._needed[n_ctx] + memory.margin_bytes(limit) + promised - limit.free_bytes
         if lacking > 0:
             engine.set_budget(max(stats.budget_bytes - lacking, managed.map.info.floor_bytes))
 
-    def _measure(self, n_ctx: int) -> int:
+    def measure(self, n_ctx: int) -> int:
         params = llama.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, _N_BATCH, _N_BATCH
         params.type_k = params.type_v = llama.GGML_TYPE_F32

@@ -87,7 +87,7 @@ def serve(
             server = llama_server.Flags(given.arguments)
             if not verbose:
                 server.default(llama_server.VERBOSITY, "-lv", 1)
-            with _planned(path, settings, server, placed) as record:
+            with planned(path, settings, server, placed) as record:
                 concurrency = Concurrency.of(record.map.layers, record.map.info.n_expert_used, server.n_slots)
                 watch = _Watch(record, address, concurrency, stats_every, as_json, beside, ending.begin_again)
                 _routes = our_routes(record, address.prefix, server, concurrency)  # called until the server has ended
@@ -125,7 +125,7 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, concurrency: Co
 
 
 @contextlib.contextmanager
-def _planned(path: str, settings: Settings, server: Flags, placed: bool) -> Iterator[ManagedModel]:
+def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Iterator[ManagedModel]:
     """Captures what is loaded inside for an engine with the budget, and chooses the ubatch."""
     logs.install()
     logs.set_quiet(True)

@@ -289,10 +289,10 @@ def test_a_layer_asks_the_device_for_its_choice_of_experts_and_for_the_inputs_of
         model.engine.wait_idle()
         model.reset_stats()
         wire.reset()
-        reused = llama.llama_perf_context(ctx._context).n_reused
+        reused = llama.llama_perf_context(ctx.handle).n_reused
         for token in prompt_tokens[:20]:
             ctx.decode([token])
-        assert llama.llama_perf_context(ctx._context).n_reused == reused + 20, "graphs are built anew"
+        assert llama.llama_perf_context(ctx.handle).n_reused == reused + 20, "graphs are built anew"
         experts = model.stats().experts
         least = 20 * (len(model.layers) + 1)  # and the logits
         assert least <= wire.commands[wire.GET] <= least + (experts.device_misses if misses == "processor" else 0)
@@ -574,9 +574,9 @@ def test_a_budget_that_leaves_no_room_for_the_context_is_made_smaller_and_that_i
     monkeypatch.setattr(server, "plan_device", lambda managed, params, is_loaded: (
         planned.append(params.n_ubatch), plan_device(managed, params, is_loaded)))
     settings = Settings(budget="50%", device=process.name, vram_budget="100%")
-    with server._planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1", "-ub", "32"]), False) as ctx:
+    with server.planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1", "-ub", "32"]), False) as ctx:
         assert 0 < ctx.engine.stats().device_budget_bytes <= 12 * MiB - dense
-    with server._planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1"]), False) as ctx:
+    with server.planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1"]), False) as ctx:
         assert ctx.engine.stats().device_budget_bytes == 0
     assert planned == [32, 2048]
 

@@ -129,7 +129,7 @@ def adapted(model: Model, path: Path) -> Iterator[Context]:
     assert adapter
     with Context(model.llama.model, n_ctx=128, n_threads=1) as context:
         adapters, scales = (llama_cpp.llama_adapter_lora_p_ctypes * 1)(adapter), (ctypes.c_float * 1)(1.0)
-        assert llama_cpp.llama_set_adapters_lora(context._context, adapters, 1, scales) == 0
+        assert llama_cpp.llama_set_adapters_lora(context.handle, adapters, 1, scales) == 0
         yield context
 
 

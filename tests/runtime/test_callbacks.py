@@ -5,6 +5,7 @@ The read callback is tested by native/tests/api/c_api.c.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -167,3 +168,25 @@ def test_an_interrupt_inside_an_observer_reaches_the_caller_of_the_decode(
         model.engine.set_observer(None)
     assert "Traceback" not in capfd.readouterr().err
     assert list(model.generate("import os", max_tokens=2, temperature=0))
+
+
+def test_two_threads_that_change_the_observer_take_none_away_from_the_other(model: Model) -> None:
+    ended = threading.Event()
+
+    def change() -> None:
+        while not ended.is_set():
+            model.engine.set_observer(lambda routing: None)
+
+    threads = [threading.Thread(target=change) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        with Context(model.llama.model, n_threads=1) as ctx:
+            for _ in range(20):
+                ctx.decode(list(range(20, 40)))
+                ctx.clear()
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    model.engine.set_observer(None)

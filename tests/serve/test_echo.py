@@ -117,14 +117,14 @@ def test_experts_give_back_what_a_context_lacks_and_keep_the_least(small_moe: Pa
     with load(small_moe, n_ctx=64, n_threads=1) as model:
         managed, engine = find(model.llama.model), model.engine
         judge, before = Echo(managed, lambda: 0), engine.stats()
-        needed = judge._measure(256)
+        needed = judge.measure(256)
         assert managed.plan.automatic and needed > 0
         for lacking, left in ((4096, before.budget_bytes - 4096), (before.budget_bytes, managed.map.info.floor_bytes)):
             limit = MemoryLimit("a test", 0, 0)
             free = needed + memory.margin_bytes(limit) + before.budget_bytes - before.used_bytes - lacking
             engine.set_budget(before.budget_bytes)
             monkeypatch.setattr(memory, "memory_limit", lambda: MemoryLimit("a test", 0, free))
-            judge._reserve(256)
+            judge.reserve(256)
             assert engine.stats().budget_bytes == left
 
 
