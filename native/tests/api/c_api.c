@@ -255,7 +255,7 @@ static void test_a_tiny_recording_is_replayed(calls c, const pyorch_model_map_in
     }
     recording.forecasts   = forecasts;
     recording.n_distances = recording.n_forecast = 1;
-    pyorch_replay_result   result;
+    pyorch_replay_result result;
     OK(pyorch_replay(c.engine, &recording, &pyorch_default_replay_config, &result, 0, 0, NULL, NULL, NULL));
     CHECK(result.n_tokens == N_TOKENS && result.n_decoded == N_TOKENS && result.seconds > 0);
     pyorch_stats stats;
