@@ -87,8 +87,8 @@ pyorch_status pyorch_simulate_cache(pyorch_engine * engine, double read_layers, 
     return guarded_outside_callbacks(__func__, [&] {
         pyorch_stats now = {};
         engine->table.get_stats(-1, now);
-        pyorch_config config            = engine->config;
-        config.budget_bytes             = now.budget_bytes;
+        pyorch_config config = engine->config;
+        config.budget_bytes  = now.budget_bytes;
         engine->routing.simulated_cache =
             std::make_shared<SimulatedCache>(engine->table.map, config, read_layers, seed);
     });
