@@ -178,7 +178,8 @@ class Serving:
                   for layer, expert in take):
             if time.monotonic() > deadline:
                 raise PyorchError("experts of the new plan do not arrive in its memory")
-            time.sleep(_LOOK_SECONDS)
+            if self._ending.wait(_LOOK_SECONDS):  # which waits for this
+                raise PyorchError("it ends")
         return reason
 
     def listen(self) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.hub.reference import Reference, is_reference
+from pyorch.library.bindings import check, ffi, lib
 from pyorch.llama import interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, find_ghosts, speculative
 from pyorch.llama.interception import ClosedLlama
@@ -324,6 +325,7 @@ class Model:
         After it, generate(), its unfinished generators and `llama` raise PyorchError. What another thread computes just
         now with generate() or chat() is waited for. Refused in an observer or a source.
         """
+        check(lib.pyorch_engine_free(ffi.NULL))  # refused inside a callback, for whose decode this would wait
         with self._in_use:
             self.llama.close()
 

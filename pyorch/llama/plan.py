@@ -1,7 +1,7 @@
 """How the experts of a model are kept, decided before it is loaded: settings and model map -> EnginePlan.
 
 Nothing is changed here but the map, to which a pack is attached, and the parameters with which llama.cpp loads the
-model: on which device. What is decided lies in the plan; build.py makes an engine of it and asks nothing else.
+model: on which device. What is decided lies in the plan; managed.py makes an engine of it and asks nothing else.
 """
 
 from __future__ import annotations

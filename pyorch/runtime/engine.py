@@ -47,7 +47,7 @@ _capturing = threading.local()  # engine: that captures what this thread loads
 
 
 class History(Protocol):
-    """Past iterations and requests: pyorch.sidecars.history.ExpertMaps."""
+    """Past iterations: pyorch.sidecars.history.ExpertMaps."""
 
     handle: Any  # pyorch_history *
 
@@ -337,7 +337,7 @@ class Engine:
         check(lib.pyorch_set_hybrid(self.handle, array("uint8_t", mask), mask.size))
 
     def set_history(self, history: History) -> None:
-        """Past iterations and requests, that predictors search and add to."""
+        """Past iterations, that the predictor expert-map searches and adds to."""
         check(lib.pyorch_set_history(self.handle, history.handle))
         self.history = history
 

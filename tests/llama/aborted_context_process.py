@@ -1,4 +1,4 @@
-"""Aborts a context inside a layer, at the smallest budget, and then computes with another. For tests/test_lifecycle.py.
+"""Aborts a context inside a layer, at the smallest budget, and then computes with another (test_lifecycle.py).
 
     python aborted_context_process.py MODEL freed|kept TOKEN...
 

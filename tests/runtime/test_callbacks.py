@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import parts
 import pytest
+from faulty_source import FaultySource
 from models import small_model
 
 from pyorch.errors import PyorchError
@@ -145,6 +146,23 @@ def test_closing_a_model_inside_an_observer_is_refused_and_spares_the_decode(
         model.engine.set_observer(None)
     assert len(refusals) == len(model.layers) and "cannot be called inside a callback" in refusals[0]
     assert actual.tobytes() == expected.tobytes()
+
+
+def test_closing_a_model_inside_a_source_is_refused_and_spares_the_text(small_moe: Path) -> None:
+    refusals: list[str] = []
+
+    class Closing(FaultySource):
+        def read(self, file: int, offset: int, size: int) -> bytes:
+            if not refusals:
+                try:
+                    model.close()
+                except PyorchError as error:
+                    refusals.append(str(error))
+            return super().read(file, offset, size)
+
+    with small_model(small_moe, "20%", source=Closing(small_moe)) as model:
+        text = "".join(model.generate("import os", max_tokens=4, temperature=0))
+    assert text and "cannot be called inside a callback" in refusals[0]
 
 
 def test_an_interrupt_inside_an_observer_reaches_the_caller_of_the_decode(

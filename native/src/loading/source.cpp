@@ -79,7 +79,10 @@ public:
         // Who touches, moves, links or deletes a file, or another one into its place, changes none of its bytes; who
         // copies over it may set its time back.
         if (!same(now, f.opened) && !same(now, f.refused)) {
-            (sample(f.fd, (uint64_t) now.st_size) == f.sampled ? f.opened : f.refused) = now;
+            const uint64_t sampled = sample(f.fd, (uint64_t) now.st_size);
+            if (sampled != 0) { // else it is asked again
+                (sampled == f.sampled ? f.opened : f.refused) = now;
+            }
         }
         return !same(now, f.opened);
     }

@@ -246,12 +246,12 @@ class Evaluation:
     entropies: list[Entropy] = field(default_factory=list)
     cosines: list[StateCosine] = field(default_factory=list)
     curve: tuple[tuple[float, float], ...] = ()  # of the estimator's training, as in PredictorFile
-    served: list = field(default_factory=list)  # of prefetch_serving.Served
-    streamed: list = field(default_factory=list)  # of prefetch_serving.Streamed
-    patterns: list = field(default_factory=list)  # of prefetch_serving.Pattern
-    store_sizes: list = field(default_factory=list)  # of prefetch_serving.StoreSize
-    contexts: list = field(default_factory=list)  # of prefetch_measure.Iteration
-    overheads: list = field(default_factory=list)  # of prefetch_measure.Overhead
+    served: list = field(default_factory=list)  # of serving.Served
+    streamed: list = field(default_factory=list)  # of serving.Streamed
+    patterns: list = field(default_factory=list)  # of serving.Pattern
+    store_sizes: list = field(default_factory=list)  # of serving.StoreSize
+    contexts: list = field(default_factory=list)  # of measure.Iteration
+    overheads: list = field(default_factory=list)  # of measure.Overhead
 
 
 def evaluate(material: Material, on_progress: OnProgress) -> Evaluation:
