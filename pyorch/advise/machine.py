@@ -30,7 +30,7 @@ N_ROUNDS = 3
 N_PROMPT, N_TOKENS = 256, 64
 MAX_DECODE_SECONDS = 4.0
 
-BUSY = 0.5  # processors that others use: with more, what is measured is not what this machine can
+BUSY = 0.5  # load average, which our own work before raises too: with more, what is measured may be too little
 
 _VERSION = 1  # of what is kept
 
@@ -57,7 +57,7 @@ class Disk:
 class Machine:
     """Measures for one model.
 
-    again: what was measured before does not count. load: processors that others used when computing was measured, 0
+    again: what was measured before does not count. load: average of the minute before computing was measured, 0
     where that was before. Raises PyorchError where llama.cpp cannot compute a probe of the
     model, or a probe cannot be written.
     """

@@ -50,7 +50,7 @@ TRACES = {
 }
 COMMANDS = EVERYDAY | STEPS | TRACES
 
-_MODELS = ("model", "compare", "plain")  # arguments that name one, or one of the hub
+_MODELS = ("model", "compare")  # arguments that name one, or one of the hub; some --compare is but a flag
 
 _DEVICE = "--device auto (docs/device.md): it gets the dense layers, and of the experts what fits or --vram-budget says"
 _OF_LLAMA = {  # flags of llama.cpp's programs, and what they are here
@@ -95,8 +95,9 @@ def main(argv: list[str] | None = None) -> int:
 def run_command(argv: list[str]) -> int:
     """Parses and runs one command. Returns its exit status; PyorchError for what it refuses."""
     args = _parse(argv)
-    if any(given and not os.path.isfile(given) for given in (getattr(args, name, None) for name in _MODELS)):
-        import_module("pyorch.cli.hub").resolve(args, _MODELS)
+    names = [name for name in _MODELS if isinstance(getattr(args, name, None), str)]
+    if not all(os.path.isfile(getattr(args, name)) for name in names):
+        import_module("pyorch.cli.hub").resolve(args, names)
     return args.run(args)
 
 

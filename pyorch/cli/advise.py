@@ -266,8 +266,8 @@ def _advise(
     useful = [gain.sidecar for gain, at_least in zip(found, found_at_least)
               if gain.helps(estimates[-1]) or at_least.helps(least)]
     if machine.load > BUSY:
-        notes.append(f"{machine.load:.1f} processors were busy with other things while computing was measured: "
-                     "pyorch advise --again measures it anew")
+        notes.append(f"the machine had other work when computing was measured (a load of {machine.load:.1f}): pyorch "
+                     "advise --again measures it anew")
     if device is not None and device.speed.how == "assumed":
         notes.append(f"how fast the device is was assumed: uploads at {device.speed.link / 1e9:.3g} GB/s "
                      f"({'as given' if wanted.link else 'PCIe 4 with 16 lanes'}), weights read at "

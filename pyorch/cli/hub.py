@@ -26,10 +26,10 @@ def resolve(args: argparse.Namespace, names: Iterable[str]) -> None:
     probably meant.
     """
     for name in names:
-        given = getattr(args, name, None)
+        given = getattr(args, name)
         if is_of_hub(given):
-            setattr(args, name, str(_fetch(str(given), checkpoint=False)))
-        elif given is not None:
+            setattr(args, name, str(_fetch(given, checkpoint=False)))
+        else:
             _check_file(Path(given))
 
 
