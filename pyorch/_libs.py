@@ -77,22 +77,25 @@ class _Bindings:
         return PathFinder.find_spec(name, [self._directory])
 
 
-# How long a compute thread that waits for the others spins before it sleeps. libgomp's own 300,000 rounds are
-# milliseconds: beside a busy process the one that is waited for often has no processor, because those that wait for it
-# keep theirs. Fewer rounds than here cost speed on an idle machine.
+# How long a compute thread that has no work spins before it sleeps: between two graphs, that is, for inside one the
+# threads meet at pyorch's own barrier (native/src/base/barrier.h). libgomp's own 300,000 rounds are milliseconds, in
+# which a busy process beside it takes a fifth of the speed.
 SPIN_COUNT = "1000"
 LIBGOMP_SPIN_COUNT = "300000"
-_WAITING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 chose_spin_count = False  # whether that in the environment is ours
 
 
 def choose_spin_count() -> None:
-    """Sets GOMP_SPINCOUNT for this process and its children, unless the user said how threads wait.
+    """Sets GOMP_SPINCOUNT for this process and its children, unless the user said how threads wait: then libgomp's
+    barrier is kept, too (PYORCH_BARRIER).
 
     libgomp reads it once, when it is loaded. RuntimeWarning where that is over. Other runtimes of OpenMP ignore it.
     """
-    if any(name in os.environ for name in _WAITING):
+    if "OMP_WAIT_POLICY" in os.environ or os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT) != SPIN_COUNT:
+        os.environ["PYORCH_BARRIER"] = "openmp"
+        return
+    if "GOMP_SPINCOUNT" in os.environ:  # of a process that started this one
         return
     global chose_spin_count
     chose_spin_count = True
@@ -102,7 +105,7 @@ def choose_spin_count() -> None:
         import warnings
 
         warnings.warn(
-            f"{loaded} was loaded before pyorch was imported: threads spin long while they wait for each other, which "
+            f"{loaded} was loaded before pyorch was imported: threads spin long when they have no work, which "
             f"is slow beside other busy processes; import pyorch first, or set GOMP_SPINCOUNT={SPIN_COUNT}",
             RuntimeWarning,
             stacklevel=3,

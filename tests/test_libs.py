@@ -39,6 +39,18 @@ def test_what_the_user_said_stays(variable: str, value: str, count: str) -> None
     assert told(LOAD, **{variable: value}) == (count, "")
 
 
+@pytest.mark.parametrize("variables, barrier", [
+    ({}, None), ({"GOMP_SPINCOUNT": _libs.SPIN_COUNT}, None), ({"GOMP_SPINCOUNT": "77"}, "openmp"),
+    ({"OMP_WAIT_POLICY": "active"}, "openmp"),
+])
+def test_threads_meet_at_libgomp_s_barrier_only_where_the_user_said_how_they_wait(
+    variables: dict[str, str], barrier: str | None
+) -> None:
+    program = "import os, pyorch; print(os.environ.get('PYORCH_BARRIER'))"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_", "PYORCH_BAR"))}
+    assert python("-c", program, env={**kept, **variables}, check=True).stdout.strip() == str(barrier)
+
+
 def test_it_is_said_when_it_is_too_late() -> None:
     count, said = told(f"{LIBGOMP}; {LOAD}")
     assert count == _libs.LIBGOMP_SPIN_COUNT

@@ -1,5 +1,6 @@
 #include "routing/routing.h"
 
+#include "base/barrier.h"
 #include "base/cpu_backend.h"
 #include "base/status.h"
 #include "routing/contexts.h"
@@ -194,7 +195,7 @@ bool on_stale(const void * id) {
 // Set once, when the library is loaded: later, another model might be computing. Where kernels cannot ask, no engine
 // can be captured.
 const bool hooked = [] {
-    static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked };
+    static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked, adaptive_barrier() };
     static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_stale, on_begin,
         end_context, on_file_size };
     try {
