@@ -20,6 +20,10 @@ import torch_client
 from filelock import FileLock
 from processes import HANG_SECONDS
 
+from pyorch.llama import warm
+
+WARM = warm.begin, warm.keep  # which conftest.py takes away
+
 _SOCKET = "torch.socket"
 _VARIABLE = "PYORCH_TESTS_SHARED"  # names the directory to processes that the first one starts
 

@@ -9,6 +9,7 @@ each has a part of the text: their prompts come one after the other, then a toke
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import sys
@@ -26,6 +27,7 @@ from pyorch.errors import PyorchError
 from pyorch.llama import interception, logs, memory
 from pyorch.llama.context import Context, log_softmax
 from pyorch.llama.managed import find
+from pyorch.settings.budget import Budget
 
 _WARM_UP = 0.25  # of the tokens to decode, before those that count
 
@@ -176,7 +178,10 @@ def _loaded(job: Job) -> Iterator[_Run]:
     params.load_mode = llama.LLAMA_LOAD_MODE_NONE if job.config.mode == ENGINE else llama.LLAMA_LOAD_MODE_MMAP
     with contextlib.ExitStack() as stack:
         if job.config.mode == ENGINE:
-            stack.enter_context(interception.managing(job.config.settings))
+            settings = job.config.settings
+            if settings.budget != Budget.parse("100%"):  # else what was run before decides
+                settings = dataclasses.replace(settings, warm=False)
+            stack.enter_context(interception.managing(settings))
         llama.llama_backend_init()
         model = llama.llama_model_load_from_file(os.fsencode(job.model), params)
         if not model:

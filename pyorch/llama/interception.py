@@ -169,6 +169,7 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
     if managed.plan.automatic:
         with lock:
             managed.contexts[context] = reserved
+    managed.warm_up()
     return context
 
 

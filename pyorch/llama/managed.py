@@ -12,6 +12,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import DeviceError, ExpertReadError, PyorchError
 from pyorch.library.bindings import decode_error
+from pyorch.llama import warm
 from pyorch.llama.apply import apply_prefetch, apply_substitution, set_uses
 from pyorch.llama.plan import Division, EnginePlan, make_plan
 from pyorch.runtime import fatal
@@ -47,10 +48,8 @@ def build(plan: EnginePlan) -> Engine | None:
         set_uses(engine, plan.map, plan.uses)
         if plan.history is not None:
             engine.set_history(plan.history)
-        if plan.learned_from is not None:
-            from pyorch.sidecars import eviction  # see pyorch.sidecars.beside
-
-            eviction.read(plan.learned_from, engine, plan.map)
+        if plan.kept is not None and plan.kept.learned:
+            plan.kept.tell(engine)
         apply_prefetch(plan.prefetch, engine, plan.sidecars)
         engine.set_speculation("decode" if settings.speculate else "none")
         for layer in plan.map.layers:
@@ -89,7 +88,7 @@ class ManagedModel:
     engine: None where the model is dense or llama.cpp keeps its experts. division: of the memory of a compressed pack
     as it is now: under the automatic budget a context changes it. speculating: layers execute what is forecast for
     them. device_planned: a context has said how much of the device's memory experts get. contexts: llama_context * to
-    its bytes, under the automatic budget.
+    its bytes, under the automatic budget. warmed: the experts that belong into memory were ordered (pyorch.llama.warm).
     """
 
     path: str
@@ -99,6 +98,7 @@ class ManagedModel:
     division: Division = field(init=False)
     speculating: bool = field(init=False)
     device_planned: bool = False
+    warmed: bool = False
     contexts: dict[int, int] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
 
@@ -120,11 +120,29 @@ class ManagedModel:
         """Another process loaded the model, whose threads this one lacks: whatever waits for them waits for ever."""
         return self.pid != os.getpid()
 
+    def warm_up(self) -> None:
+        """Once, when the budget stands: orders the experts that belong into memory, and returns at once."""
+        if self.engine is not None and self._warms and not self.warmed:
+            self.warmed = True
+            warm.begin(self.engine, self.map, self.plan.kept)
+
+    def keep(self) -> None:
+        """Writes what the next start begins with, if it can be written."""
+        if self._warms:
+            warm.keep(self.engine, self.map, self.plan.settings)
+
+    @property
+    def _warms(self) -> bool:
+        """Not where other servers compute experts, or pools decide in which form they are kept."""
+        return self.plan.settings.warm and not self.plan.placed and self.division.pools is None
+
     def save(self) -> None:
-        """Writes what was learned where the settings say. PyorchError if it cannot be written."""
+        """Keeps what the next start begins with, and writes what was learned where the settings say. PyorchError if
+        that cannot be written."""
         if self.engine is None:
             return
         settings = self.plan.settings
+        self.keep()
         if settings.maps is not None:
             self.engine.wait_idle()  # until the last token was learned from
             if self.engine.history:
@@ -132,7 +150,7 @@ class ManagedModel:
         if settings.learned is not None:
             from pyorch.sidecars import eviction  # see pyorch.sidecars.beside
 
-            eviction.write(settings.learned, self.engine, self.map)
+            eviction.write(settings.learned, self.engine, self.map, self.engine.learned())
 
     def lost(self) -> str:
         """Says that the device is."""

@@ -292,7 +292,7 @@ class Model:
         """
         if self.engine is None:
             raise PyorchError("all experts are in memory: nothing was learned about which to keep")
-        eviction.write(path or default_path(self.map.path, eviction.KIND), self.engine, self.map)
+        eviction.write(path or default_path(self.map.path, eviction.KIND), self.engine, self.map, self.engine.learned())
 
     def stats(self) -> ModelStats:
         """What was measured since loading, or since reset_stats()."""

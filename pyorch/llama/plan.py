@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import PyorchError
+from pyorch.errors import FormatError, PyorchError
 from pyorch.library.choices import LEARNED, default_policy
 from pyorch.llama import logs, measure, memory
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import host_dense_bytes, place
 from pyorch.llama.measure import NARROW_UBATCH
+from pyorch.llama.warm import kept_in
 from pyorch.runtime.devices import Device, find_device, rates_for
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.model_map import ModelMap
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from pyorch.llama.pools import PoolPlanner
     from pyorch.planning.planner import Split
     from pyorch.sidecars.buddies import Buddies
+    from pyorch.sidecars.eviction import Kept
     from pyorch.sidecars.ghosts import Ghosts
     from pyorch.sidecars.history import ExpertMaps
 
@@ -68,9 +70,9 @@ class EnginePlan:
     map: with the pack attached from which experts are read. settings: with those of a tuned setting. budget: bytes,
     under the automatic budget the least that works: contexts set it to what they leave; None: no engine, llama.cpp
     keeps the experts, or there are none. plain: experts are computed with as they lie in the file. device_bytes: of the
-    device's memory, 0 where a context says it. device_misses: with the rates that they go by. history, learned_from,
-    uses: what predictors, the policy "learned" and ranks of experts begin with, None for nothing. placed: other servers
-    compute experts. notes: sentences for people.
+    device's memory, 0 where a context says it. device_misses: with the rates that they go by. history, kept,
+    uses: what predictors, memory with the policy "learned", and ranks of experts begin with, None for nothing. placed:
+    other servers compute experts. notes: sentences for people.
     """
 
     map: ModelMap
@@ -88,7 +90,7 @@ class EnginePlan:
     buddies: Buddies | None = None
     ghosts: Ghosts | None = None
     history: ExpertMaps | None = None
-    learned_from: str | os.PathLike[str] | None = None
+    kept: Kept | None = None
     uses: np.ndarray | None = None
     notes: tuple[str, ...] = ()
 
@@ -152,8 +154,9 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
     reads = settings.reads
     if settings.source is None:
         reads = reads_for(model_map, reads, settings.direct_io)
+    kept, refusal = _kept(plan)
     expert_bytes, device_bytes, device_misses = model_map.info.expert_bytes, 0, settings.device_misses
-    notes = plan.notes
+    notes = (*plan.notes, refusal)
     if plan.device is not None:
         if settings.vram_budget != AUTO:
             device_bytes = min(settings.vram_budget.amount.of(expert_bytes), expert_bytes)
@@ -171,7 +174,7 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         buddies=buddies,
         ghosts=find_ghosts(settings.substitution, sidecars),
         history=_history(plan),
-        learned_from=_learned_from(plan),
+        kept=kept,
         uses=_uses(plan),
         notes=notes,
     )
@@ -187,13 +190,25 @@ def _history(plan: EnginePlan) -> ExpertMaps | None:
     return ExpertMaps.read(path, plan.map)
 
 
-def _learned_from(plan: EnginePlan) -> str | os.PathLike[str] | None:
-    if (plan.settings.policy or default_policy()) != LEARNED:
-        return None
-    path = plan.settings.learned
-    if path is None:
-        return plan.sidecars.learned
-    return path if os.path.exists(path) else None
+def _kept(plan: EnginePlan) -> tuple[Kept | None, str]:
+    """What memory begins with: the file that the settings name, else the newer one of the model's own and of what was
+    kept of the last time; and why that is refused."""
+    from pyorch.sidecars import eviction  # see pyorch.sidecars.beside
+
+    settings, model_map = plan.settings, plan.map
+    if settings.learned is not None:
+        return (eviction.read(settings.learned, model_map) if os.path.exists(settings.learned) else None), ""
+    own = plan.sidecars.learned if (settings.policy or default_policy()) == LEARNED else None
+    paths = [path for path in (own, kept_in(model_map, settings)) if path is not None and path.exists()]
+    refusal = ""
+    for path in sorted(paths, key=os.path.getmtime, reverse=True):
+        try:
+            return eviction.read(path, model_map), refusal
+        except FormatError as error:
+            if path == own:
+                raise
+            refusal = f"{error}; memory begins without what was kept of the last time"
+    return None, refusal
 
 
 def _uses(plan: EnginePlan) -> np.ndarray | None:

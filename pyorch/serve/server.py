@@ -161,6 +161,9 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
 Beside = Callable[[Engine | None, Address], AbstractContextManager[None]]
 
 
+_KEEP_EVERY = 300.0  # seconds: a server that is killed begins the next time with what was resident then
+
+
 class _Watch(threading.Thread):
     """Beside the server: says when it is ready, why a decode failed, and how the experts do."""
 
@@ -190,6 +193,7 @@ class _Watch(threading.Thread):
                 return
         self.ready = True
         self._say(f"serving {os.path.basename(self._record.path)} at {self._address.url} ({self._budget()})")
+        self._record.warm_up()
         if self._engine is not None:
             advice = self._concurrency.advice(self._engine.stats().budget_bytes)
             if advice:
@@ -201,6 +205,7 @@ class _Watch(threading.Thread):
         if self._engine is None and not watched:
             return
         failures = 0
+        keep_at = time.monotonic() + _KEEP_EVERY
         due = time.monotonic() + self._stats_every if self._stats_every else float("inf")
         while not self._ended.wait(min(0.5, self._stats_every or 0.5)):
             if watched and device.is_lost():
@@ -213,6 +218,9 @@ class _Watch(threading.Thread):
             if n > failures:
                 self._say(f"{n - failures} failed: {self._engine.error()}")
                 failures = n
+            if time.monotonic() >= keep_at:
+                self._record.keep()
+                keep_at = time.monotonic() + _KEEP_EVERY
             if time.monotonic() >= due:
                 due += self._stats_every
                 try:

@@ -1,12 +1,15 @@
-"""What the eviction policy `learned` has learned, beside the model: the sidecar model.eviction.gguf."""
+"""What eviction knows of a model, to begin with the next time: which experts were resident, and what the policy
+`learned` had learned. The sidecar model.eviction.gguf, and a file of the cache directory (pyorch.llama.warm)."""
 
 from __future__ import annotations
 
 import os
-
-import numpy as np
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pyorch.errors import FormatError, PyorchError
+from pyorch.library.bindings import lib
+from pyorch.library.numerics import np
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
@@ -14,16 +17,56 @@ from pyorch.sidecars import container
 KIND = "eviction"
 VERSION = 1
 
-
-def write(path: str | os.PathLike[str], engine: Engine, model_map: ModelMap) -> None:
-    """Writes the file, whole or not at all. PyorchError under another policy, or if it cannot be written."""
-    container.write(path, KIND, VERSION, model_map, {}, engine.learned())
+_RESIDENT = "resident"
 
 
-def read(path: str | os.PathLike[str], engine: Engine, model_map: ModelMap) -> None:
-    """Lets the engine go on from there. FormatError for a file that is damaged or another model's."""
+@dataclass(frozen=True)
+class Kept:
+    """learned: as Engine.learned() gives it; nothing of another policy. resident: int32[n, 2] of il and expert, the
+    most used first."""
+
+    path: str
+    learned: Mapping[str, np.ndarray]
+    resident: np.ndarray
+
+    def tell(self, engine: Engine) -> None:
+        """The engine goes on from what was learned. FormatError for what cannot have been."""
+        try:
+            engine.set_learned(self.learned)
+        except PyorchError as error:
+            raise FormatError(f"{self.path}: {error}: make it again") from None
+
+
+def resident(engine: Engine, model_map: ModelMap) -> np.ndarray:
+    """Of now, as Kept has it."""
+    snapshot = engine.snapshot()
+    layers, experts = np.nonzero(snapshot.flags & lib.PYORCH_RESIDENT)
+    order = np.argsort(-snapshot.uses[layers, experts].astype(np.int64), kind="stable")
+    il = np.array([layer.il for layer in model_map.layers])
+    return np.stack([il[layers], experts], axis=1)[order].astype(np.int32)
+
+
+def write(
+    path: str | os.PathLike[str], engine: Engine, model_map: ModelMap, learned: Mapping[str, np.ndarray]
+) -> None:
+    """Writes the file, whole or not at all. PyorchError if it cannot be written, or there is nothing to write."""
+    experts = resident(engine, model_map)
+    arrays = {**learned, **({_RESIDENT: experts} if len(experts) else {})}
+    if not arrays:
+        raise PyorchError(f"{os.fspath(path)} is not written: no expert is resident, and nothing was learned")
+    container.write(path, KIND, VERSION, model_map, {}, arrays)
+
+
+def read(path: str | os.PathLike[str], model_map: ModelMap) -> Kept:
+    """FormatError for a file that is damaged or another model's."""
+    path = os.fspath(path)
     _, arrays = container.read(path, KIND, VERSION, model_map)
-    try:
-        engine.set_learned({name: values for name, values in arrays.items() if values.dtype == np.float32})
-    except PyorchError as error:
-        raise FormatError(f"{os.fspath(path)}: {error}: make it again") from None
+    experts = arrays.get(_RESIDENT, np.empty((0, 2), np.int32))
+    n_expert = np.zeros(1 + max((layer.il for layer in model_map.layers), default=0), np.int32)
+    for layer in model_map.layers:
+        n_expert[layer.il] = layer.n_expert
+    if not (experts.dtype == np.int32 and experts.ndim == 2 and experts.shape[1] == 2 and (experts >= 0).all()
+            and (experts[:, 0] < len(n_expert)).all() and (experts[:, 1] < n_expert[experts[:, 0]]).all()):
+        raise FormatError(f"{path} names experts that {model_map.path} does not have: make it again")
+    learned = {name: values for name, values in arrays.items() if values.dtype == np.float32}
+    return Kept(path, learned, experts)

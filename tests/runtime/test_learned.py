@@ -107,12 +107,12 @@ def test_what_cannot_have_been_learned_is_refused(small_moe: Path, tmp_path: Pat
         ):
             container.write(path, eviction.KIND, eviction.VERSION, model_map, {}, {**good, **changes})
             with pytest.raises(FormatError, match=sentence):
-                eviction.read(path, engine, model_map)
-        eviction.write(path, engine, model_map)
+                eviction.read(path, model_map).tell(engine)
+        eviction.write(path, engine, model_map, engine.learned())
         whole = path.read_bytes()
         path.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(FormatError, match="damaged or cut off"):
-            eviction.read(path, engine, model_map)
+            eviction.read(path, model_map).tell(engine)
         engine.set_policy("lru")
         with pytest.raises(PyorchError, match="only learned does"):
             engine.learned()

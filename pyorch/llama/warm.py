@@ -1,0 +1,60 @@
+"""Warm memory: experts that are read before a layer asks for them.
+
+Where the budget holds all experts, they are read at once, in the order of the file, behind what layers demand. Where it
+does not, an engine begins with the experts that were resident when the model was used last: a file in the user's cache
+directory has them, the most used first, and what the eviction policy had learned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyorch.errors import PyorchError
+from pyorch.library.choices import LEARNED, default_policy
+from pyorch.runtime import kept
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from pyorch.runtime.engine import Engine
+    from pyorch.sidecars.eviction import Kept
+
+
+def kept_in(model_map: ModelMap, settings: Settings) -> Path | None:
+    """The file of the cache directory; None where there is no such directory, or nothing is to be kept."""
+    directory = kept.directory() if settings.warm else None
+    if directory is None:
+        return None
+    of_whom = os.path.realpath(model_map.path), settings.policy or default_policy()
+    return directory / f"{kept.name_of('warm', of_whom)}.gguf"
+
+
+def begin(engine: Engine, model_map: ModelMap, last_time: Kept | None) -> None:
+    """Orders the experts that belong into memory, under a budget that stands. Returns at once."""
+    budget = engine.stats().budget_bytes
+    if budget >= model_map.info.slots_bytes:
+        for layer in model_map.layers:
+            engine.prefetch(layer.il, range(layer.n_expert))
+    elif last_time is not None:
+        room = budget - model_map.info.floor_bytes  # for what layers demand meanwhile
+        slot_bytes = {layer.il: layer.slot_bytes for layer in model_map.layers}
+        for il, expert in last_time.resident.tolist():
+            room -= slot_bytes[il]
+            if room < 0:
+                break
+            engine.prefetch(il, (expert,))
+
+
+def keep(engine: Engine, model_map: ModelMap, settings: Settings) -> None:
+    """Writes what is resident and was learned until now, where not all experts fit. No error where it cannot."""
+    path, stats = kept_in(model_map, settings), engine.stats()
+    if path is None or not stats.hits or stats.budget_bytes >= model_map.info.slots_bytes:
+        return
+    from pyorch.sidecars import eviction  # see pyorch.sidecars.beside
+
+    with contextlib.suppress(PyorchError):
+        learns = (settings.policy or default_policy()) == LEARNED
+        eviction.write(path, engine, model_map, engine.learned() if learns else {})
