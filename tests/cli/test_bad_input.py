@@ -152,11 +152,29 @@ def test_a_number_of_layers_that_cannot_be(refused, tiny_moe: Path, command: tup
 @pytest.mark.parametrize("budget", ["auto", "60%"])
 def test_what_llama_cpp_asserts_of_a_model_is_a_sentence(refused, tiny_moe: Path, budget: str) -> None:
     whole = tiny_moe.read_bytes()
-    for key, value in {"dots1.expert_used_count": 9, "dots1.expert_count": 0, "dots1.rope.dimension_count": 31}.items():
-        tiny_moe.write_bytes(set_metadata(whole, key, value))
+    for key, value, needed in (
+        ("expert_used_count", 9, "n_expert_used_max <= hparams.n_expert (llama-model.cpp:"),
+        ("attention.head_count_kv", 2, "ggml_nelements(a) == ne0*ne1*ne2 (ggml.c:"),
+    ):
+        tiny_moe.write_bytes(set_metadata(whole, f"dots1.{key}", value))
         sentence = refused("run", tiny_moe, "-p", "x", "--budget", budget)
-        assert str(tiny_moe) in sentence and "GGML_ASSERT(" in sentence and "failed" in sentence
+        assert str(tiny_moe) in sentence and f"what llama.cpp needs does not hold: {needed}" in sentence
+        assert "GGML_ASSERT" not in sentence
         assert "/llama.cpp/" not in sentence, "whose directories these were tells nothing"
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("run", "-p", "x"), ("run", "-p", "x", "--budget", "60%")])
+@pytest.mark.parametrize(("key", "value", "right"), [
+    ("rope.dimension_count", 0, "an even number from 2 to 16"),  # llama.cpp never ends
+    ("rope.dimension_count", 15, "an even number from 2 to 16"),  # or ends the process
+    ("rope.dimension_count", 32, "an even number from 2 to 16"),
+    ("attention.head_count", 0, "from 1 to 64"),
+])
+def test_heads_that_cannot_be(
+    refused, tiny_moe: Path, command: tuple[str, ...], key: str, value: int, right: str
+) -> None:
+    tiny_moe.write_bytes(set_metadata(tiny_moe.read_bytes(), f"dots1.{key}", value))
+    assert refused(*command, tiny_moe) == f"{tiny_moe}: dots1.{key} is {value}, and must be {right}"
 
 
 @pytest.mark.parametrize("budget", ["auto", "60%"])
