@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ggufs import split, write_moe_model
 from models import CHECKPOINT
-from mutations import set_metadata
+from mutations import anatomy, set_metadata
 from processes import pyorch
 
 from pyorch.cli import main
@@ -111,6 +111,19 @@ def test_a_truncated_gguf(refused, small_moe: Path, tmp_path: Path, share: float
     path.write_bytes(small_moe.read_bytes()[: int(share * small_moe.stat().st_size)])
     sentence = refused("run", path, "-p", "x")
     assert str(path) in sentence and "truncated" in sentence
+
+
+def test_a_header_without_weights_says_so_and_nothing_else(tiny_moe: Path) -> None:
+    content = tiny_moe.read_bytes()
+    known = anatomy(content)
+    for end, said in (
+        (known.data, f"is truncated: it has {known.data} of {len(content)} bytes, which are its header only"),
+        (known.tensors[-1][2] - 1, "is a truncated or damaged GGUF: its header cannot be read to the end"),
+        (known.metadata[-1][2], "is a truncated or damaged GGUF: its header cannot be read to the end"),
+    ):
+        tiny_moe.write_bytes(content[:end])
+        done = pyorch("inspect", tiny_moe)  # in a process whose log nobody has taken
+        assert (done.returncode, done.stderr) == (2, f"pyorch: error: {tiny_moe} {said}\n")
 
 
 def test_a_missing_shard(refused, small_moe: Path, tmp_path: Path) -> None:

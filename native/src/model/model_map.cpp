@@ -67,16 +67,40 @@ void check_readable(const std::string & path) {
     }
 }
 
+// ggml's reader says in its log why it refuses a file. Whoever has no log of his own would see that before our sentence.
+static thread_local bool is_reading = false;
+
+static const bool log_is_kept = [] {
+    static ggml_log_callback log;
+    static void *            user_data;
+    ggml_log_get(&log, &user_data);
+    ggml_log_set(
+        [](ggml_log_level level, const char * text, void *) {
+            if (!is_reading) {
+                log(level, text, user_data);
+            }
+        },
+        nullptr);
+    return true;
+}();
+
+static gguf_context_ptr read_header(const std::string & path, ggml_context ** meta) {
+    struct Reading {
+        Reading() { is_reading = true; }
+        ~Reading() { is_reading = false; } // also where ggml asserts what it should refuse
+    } const reading;
+    return gguf_context_ptr(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/true, /*.ctx =*/meta }));
+}
+
 std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
     check_readable(path);
 
-    ggml_context *                meta   = nullptr;
-    gguf_init_params              params = { /*.no_alloc =*/true, /*.ctx =*/&meta };
-    std::shared_ptr<gguf_context> ctx    = gguf_context_ptr(gguf_init_from_file(path.c_str(), params));
-    const ggml_context_ptr        meta_owner(meta);
+    ggml_context *                      meta = nullptr;
+    const std::shared_ptr<gguf_context> ctx  = read_header(path, &meta);
+    const ggml_context_ptr              meta_owner(meta);
     if (!ctx) {
-        throw Failure(
-            PYORCH_FORMAT, format("%s is a truncated or damaged GGUF: its metadata cannot be read", path.c_str()));
+        throw Failure(PYORCH_FORMAT,
+            format("%s is a truncated or damaged GGUF: its header cannot be read to the end", path.c_str()));
     }
 
     struct stat st;
@@ -86,6 +110,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
     const uint64_t data         = gguf_get_data_offset(ctx.get());
     const uint64_t in_file      = (uint64_t) st.st_size;
     uint64_t       span         = in_file;
+    uint64_t       needed       = 0;
     // Read here: a slim model is one file, and its tensors are looked at before the rest of its metadata.
     slim = slim || gguf_find_key(ctx.get(), SLIM) >= 0;
 
@@ -101,11 +126,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
         const bool lacked = slim && is_expert && offset >= in_file;
         first_lacked      = lacked ? std::min(first_lacked, offset) : first_lacked;
         span              = std::max(span, offset + bytes);
-        if (offset + bytes > in_file && !lacked) {
-            throw Failure(PYORCH_FORMAT,
-                format("%s is truncated: it has %llu bytes, tensor %s ends at %llu", path.c_str(),
-                    (unsigned long long) in_file, tensor_name, (unsigned long long) (offset + bytes)));
-        }
+        needed            = lacked ? needed : std::max(needed, offset + bytes);
         tensor_bytes += bytes;
         tensors[tensor_name] = { file, offset, bytes, ggml_type_name(t->type) };
 
@@ -131,6 +152,11 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
         }
         layer->tensors.push_back(
             { tensor_name, role, ggml_type_name(t->type), file, offset, t->nb[2], t->ne[0], t->ne[1] });
+    }
+    if (needed > in_file) {
+        throw Failure(PYORCH_FORMAT,
+            format("%s is truncated: it has %llu of %llu bytes%s", path.c_str(), (unsigned long long) in_file,
+                (unsigned long long) needed, in_file <= data ? ", which are its header only" : ""));
     }
     if (first_lacked != UINT64_MAX && first_lacked > (in_file + PAGE - 1) / PAGE * PAGE) {
         throw Failure(PYORCH_FORMAT,
