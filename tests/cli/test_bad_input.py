@@ -155,6 +155,12 @@ def tiny_moe(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_shard_behind_the_first_one_names_that(refused, small_moe: Path, tmp_path: Path) -> None:
+    shards = split(small_moe, tmp_path / "split.gguf", max_tensors=60)
+    said = f"{shards[1]} is shard 2 of {len(shards)}: name the first one, ending in -00001-of-{len(shards):05}.gguf"
+    assert refused("run", shards[1], "-p", "x") == refused("inspect", shards[1]) == said
+
+
 @pytest.mark.parametrize("command", [("inspect",), ("run", "-p", "x"), ("run", "-p", "x", "--budget", "60%")])
 @pytest.mark.parametrize("n", [0, 513, 100_000, 2**31 - 1, 2**32 - 1])
 def test_a_number_of_layers_that_cannot_be(refused, tiny_moe: Path, command: tuple[str, ...], n: int) -> None:
@@ -205,9 +211,11 @@ def test_an_epsilon_below_zero(refused, tiny_moe: Path) -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [
-    ("--threads", 100_000), ("--threads", -1), ("--ctx", -5), ("--ctx", 2**40), ("--ubatch", -3), ("--ubatch", 2**31)])
+    ("--threads", 100_000), ("--threads", 0), ("--threads", -1), ("--ctx", 0), ("--ctx", -5), ("--ctx", 2**40),
+    ("--ubatch", -3), ("--ubatch", 2**31),
+])
 def test_a_size_that_cannot_be(refused, tiny_moe: Path, option: str, value: int) -> None:
-    assert f"is {value}, and must be from 0" in refused("run", tiny_moe, "-p", "x", option, value, "--budget", "60%")
+    assert f"is {value}, and must be from 1" in refused("run", tiny_moe, "-p", "x", option, value, "--budget", "60%")
 
 
 def test_a_port_that_cannot_be(refused, tiny_moe: Path) -> None:

@@ -171,6 +171,18 @@ ModelMap::ModelMap(const std::string & path) {
     const FatalGuard guard; // the readers of ggml assert what they should refuse
     metadata = read_file(path);
 
+    // First: shards behind the first one have nothing else in their metadata.
+    int64_t n_split = 1, no = 0;
+    get_int("split.count", 0, n_split);
+    get_int("split.no", 0, no);
+    char prefix[4096];
+    if (n_split > 1 &&
+        (!llama_split_prefix(prefix, sizeof(prefix), path.c_str(), (int) no, (int) n_split) || no != 0)) {
+        throw Failure(PYORCH_FORMAT,
+            format("%s is shard %d of %d: name the first one, ending in -00001-of-%05d.gguf", path.c_str(),
+                (int) no + 1, (int) n_split, (int) n_split));
+    }
+
     const char * text = nullptr;
     if (!get_str("general.architecture", text)) {
         throw Failure(PYORCH_FORMAT, format("%s is not a model: it has no general.architecture", path.c_str()));
@@ -194,25 +206,14 @@ ModelMap::ModelMap(const std::string & path) {
         }
     }
 
-    int64_t n_split = 1;
-    if (get_int("split.count", 0, n_split) && n_split > 1) {
-        int64_t no = 0;
-        get_int("split.no", 0, no);
-        char prefix[4096];
-        if (no != 0 || !llama_split_prefix(prefix, sizeof(prefix), path.c_str(), 0, (int) n_split)) {
-            throw Failure(PYORCH_FORMAT,
-                format("%s is shard %d of %d: name the first one, ending in -00001-of-%05d.gguf", path.c_str(),
-                    (int) no + 1, (int) n_split, (int) n_split));
+    for (int i = 1; i < n_split; ++i) {
+        char shard[4096];
+        llama_split_path(shard, sizeof(shard), prefix, i, (int) n_split);
+        struct stat st;
+        if (stat(shard, &st) != 0 && errno == ENOENT) {
+            throw Failure(PYORCH_IO, format("%s: no such file (shard %d of %d)", shard, i + 1, (int) n_split));
         }
-        for (int i = 1; i < n_split; ++i) {
-            char shard[4096];
-            llama_split_path(shard, sizeof(shard), prefix, i, (int) n_split);
-            struct stat st;
-            if (stat(shard, &st) != 0 && errno == ENOENT) {
-                throw Failure(PYORCH_IO, format("%s: no such file (shard %d of %d)", shard, i + 1, (int) n_split));
-            }
-            read_file(shard);
-        }
+        read_file(shard);
     }
 
     n_shards = (int) files.size();
