@@ -13,11 +13,12 @@ import gguf
 import numpy as np
 
 from pyorch.convert import compression
-from pyorch.convert.pack_plan import checksum, chunks_of
+from pyorch.convert.pack_plan import chunks_of
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
 from pyorch.runtime.model_map import ByteRange, LayerInfo, ModelMap
 from pyorch.sidecars import packs
+from pyorch.sidecars.container import checksum
 from pyorch.traces.routers import quantization
 
 # An expert that fewer samples selected is compared on all of them.

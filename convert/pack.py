@@ -22,11 +22,12 @@ import numpy as np
 from pyorch import files
 from pyorch.convert import compression
 from pyorch.convert.compression import KindReport, Scheme
-from pyorch.convert.pack_plan import Experts, Plan, aligned, checksum, chunks_of, forget, layouts_of
+from pyorch.convert.pack_plan import Experts, Plan, aligned, chunks_of, forget, layouts_of
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
 from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
 from pyorch.sidecars import container, packs
+from pyorch.sidecars.container import checksum
 from pyorch.sizes import MiB
 
 LAYOUTS = (packs.PLAIN, "native")  # as in the model; as this machine's kernels are fastest

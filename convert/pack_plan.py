@@ -15,9 +15,9 @@ from pyorch.convert import compression
 from pyorch.convert.compression import Scheme
 from pyorch.errors import FormatError
 from pyorch.library import codecs
-from pyorch.library.bindings import ffi, lib
 from pyorch.runtime.model_map import LayerInfo, ModelMap
 from pyorch.sidecars import container, packs
+from pyorch.sidecars.container import checksum
 
 
 class Plan:
@@ -126,10 +126,6 @@ def layouts_of(model_map: ModelMap, layout: str) -> list[str]:
     """Of every matrix of every layer."""
     return [packs.PLAIN if layout == packs.PLAIN else role.layout
             for layer in model_map.layers for role in layer.roles]
-
-
-def checksum(data: np.ndarray) -> int:
-    return lib.pyorch_checksum(ffi.from_buffer(data), len(data))
 
 
 def aligned(n_bytes: int, unit: int) -> int:

@@ -180,7 +180,7 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
 
 def _compressed(model: Path, base: Path) -> list[Target]:
     """Compressed packs: of a model, which has all experts itself, and of a slim one, which has none."""
-    from pyorch.convert.pack_plan import checksum
+    from pyorch.sidecars.container import checksum
 
     slim = base / "slim.gguf"
     _must(("pack", model, "--codec", "table", "--shards", "2"))

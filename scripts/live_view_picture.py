@@ -7,6 +7,7 @@ Needs a Chromium (apt-get install chromium).
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -23,12 +24,14 @@ PROMPTS = ("def read_file(path):\n", "class Table:\n    def __init__(self, rows)
 
 
 def main() -> int:
-    if len(sys.argv) < 3 or chromium.find() is None:
-        print(__doc__, file=sys.stderr)
-        return 2
-    model, picture, *options = sys.argv[1:]
-    command = [sys.executable, "-m", "pyorch", "serve", model, "--port", "0", *(options or ["--budget", "40%"]), "--",
-               "--context-shift"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL.gguf")
+    parser.add_argument("picture", metavar="PICTURE.png")
+    args, options = parser.parse_known_args()
+    if chromium.find() is None:
+        parser.error("there is no Chromium: apt-get install chromium")
+    command = [sys.executable, "-m", "pyorch", "serve", args.model, "--port", "0",
+               *(options or ["--budget", "40%"]), "--", "--context-shift"]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         url = next(word for line in server.stderr for word in line.split() if word.startswith("http://"))
@@ -39,7 +42,7 @@ def main() -> int:
             page.open(f"{url}/pyorch")
             time.sleep(SECONDS)
             page.wait_for("document.querySelector('#slots tr.answering') !== null")
-            page.picture(Path(picture))
+            page.picture(Path(args.picture))
             if page.console:
                 print("\n".join(page.console), file=sys.stderr)
                 return 1

@@ -8,6 +8,7 @@ somebody looks. Prints the medians, and that of the ratios of the pairs.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -21,10 +22,10 @@ N_PAIRS, N_TOKENS = 8, 48
 
 
 def main() -> int:
-    if len(sys.argv) < 2:
-        print(__doc__, file=sys.stderr)
-        return 2
-    command = [sys.executable, "-m", "pyorch", "serve", sys.argv[1], "--port", "0", *sys.argv[2:]]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL.gguf")
+    args, options = parser.parse_known_args()
+    command = [sys.executable, "-m", "pyorch", "serve", args.model, "--port", "0", *options]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         url = next(word for line in server.stderr for word in line.split() if word.startswith("http://"))

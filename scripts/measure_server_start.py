@@ -10,6 +10,7 @@ of each, and how much time of processors it took, which depends less on what els
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import statistics
@@ -23,13 +24,13 @@ N = 9
 
 
 def main() -> int:
-    if len(sys.argv) != 3:
-        print(__doc__, file=sys.stderr)
-        return 2
-    model, llama_server = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", metavar="MODEL.gguf")
+    parser.add_argument("llama_server", metavar="LLAMA-SERVER")
+    args = parser.parse_args()
     flags = ["--load-mode", "none", "--no-warmup", "-fit", "off", "-cram", "0", "--no-ui", "-c", "4096", "-lv", "1"]
-    commands = {"pyorch serve": [sys.executable, "-m", "pyorch", "serve", model, "--budget", "40%"],
-                "llama-server": [llama_server, "-m", model, *flags]}
+    commands = {"pyorch serve": [sys.executable, "-m", "pyorch", "serve", args.model, "--budget", "40%"],
+                "llama-server": [args.llama_server, "-m", args.model, *flags]}
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     with tempfile.TemporaryDirectory() as compiled:

@@ -112,6 +112,28 @@ def as_smallthinker(source: Path, target: Path) -> None:
     _finish(writer)
 
 
+def as_grovemoe(source: Path, target: Path) -> None:
+    """Copies a Qwen3-MoE and gives each layer the experts that pairs of its experts share, in Q4_0: a token that picks
+    both of a pair picks their shared one twice."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "grovemoe")
+    _copy_metadata(reader, writer, rename=("qwen3moe.", "grovemoe."))
+    n_embd, n_ff, n_expert = (
+        int(reader.fields[f"qwen3moe.{key}"].contents())
+        for key in ("embedding_length", "expert_feed_forward_length", "expert_count"))
+    writer.add_expert_chunk_feed_forward_length(n_ff)
+    writer.add_expert_group_scale(0.5)
+    writer.add_experts_per_group(2)
+    _copy_tensors(reader, writer)
+    random = np.random.default_rng(0)
+    for il in range(int(reader.fields["qwen3moe.block_count"].contents())):
+        for name, shape in (("gate", (n_ff, n_embd)), ("up", (n_ff, n_embd)), ("down", (n_embd, n_ff))):
+            values = random.normal(0, 0.06, (n_expert // 2, *shape)).astype(np.float32)
+            writer.add_tensor(f"blk.{il}.ffn_{name}_chexps.weight", gguf.quants.quantize(
+                values, gguf.GGMLQuantizationType.Q4_0), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+    _finish(writer)
+
+
 def with_next_token_block(source: Path, target: Path) -> None:
     """Copies a GLM-4 MoE and gives it a block that predicts the token after the next, as published ones have: a copy of
     its last block, with what such a block has beside. No decode executes it."""

@@ -6,6 +6,7 @@ import argparse
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -48,11 +49,16 @@ def run(args: argparse.Namespace) -> int:
     program, run_program = _module(args.module) if args.module is not None else _script(args)
 
     from pyorch.llama.interception import manage
+    from pyorch.llama.managed import models
 
     settings = given_settings(args)
     unsaved: list[PyorchError] = []
+    finished: list[ManagedModel] = []
 
     def finish(managed: ManagedModel) -> None:
+        if any(managed is one for one in finished):
+            return
+        finished.append(managed)
         if args.verbose:
             _report(managed)
         try:
@@ -79,6 +85,13 @@ def run(args: argparse.Namespace) -> int:
         return 1
     finally:
         sys.argv, sys.path[:] = before
+        # What the script has not freed ends with the interpreter, which imports nothing then that writing needs.
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        for managed in list(models.values()):
+            if not managed.forked:
+                finish(managed)
     if unsaved:
         raise unsaved[0]
     return status

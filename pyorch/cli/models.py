@@ -113,8 +113,8 @@ def _row(stored: Stored) -> Row:
                 info, layers = model_map.info, model_map.layers
             kind = info.arch
             experts = f"{max(layer.n_expert for layer in layers)} x {len(layers)}" if layers else ""
-        except FormatError:
-            kind = "damaged"
+        except FormatError as error:
+            kind = "truncated" if "is truncated:" in str(error) else "damaged"
     return Row(stored.name, path, kind, experts, stored.n_bytes, stored.sidecars, stored.sidecar_bytes)
 
 

@@ -65,8 +65,8 @@ def _help_of_substitution() -> str:
                      for line in lines)
 
 
-def _or_help(text: str) -> str:
-    """Of --lossy: "help" lists what can be said, and ends the command as --help does."""
+def or_help(text: str) -> str:
+    """Of lossy settings: "help" lists what can be said, and ends the command as --help does."""
     if text == "help":
         print(_help_of_substitution())
         raise SystemExit(0)
@@ -128,7 +128,7 @@ def _add(
     metavar = option.metavar + (",..." if several else "")
     before = "several, with commas between them; each: " if several else "may be repeated; each: " if repeated else ""
     parser.add_argument(flag, dest=option.name, metavar=metavar, action="append" if repeated else "store",
-                        type=_or_help if option.name == "substitution" else str, help=_escaped(before + text))
+                        type=or_help if option.name == "substitution" else str, help=_escaped(before + text))
 
 
 def _escaped(text: str) -> str:

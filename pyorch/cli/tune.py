@@ -17,6 +17,7 @@ from pyorch.cli.options import (
     print_json,
 )
 from pyorch.cli.progress import Progress
+from pyorch.cli.settings import or_help
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 
@@ -52,9 +53,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="lists of buddies, which also say which experts are used most, as --cache-rate needs "
                              "(default: MODEL.buddies.gguf beside the model)")
     parser.add_argument("--lever", action="append", default=[], dest="levers", metavar="SETTINGS",
-                        help="try these settings, with alternatives between bars: heaviest,sacred=1|2 "
-                             "stands for two; may be repeated (default: some of leaving out, of cache-aware routing, "
-                             "of buddies, and of ghosts where the model has some)")
+                        type=or_help, help="try these settings, with alternatives between bars: heaviest,sacred=1|2 "
+                             "stands for two; may be repeated; help lists all keys (default: some of leaving out, of "
+                             "cache-aware routing, of buddies, and of ghosts where the model has some)")
     parser.add_argument("--candidates", type=whole(1), default=3, metavar="N",
                         help="measure the speed of the best N settings (default: 3)")
     parser.add_argument("--speed-tokens", type=whole(0), default=256, metavar="N",

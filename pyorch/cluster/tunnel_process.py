@@ -13,9 +13,11 @@ import contextlib
 import os
 import pickle
 import socket
+import ssl
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 from pyorch.cluster.tls import ENDED, Tls, reason_of
 
@@ -86,6 +88,50 @@ class End(asyncio.BufferedProtocol):
             self._other.transport.close()
 
 
+class Handshake:
+    """Of TLS, on one connection. asyncio drops a connection whose handshake failed, and the alert that says why with
+    it: this sends that, and reads on until the other has heard it, for a reset would overtake the alert."""
+
+    def __init__(self, context: ssl.SSLContext) -> None:
+        self._context, self._alert = context, b""
+        self._socket = socket.socket()
+
+    def of(self, connection: socket.socket) -> Handshake:
+        """Itself, in the place of a context for asyncio."""
+        self._socket.close()
+        self._socket = connection.dup()
+        return self
+
+    def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, **options: Any) -> ssl.SSLObject:
+        """What asyncio asks a context for."""
+        made = self._context.wrap_bio(incoming, outgoing, **options)
+        advance = made.do_handshake
+
+        def do_handshake() -> None:
+            try:
+                advance()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError, ssl.SSLSyscallError):
+                raise  # asyncio calls again
+            except ssl.SSLError:
+                self._alert = outgoing.read()
+                raise
+
+        made.do_handshake = do_handshake  # type: ignore[method-assign]
+        return made
+
+    async def refuse(self) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(OSError):
+            await loop.sock_sendall(self._socket, self._alert)
+            self._socket.shutdown(socket.SHUT_WR)
+            while await loop.sock_recv_into(self._socket, _buffer):
+                pass
+
+    def close(self) -> None:
+        """Else the connection does not end when asyncio closes it."""
+        self._socket.close()
+
+
 class Process:
     """All ways and connections."""
 
@@ -132,8 +178,9 @@ class Process:
         """A connection, from its beginning to its end."""
         name = "who connects from {}:{}".format(*peer[:2]) if way.secure else f"{way.name}:{way.port}"
         ends: list[End] = []
+        handshake = Handshake(self._server if way.secure else self._client)
         try:
-            await asyncio.wait_for(self._connect(connection, way, ends), self._seconds)
+            await asyncio.wait_for(self._connect(connection, way, ends, handshake), self._seconds)
             accepted, reached = ends
             accepted.join(reached)
             error = await (accepted if way.secure else reached).over
@@ -144,20 +191,42 @@ class Process:
             self.say(f"{name}: nothing came of the connection in {self._seconds:g} s")
         except (OSError, ValueError) as error:
             self.say(f"{name}: {reason_of(error) if isinstance(error, OSError) else error}")
+            if isinstance(error, ssl.SSLError):
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(handshake.refuse(), self._seconds)
         finally:
+            handshake.close()
             self._n_from_others -= way.secure
             for end in ends:
                 end.transport.close()
             if not ends:
                 connection.close()
 
-    async def _connect(self, connection: socket.socket, way: Way, ends: list[End]) -> None:
+    async def _connect(self, connection: socket.socket, way: Way, ends: list[End], handshake: Handshake) -> None:
         """Adds the end that was accepted, then the one that is reached."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        accepted = await self._loop.connect_accepted_socket(End, connection, ssl=self._server if way.secure else None)
-        ends.append(accepted[1])
-        secured = {} if way.secure else {"ssl": self._client, "server_hostname": way.name}
-        ends.append((await self._loop.create_connection(End, way.address, way.port, **secured))[1])
+        secured = handshake.of(connection) if way.secure else None
+        ends.append((await self._loop.connect_accepted_socket(End, connection, ssl=secured))[1])
+        if way.secure:
+            ends.append((await self._loop.create_connection(End, way.address, way.port))[1])
+        else:
+            reached = await self._reach(way)
+            ends.append((await self._loop.create_connection(
+                End, sock=reached, ssl=handshake.of(reached), server_hostname=way.name))[1])
+        handshake.close()
+
+    async def _reach(self, way: Way) -> socket.socket:
+        failure = OSError(f"no address of {way.address}")
+        for *kind, _, address in await self._loop.getaddrinfo(way.address, way.port, type=socket.SOCK_STREAM):
+            reached = socket.socket(*kind)
+            reached.setblocking(False)
+            try:
+                await self._loop.sock_connect(reached, address)
+                return reached
+            except OSError as error:
+                failure = error
+                reached.close()
+        raise failure
 
 
 async def main() -> None:

@@ -24,6 +24,7 @@ def refused() -> Iterator[None]:
 
     For these three alone: llama.cpp catches exceptions nowhere else.
     """
+    show()  # which hears of them
     lib.pyorch_refuse_fatal_errors(1)
     try:
         yield

@@ -96,11 +96,12 @@ def text(given: Any) -> str:
     return given
 
 
-def whole(most: int) -> Callable[[Any], int]:
-    """Reads whole numbers from 0, which stands for a default, to the most that llama.cpp takes."""
+def whole(most: int, least: int = 1) -> Callable[[Any], int]:
+    """Reads whole numbers to the most that llama.cpp takes. A number 0 stands for the default, text below least for
+    nothing."""
     def read(given: Any) -> int:
         number = int(given)
-        if isinstance(given, (bool, float, bytes)) or not 0 <= number <= most:
+        if isinstance(given, (bool, float, bytes)) or not (least if isinstance(given, str) else 0) <= number <= most:
             raise ValueError(given)
         return number
 

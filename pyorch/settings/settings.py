@@ -23,7 +23,7 @@ from pyorch.settings.substitution import Substitution
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 MAX_TOKENS = (1 << 31) - 1
 
-_FROM_0_TO = "from 0 (for the default) to "
+_FROM_1_TO = "from 1 to "
 
 
 def _lists(given: Any) -> Any:
@@ -89,21 +89,21 @@ class Settings:
         default_text="processor",
     )
     device_ahead: int = option(
-        0, whole(MAX_AHEAD), f"from 0 (none) to {MAX_AHEAD}", flag="--device-ahead", group=DEVICE, metavar="N",
+        0, whole(MAX_AHEAD, least=0), f"from 0 (none) to {MAX_AHEAD}", flag="--device-ahead", group=DEVICE, metavar="N",
         help="upload up to N experts of a layer before it comes, as the predictor that --prefetch names says",
         default_text="0",
     )
     n_ctx: int = option(
-        0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",
+        0, whole(MAX_TOKENS), _FROM_1_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",
         help="room for N tokens of context, rounded up to a multiple of 256",
         default_text="as trained, at most 4096",
     )
     n_ubatch: int = option(
-        0, whole(MAX_TOKENS), _FROM_0_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ubatch", metavar="N",
+        0, whole(MAX_TOKENS), _FROM_1_TO + str(MAX_TOKENS), group=CONTEXT, flag="--ubatch", metavar="N",
         help="compute N tokens at once", default_text="2048 where experts are read, else 512",
     )
     n_threads: int = option(
-        0, whole(MAX_THREADS), _FROM_0_TO + str(MAX_THREADS), group=CONTEXT, flag="--threads", metavar="N",
+        0, whole(MAX_THREADS), _FROM_1_TO + str(MAX_THREADS), group=CONTEXT, flag="--threads", metavar="N",
         help="compute with N threads", default_text="the physical cores",
     )
     maps: Path | None = option(

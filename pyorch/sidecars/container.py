@@ -1,7 +1,8 @@
 """Sidecars: the GGUF files that pyorch adds beside a model, such as model.buddies.gguf.
 
 A sidecar says what it is (its kind), how it is written (a version) and which model it belongs to (a
-fingerprint); one that does not fit is refused. Arrays are tensors; metadata of one kind has keys of its own.
+fingerprint); one that does not fit is refused. Arrays are tensors, with a checksum each; metadata of one kind has keys
+of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_target, publish, staging
+from pyorch.library.bindings import ffi, lib
 from pyorch.library.numerics import np
 from pyorch.runtime.model_map import SIDECARS, LayerInfo, ModelMap, beside
 
@@ -26,6 +28,7 @@ _ARCH = "pyorch"  # general.architecture: llama.cpp refuses it by this name
 _KIND = "pyorch.sidecar.kind"
 _VERSION = "pyorch.sidecar.version"
 _FINGERPRINT = "pyorch.sidecar.fingerprint"
+_CHECKSUMS = "pyorch.sidecar.checksums"  # of the arrays, in their order; files of before have none
 
 # Of a model whose experts are in its pack only: the fingerprint that it had as a whole.
 SLIM = "pyorch.slim"
@@ -86,13 +89,18 @@ def write(
 
     Raises PyorchError if the file cannot be written.
     """
+    import gguf
+
     path = Path(path).absolute()
     check_target(path)
     with staging(path) as directory:
         try:
             writer = new_writer(directory / path.name, kind, version, model_map, metadata)
+            arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            writer.add_key_value(_CHECKSUMS, [checksum(array) for array in arrays.values()],
+                                 gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64)
             for name, array in arrays.items():
-                writer.add_tensor(name, np.ascontiguousarray(array).view(_tensor()))
+                writer.add_tensor(name, array.view(_tensor()))
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
@@ -132,7 +140,7 @@ def read(
     """
     path = Path(path)
     prefix = f"{kind}."
-    contents, arrays = _contents(path, (_KIND, _VERSION, _FINGERPRINT, prefix), until)
+    contents, arrays = _contents(path, (_KIND, _VERSION, _FINGERPRINT, _CHECKSUMS, prefix), until)
     found = contents.get(_KIND)
     if found is None:
         raise FormatError(f"{path} is a GGUF file, but not a sidecar of pyorch: it has no {_KIND}")
@@ -145,7 +153,16 @@ def read(
     if contents.get(_FINGERPRINT) != fingerprint(model_map):
         raise FormatError(f"{path} belongs to another model than {model_map.path}: its fingerprint differs; "
                           "make it again for this model")
+    sums = contents.get(_CHECKSUMS)
+    if sums is not None and sums != [checksum(array) for array in arrays.values()]:
+        raise FormatError(f"{path} is damaged, its numbers are not those that were written: make it again")
     return {key.removeprefix(prefix): value for key, value in contents.items() if key.startswith(prefix)}, arrays
+
+
+def checksum(array: np.ndarray) -> int:
+    """XXH3 of a contiguous array's bytes: 64 bits, which find any damage and guard against no forger."""
+    data = ffi.from_buffer(array)
+    return lib.pyorch_checksum(data, len(data))
 
 
 class Sidecar:

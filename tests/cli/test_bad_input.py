@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ggufs import split, write_moe_model
 from models import CHECKPOINT
-from mutations import set_metadata
+from mutations import anatomy, set_metadata
 from processes import pyorch
 
 from pyorch.cli import main
@@ -113,6 +113,19 @@ def test_a_truncated_gguf(refused, small_moe: Path, tmp_path: Path, share: float
     assert str(path) in sentence and "truncated" in sentence
 
 
+def test_a_header_without_weights_says_so_and_nothing_else(tiny_moe: Path) -> None:
+    content = tiny_moe.read_bytes()
+    known = anatomy(content)
+    for end, said in (
+        (known.data, f"is truncated: it has {known.data} of {len(content)} bytes, which are its header only"),
+        (known.tensors[-1][2] - 1, "is a truncated or damaged GGUF: its header cannot be read to the end"),
+        (known.metadata[-1][2], "is a truncated or damaged GGUF: its header cannot be read to the end"),
+    ):
+        tiny_moe.write_bytes(content[:end])
+        done = pyorch("inspect", tiny_moe)  # in a process whose log nobody has taken
+        assert (done.returncode, done.stderr) == (2, f"pyorch: error: {tiny_moe} {said}\n")
+
+
 def test_a_missing_shard(refused, small_moe: Path, tmp_path: Path) -> None:
     shards = split(small_moe, tmp_path / "split.gguf", max_tensors=30)
     assert len(shards) > 3
@@ -142,6 +155,12 @@ def tiny_moe(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_shard_behind_the_first_one_names_that(refused, small_moe: Path, tmp_path: Path) -> None:
+    shards = split(small_moe, tmp_path / "split.gguf", max_tensors=60)
+    said = f"{shards[1]} is shard 2 of {len(shards)}: name the first one, ending in -00001-of-{len(shards):05}.gguf"
+    assert refused("run", shards[1], "-p", "x") == refused("inspect", shards[1]) == said
+
+
 @pytest.mark.parametrize("command", [("inspect",), ("run", "-p", "x"), ("run", "-p", "x", "--budget", "60%")])
 @pytest.mark.parametrize("n", [0, 513, 100_000, 2**31 - 1, 2**32 - 1])
 def test_a_number_of_layers_that_cannot_be(refused, tiny_moe: Path, command: tuple[str, ...], n: int) -> None:
@@ -152,11 +171,29 @@ def test_a_number_of_layers_that_cannot_be(refused, tiny_moe: Path, command: tup
 @pytest.mark.parametrize("budget", ["auto", "60%"])
 def test_what_llama_cpp_asserts_of_a_model_is_a_sentence(refused, tiny_moe: Path, budget: str) -> None:
     whole = tiny_moe.read_bytes()
-    for key, value in {"dots1.expert_used_count": 9, "dots1.expert_count": 0, "dots1.rope.dimension_count": 31}.items():
-        tiny_moe.write_bytes(set_metadata(whole, key, value))
+    for key, value, needed in (
+        ("expert_used_count", 9, "n_expert_used_max <= hparams.n_expert (llama-model.cpp:"),
+        ("attention.head_count_kv", 2, "ggml_nelements(a) == ne0*ne1*ne2 (ggml.c:"),
+    ):
+        tiny_moe.write_bytes(set_metadata(whole, f"dots1.{key}", value))
         sentence = refused("run", tiny_moe, "-p", "x", "--budget", budget)
-        assert str(tiny_moe) in sentence and "GGML_ASSERT(" in sentence and "failed" in sentence
+        assert str(tiny_moe) in sentence and f"what llama.cpp needs does not hold: {needed}" in sentence
+        assert "GGML_ASSERT" not in sentence
         assert "/llama.cpp/" not in sentence, "whose directories these were tells nothing"
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("run", "-p", "x"), ("run", "-p", "x", "--budget", "60%")])
+@pytest.mark.parametrize(("key", "value", "right"), [
+    ("rope.dimension_count", 0, "an even number from 2 to 16"),  # llama.cpp never ends
+    ("rope.dimension_count", 15, "an even number from 2 to 16"),  # or ends the process
+    ("rope.dimension_count", 32, "an even number from 2 to 16"),
+    ("attention.head_count", 0, "from 1 to 64"),
+])
+def test_heads_that_cannot_be(
+    refused, tiny_moe: Path, command: tuple[str, ...], key: str, value: int, right: str
+) -> None:
+    tiny_moe.write_bytes(set_metadata(tiny_moe.read_bytes(), f"dots1.{key}", value))
+    assert refused(*command, tiny_moe) == f"{tiny_moe}: dots1.{key} is {value}, and must be {right}"
 
 
 @pytest.mark.parametrize("budget", ["auto", "60%"])
@@ -174,9 +211,11 @@ def test_an_epsilon_below_zero(refused, tiny_moe: Path) -> None:
 
 
 @pytest.mark.parametrize(("option", "value"), [
-    ("--threads", 100_000), ("--threads", -1), ("--ctx", -5), ("--ctx", 2**40), ("--ubatch", -3), ("--ubatch", 2**31)])
+    ("--threads", 100_000), ("--threads", 0), ("--threads", -1), ("--ctx", 0), ("--ctx", -5), ("--ctx", 2**40),
+    ("--ubatch", -3), ("--ubatch", 2**31),
+])
 def test_a_size_that_cannot_be(refused, tiny_moe: Path, option: str, value: int) -> None:
-    assert f"is {value}, and must be from 0" in refused("run", tiny_moe, "-p", "x", option, value, "--budget", "60%")
+    assert f"is {value}, and must be from 1" in refused("run", tiny_moe, "-p", "x", option, value, "--budget", "60%")
 
 
 def test_a_port_that_cannot_be(refused, tiny_moe: Path) -> None:

@@ -130,9 +130,12 @@ def test_help_fits_on_a_screen_or_two(
     assert len(capsys.readouterr().out.splitlines()) <= 60 * screens
 
 
-def test_keys_of_lossy_settings_are_listed_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", [("run", "MODEL", "--lossy"), ("tune", "MODEL", "--lever")])
+def test_keys_of_lossy_settings_are_listed_when_asked_for(
+    command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["run", "MODEL", "--lossy", "help"])
+        main([*command, "help"])
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     assert all(key in shown for key in ("heaviest", "max_replaced (rho)", "min_entropy (tau)", "sacred"))

@@ -35,7 +35,9 @@ def refused(small_moe: Path, capfd: pytest.CaptureFixture[str]):
     ("run", "-p", "x"), ("verify",), ("bench",), ("serve", "--port", "0"),
 ], ids=lambda command: command[0])
 def test_every_command_says_which_devices_there_are(refused, command: tuple[str, ...]) -> None:
-    assert "there is no device CUDA7: " in refused("--device", "CUDA7", command=command)
+    sentence = refused("--device", "CUDA7", command=command)
+    assert "there is no device CUDA7: " in sentence
+    assert "-DGGML_CUDA=ON" in sentence and "docs/device.md" in sentence
 
 
 def test_a_device_that_cannot_be_reached_is_named(refused) -> None:

@@ -136,6 +136,27 @@ def test_a_damaged_gguf_is_not_quantized(out, tmp_path, damage):
     refuse(path, out / "model.gguf", str(path), "damaged", error=FormatError, quantize="Q8_0")
 
 
+def test_what_the_quantizer_asserts_is_a_sentence(out, tmp_path):
+    path = tmp_path / "tiny.gguf"
+    write_moe_model(path)
+    path.write_bytes(set_metadata(path.read_bytes(), "dots1.expert_used_count", 9))
+    refuse(path, out / "model.gguf", "n_expert_used_max <= hparams.n_expert", quantize="Q8_0")
+
+
+@pytest.mark.parametrize(("gating", "changes", "reason"), [
+    (False, {}, "it has no dots1.expert_gating_func"),
+    (True, {"dots1.expert_feed_forward_length": 16}, "has wrong shape"),
+    (True, {"length of tokenizer.ggml.tokens": 0}, "damaged"),
+])
+def test_a_quantized_file_that_llama_cpp_cannot_load_gets_no_name(out, tmp_path, gating, changes, reason):
+    path = tmp_path / "tiny.gguf"
+    write_moe_model(path, gating=gating)
+    for key, value in changes.items():
+        path.write_bytes(set_metadata(path.read_bytes(), key, value))
+    refuse(path, out / "model.gguf", reason, quantize="Q8_0")
+    assert list(out.iterdir()) == []
+
+
 
 def refuse(source: Path, target: Path, *words: str, error: type = PyorchError, **options: object) -> None:
     with pytest.raises(error) as caught:

@@ -67,11 +67,12 @@ ggml_backend_dev_t find_device(const std::string & name) {
         }
         names += computes(device) ? std::string(names.empty() ? "" : ", ") + ggml_backend_dev_name(device) : "";
     }
-    const std::string there = names.empty() ? "this build finds none" : "there are " + names;
+    const std::string there = names.empty() ?
+        "this build finds none: a GPU needs CMAKE_ARGS=\"-DGGML_CUDA=ON\" pip install ., see docs/device.md" :
+        "there are " + names;
     throw Failure(PYORCH_INVALID,
-        name == "auto" ?
-            "there is no device: " + there + "; use none, or rpc:HOST:PORT" :
-            format("there is no device %s: %s; rpc:HOST:PORT is one of another process", name.c_str(), there.c_str()));
+        format("there is no device%s: %s; a device of another process is rpc:HOST:PORT",
+            name == "auto" ? "" : (" " + name).c_str(), there.c_str()));
 }
 
 } // namespace pyorch

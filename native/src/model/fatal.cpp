@@ -28,12 +28,28 @@ const char * without_directories(const char * message) {
     return start;
 }
 
+// "llama-model.cpp:1370: GGML_ASSERT(a <= b) failed", of a model that is refused for that. A text in the condition says
+// it better.
+std::string as_condition(std::string message) {
+    static constexpr char BEGIN[] = ": GGML_ASSERT(", END[] = ") failed";
+    message.erase(message.find_last_not_of(" \n") + 1);
+    const size_t begin = message.find(BEGIN), end = message.rfind(END);
+    if (begin == std::string::npos || end == std::string::npos) {
+        return message;
+    }
+    const size_t first     = begin + strlen(BEGIN);
+    std::string  condition = message.substr(first, end - first);
+    const size_t text      = condition.find("&& \"");
+    if (text != std::string::npos && condition.back() == '"') {
+        condition = condition.substr(text + 4, condition.size() - text - 5);
+    }
+    return "what llama.cpp needs does not hold: " + condition + " (" + message.substr(0, begin) + ")";
+}
+
 // Unwinds through C code of ggml, which holds nothing that a refused model would need again.
 void on_fatal(const char * message) {
     if (n_guards > 0) {
-        std::string sentence = without_directories(message);
-        sentence.erase(sentence.find_last_not_of(" \n") + 1);
-        throw std::runtime_error(sentence);
+        throw std::runtime_error(as_condition(without_directories(message)));
     }
     say(without_directories(message));
 }

@@ -67,16 +67,40 @@ void check_readable(const std::string & path) {
     }
 }
 
+// ggml's reader says in its log why it refuses a file. Whoever has no log of his own would see that before our sentence.
+static thread_local bool is_reading = false;
+
+static const bool log_is_kept = [] {
+    static ggml_log_callback log;
+    static void *            user_data;
+    ggml_log_get(&log, &user_data);
+    ggml_log_set(
+        [](ggml_log_level level, const char * text, void *) {
+            if (!is_reading) {
+                log(level, text, user_data);
+            }
+        },
+        nullptr);
+    return true;
+}();
+
+static gguf_context_ptr read_header(const std::string & path, ggml_context ** meta) {
+    struct Reading {
+        Reading() { is_reading = true; }
+        ~Reading() { is_reading = false; } // also where ggml asserts what it should refuse
+    } const reading;
+    return gguf_context_ptr(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/true, /*.ctx =*/meta }));
+}
+
 std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
     check_readable(path);
 
-    ggml_context *                meta   = nullptr;
-    gguf_init_params              params = { /*.no_alloc =*/true, /*.ctx =*/&meta };
-    std::shared_ptr<gguf_context> ctx    = gguf_context_ptr(gguf_init_from_file(path.c_str(), params));
-    const ggml_context_ptr        meta_owner(meta);
+    ggml_context *                      meta = nullptr;
+    const std::shared_ptr<gguf_context> ctx  = read_header(path, &meta);
+    const ggml_context_ptr              meta_owner(meta);
     if (!ctx) {
-        throw Failure(
-            PYORCH_FORMAT, format("%s is a truncated or damaged GGUF: its metadata cannot be read", path.c_str()));
+        throw Failure(PYORCH_FORMAT,
+            format("%s is a truncated or damaged GGUF: its header cannot be read to the end", path.c_str()));
     }
 
     struct stat st;
@@ -86,6 +110,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
     const uint64_t data         = gguf_get_data_offset(ctx.get());
     const uint64_t in_file      = (uint64_t) st.st_size;
     uint64_t       span         = in_file;
+    uint64_t       needed       = 0;
     // Read here: a slim model is one file, and its tensors are looked at before the rest of its metadata.
     slim = slim || gguf_find_key(ctx.get(), SLIM) >= 0;
 
@@ -101,11 +126,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
         const bool lacked = slim && is_expert && offset >= in_file;
         first_lacked      = lacked ? std::min(first_lacked, offset) : first_lacked;
         span              = std::max(span, offset + bytes);
-        if (offset + bytes > in_file && !lacked) {
-            throw Failure(PYORCH_FORMAT,
-                format("%s is truncated: it has %llu bytes, tensor %s ends at %llu", path.c_str(),
-                    (unsigned long long) in_file, tensor_name, (unsigned long long) (offset + bytes)));
-        }
+        needed            = lacked ? needed : std::max(needed, offset + bytes);
         tensor_bytes += bytes;
         tensors[tensor_name] = { file, offset, bytes, ggml_type_name(t->type) };
 
@@ -132,6 +153,11 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
         layer->tensors.push_back(
             { tensor_name, role, ggml_type_name(t->type), file, offset, t->nb[2], t->ne[0], t->ne[1] });
     }
+    if (needed > in_file) {
+        throw Failure(PYORCH_FORMAT,
+            format("%s is truncated: it has %llu of %llu bytes%s", path.c_str(), (unsigned long long) in_file,
+                (unsigned long long) needed, in_file <= data ? ", which are its header only" : ""));
+    }
     if (first_lacked != UINT64_MAX && first_lacked > (in_file + PAGE - 1) / PAGE * PAGE) {
         throw Failure(PYORCH_FORMAT,
             format("%s is truncated: it has %llu bytes, and what it should have ends at %llu", path.c_str(),
@@ -144,6 +170,18 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
 ModelMap::ModelMap(const std::string & path) {
     const FatalGuard guard; // the readers of ggml assert what they should refuse
     metadata = read_file(path);
+
+    // First: shards behind the first one have nothing else in their metadata.
+    int64_t n_split = 1, no = 0;
+    get_int("split.count", 0, n_split);
+    get_int("split.no", 0, no);
+    char prefix[4096];
+    if (n_split > 1 &&
+        (!llama_split_prefix(prefix, sizeof(prefix), path.c_str(), (int) no, (int) n_split) || no != 0)) {
+        throw Failure(PYORCH_FORMAT,
+            format("%s is shard %d of %d: name the first one, ending in -00001-of-%05d.gguf", path.c_str(),
+                (int) no + 1, (int) n_split, (int) n_split));
+    }
 
     const char * text = nullptr;
     if (!get_str("general.architecture", text)) {
@@ -158,6 +196,7 @@ ModelMap::ModelMap(const std::string & path) {
     checked_int(path, "expert_count", 0, MAX_EXPERTS);
     checked_int(path, "context_length", 1, INT32_MAX);
     checked_int(path, "embedding_length", 1, INT32_MAX);
+    check_heads(path);
     for (const char * name : { "layer_norm_rms_epsilon", "layer_norm_epsilon", "group_norm_epsilon" }) {
         const std::string key     = arch + ".attention." + name;
         double            epsilon = 0;
@@ -167,25 +206,14 @@ ModelMap::ModelMap(const std::string & path) {
         }
     }
 
-    int64_t n_split = 1;
-    if (get_int("split.count", 0, n_split) && n_split > 1) {
-        int64_t no = 0;
-        get_int("split.no", 0, no);
-        char prefix[4096];
-        if (no != 0 || !llama_split_prefix(prefix, sizeof(prefix), path.c_str(), 0, (int) n_split)) {
-            throw Failure(PYORCH_FORMAT,
-                format("%s is shard %d of %d: name the first one, ending in -00001-of-%05d.gguf", path.c_str(),
-                    (int) no + 1, (int) n_split, (int) n_split));
+    for (int i = 1; i < n_split; ++i) {
+        char shard[4096];
+        llama_split_path(shard, sizeof(shard), prefix, i, (int) n_split);
+        struct stat st;
+        if (stat(shard, &st) != 0 && errno == ENOENT) {
+            throw Failure(PYORCH_IO, format("%s: no such file (shard %d of %d)", shard, i + 1, (int) n_split));
         }
-        for (int i = 1; i < n_split; ++i) {
-            char shard[4096];
-            llama_split_path(shard, sizeof(shard), prefix, i, (int) n_split);
-            struct stat st;
-            if (stat(shard, &st) != 0 && errno == ENOENT) {
-                throw Failure(PYORCH_IO, format("%s: no such file (shard %d of %d)", shard, i + 1, (int) n_split));
-            }
-            read_file(shard);
-        }
+        read_file(shard);
     }
 
     n_shards = (int) files.size();
@@ -214,15 +242,15 @@ ModelMap::ModelMap(const std::string & path) {
 }
 
 // 0 where there is none. An array has one for each layer, as far as the model has layers.
-int64_t ModelMap::checked_int(const std::string & path, const char * name, int64_t low, int64_t high) const {
+int64_t ModelMap::checked_int(const std::string & path, const char * name, int64_t low, int64_t high, bool even) const {
     const std::string key   = arch + "." + name;
     int64_t           first = 0;
     int64_t           value = 0;
     for (int i = 0; get_int(key, i, value); ++i) {
-        if (value < low || value > high) {
+        if (value < low || value > high || (even && value % 2 != 0)) {
             throw Failure(PYORCH_FORMAT,
-                format("%s: %s is %lld, and must be from %lld to %lld", path.c_str(), key.c_str(), (long long) value,
-                    (long long) low, (long long) high));
+                format("%s: %s is %lld, and must be %sfrom %lld to %lld", path.c_str(), key.c_str(), (long long) value,
+                    even ? "an even number " : "", (long long) low, (long long) high));
         }
         first = i == 0 ? value : first;
         if (gguf_get_kv_type(metadata.get(), gguf_find_key(metadata.get(), key.c_str())) != GGUF_TYPE_ARRAY) {
@@ -230,6 +258,27 @@ int64_t ModelMap::checked_int(const std::string & path, const char * name, int64
         }
     }
     return first;
+}
+
+// Kernels turn the numbers of a head in pairs, and learn only while they compute that there are none, or more than it
+// has: then they never end, or end the process.
+void ModelMap::check_heads(const std::string & path) const {
+    int64_t n_embd = 0, n_head = 0, n_rot = 0;
+    get_int(arch + ".rope.dimension_count", 0, n_rot);
+    if (!get_int(arch + ".embedding_length", 0, n_embd) || !get_int(arch + ".attention.head_count", 0, n_head)) {
+        return;
+    }
+    const int64_t heads = gguf_find_key(metadata.get(), (arch + ".attention.head_count").c_str());
+    const bool    each  = gguf_get_kv_type(metadata.get(), heads) == GGUF_TYPE_ARRAY; // layers: some have no attention
+    checked_int(path, "attention.head_count", n_rot > 0 && !each, n_embd);
+    if (n_head == 0) {
+        return;
+    }
+    int64_t n_key = n_embd / n_head;
+    for (const std::string window : { "", "_swa" }) {
+        get_int(arch + ".attention.key_length" + window, 0, n_key);
+        checked_int(path, ("rope.dimension_count" + window).c_str(), 2, n_key, true);
+    }
 }
 
 std::vector<int> ModelMap::n_experts() const {

@@ -165,6 +165,57 @@ static bool computes_repacked_experts(ggml_type type, int64_t n_out, int n_token
     return true;
 }
 
+// A token may pick an expert more than once: each slot gets what it gets in a batch of its own.
+static bool computes_an_expert_that_a_token_picks_twice(ggml_type type) {
+    constexpr int64_t n_in = 256, n_out = 64, n_expert = 4, n_used = 3, n_tokens = 5;
+    ggml_context *    weights = ggml_init({ ggml_tensor_overhead(), nullptr, true });
+    ggml_tensor *     experts = ggml_new_tensor_3d(weights, type, n_in, n_out, n_expert);
+    if (!ggml_cpu_repack(experts, n_out, nullptr, nullptr)) {
+        ggml_free(weights);
+        return true;
+    }
+    std::vector<float> numbers(n_in * n_out * n_expert);
+    for (size_t i = 0; i < numbers.size(); ++i) {
+        numbers[i] = std::sin(0.37f * (float) i);
+    }
+    std::vector<char> file(ggml_nbytes(experts));
+    ggml_quantize_chunk(type, numbers.data(), file.data(), 0, n_out * n_expert, n_in, nullptr);
+    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors_from_buft(weights, repack_buffers());
+    ggml_backend_tensor_set(experts, file.data(), 0, file.size());
+
+    std::vector<float> results[2];
+    for (const bool alone : { false, true }) {
+        const int64_t  slots = alone ? 1 : n_used, columns = n_tokens * n_used / slots;
+        ggml_context * ctx    = ggml_init({ (size_t) 8 << 20, nullptr, false });
+        ggml_tensor *  inputs = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_in, 1, columns);
+        ggml_tensor *  ids    = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, slots, columns);
+        for (int64_t i = 0; i < n_in * columns; ++i) {
+            const int64_t token         = i / n_in / (alone ? n_used : 1);
+            ((float *) inputs->data)[i] = std::cos(0.11f * (float) (token * n_in + i % n_in));
+        }
+        for (int64_t i = 0; i < n_used * n_tokens; ++i) {
+            ((int32_t *) ids->data)[i] =
+                (int32_t) (n_expert - 1 - i / n_used % 2 - i % n_used / 2); // 3 3 2, 2 2 1, ...
+        }
+        ggml_tensor * out   = ggml_mul_mat_id(ctx, experts, inputs, ids);
+        ggml_cgraph * graph = ggml_new_graph(ctx);
+        ggml_build_forward_expand(graph, out);
+        if (ggml_graph_compute_with_ctx(ctx, graph, 2) != GGML_STATUS_SUCCESS) {
+            fprintf(stderr, "%s: the graph failed\n", ggml_type_name(type));
+            return false;
+        }
+        results[alone].assign((const float *) out->data, (const float *) out->data + ggml_nelements(out));
+        ggml_free(ctx);
+    }
+    ggml_backend_buffer_free(buffer);
+    ggml_free(weights);
+    if (memcmp(results[0].data(), results[1].data(), results[0].size() * sizeof(float)) != 0) {
+        fprintf(stderr, "%s: experts that a token picks twice are computed otherwise\n", ggml_type_name(type));
+        return false;
+    }
+    return true;
+}
+
 int main() {
     if (!computes_any_number_of_experts()) {
         return 1;
@@ -178,6 +229,9 @@ int main() {
                 !computes_repacked_experts((ggml_type) type, n_out, 9)) {
                 return 1;
             }
+        }
+        if (!computes_an_expert_that_a_token_picks_twice((ggml_type) type)) {
+            return 1;
         }
     }
     return 0;
