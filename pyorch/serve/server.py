@@ -21,7 +21,7 @@ from pyorch.llama.managed import ManagedModel, loading
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.serve import live, llama_server
+from pyorch.serve import live, llama_server, tools
 from pyorch.serve.address import Address, free_address
 from pyorch.serve.echo import Echo
 from pyorch.serve.ending import GRACE_SECONDS, Ending
@@ -120,6 +120,8 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, concurrency: Co
     routes.add("POST", "/detokenize", tokenizer.detokenize)
     for path in PATHS:
         routes.add("POST", path, explained(record), when=lib.PYORCH_SERVER_FAILED)
+    for path in tools.PATHS:
+        routes.add("POST", path, tools.require_template, when=lib.PYORCH_SERVER_FIRST)
     live.add_to(routes, server.has_api_key, server.has_chat_page)
     return routes
 
