@@ -1,25 +1,27 @@
-"""The live view at /pyorch: one page, that asks /residency and /slots by itself."""
+"""The pages of ours: the live view at /pyorch, which asks /residency and /slots by itself, and a chat page."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from pyorch.serve.llama_server import Root
 from pyorch.serve.routes import HTML, SCRIPT, STYLE, Answer, Request, Routes
 
 _FILES = {"/pyorch": ("live.html", HTML), "/pyorch/live.css": ("live.css", STYLE),
           "/pyorch/live.js": ("live.js", SCRIPT), "/pyorch/charts.js": ("charts.js", SCRIPT)}
 
 
-def add_to(routes: Routes, needs_key: bool, has_chat: bool) -> None:
-    """The page needs no API key, it asks for one. "/" leads to it, where llama-server has no chat page there."""
-    for path, (name, kind) in _FILES.items():
+def add_to(routes: Routes, needs_key: bool, root: Root) -> None:
+    """Pages need no API key, they ask for one. root: what "/" is to show; see Flags.root."""
+    files = {**_FILES, "/": ("chat.html", HTML)} if root is Root.SMALL_CHAT else _FILES
+    for path, (name, kind) in files.items():
         body = Path(__file__).with_name(name).read_text(encoding="utf-8")
         body = body.replace("NEEDS_KEY", "true" if needs_key else "false").replace(
-            "NO_CHAT", "" if has_chat else "hidden"
+            "NO_CHAT", "hidden" if root is Root.LIVE_VIEW else ""
         )
         answer = Answer(body, kind)
         routes.add("GET", path, lambda _, answer=answer: answer, public=True)
-    if not has_chat:
+    if root is Root.LIVE_VIEW:
         routes.add("GET", "/", _to_live_view, public=True)
 
 
