@@ -64,14 +64,16 @@ class Stream:
     [DONE] comes as None.
     """
 
-    def __init__(self, server: ServerProcess, n: int, key: str = "", path: str = "/completion") -> None:
+    def __init__(self, server: ServerProcess, n: int, key: str = "", path: str = "/completion", model: str = ""
+                 ) -> None:
         address = urlsplit(server.url)
         self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=HANG_SECONDS)
-        body = {"prompt": PROMPT, "input": PROMPT, "messages": [{"role": "user", "content": PROMPT}],
+        body = {"model": model, "prompt": PROMPT, "input": PROMPT, "messages": [{"role": "user", "content": PROMPT}],
                 "n_predict": n, "max_tokens": n, "stream": True, "ignore_eos": True, "temperature": 0}
         self._connection.request("POST", path, json.dumps(body),
                                  {"Content-Type": "application/json", "Authorization": f"Bearer {key}"})
-        self._lines = iter(self._connection.getresponse().readline, b"")
+        self._response = self._connection.getresponse()
+        self._lines = iter(self._response.readline, b"")
 
     def __iter__(self) -> Iterator[dict | None]:
         for line in self._lines:
@@ -79,6 +81,7 @@ class Stream:
                 yield json.loads(line[6:]) if line != b"data: [DONE]\n" else None
 
     def close(self) -> None:
+        self._response.close()
         self._connection.close()
 
 
@@ -89,9 +92,9 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def pyorch_serve(model: Path, *options: str) -> list[str]:
-    """At a port that is free; what follows "--" is for llama-server."""
-    return [sys.executable, "-m", "pyorch", "serve", str(model), "--port", "0", *options]
+def pyorch_serve(model: Path | None, *options: str) -> list[str]:
+    """At a port that is free; what follows "--" is for llama-server. None: several models."""
+    return [sys.executable, "-m", "pyorch", "serve", *([] if model is None else [str(model)]), "--port", "0", *options]
 
 
 def faulty_serve(model: Path, fault: Path, grace: float = 3600.0) -> list[str]:

@@ -93,8 +93,9 @@ class Ending:
         lib.pyorch_server_stop_accepting()
         n = self._n_answering()
         if n and not self.again:
-            print(f"pyorch: ending, with {self._grace:g} s for {counted(n, 'request')}; a second signal ends at once",
-                  file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                print(f"pyorch: ending, with {self._grace:g} s for {counted(n, 'request')}; a second signal ends at "
+                      "once", file=sys.stderr, flush=True)
         number = self._let_end(self._grace, number)
         lib.pyorch_server_end_answers()
         number = self._let_end(_TELLING_SECONDS, number)

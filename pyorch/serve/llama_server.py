@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 import llama_cpp.llama_cpp as llama
 
@@ -86,9 +87,10 @@ class Flags:
             self.arguments += map(str, arguments)
 
     @property
-    def has_api_key(self) -> bool:
-        """Whether requests need one."""
-        return self.has(API_KEY) or self.has(API_KEY_FILE)
+    def api_keys(self) -> list[str]:
+        """Those of which requests need one. OSError where the file with them cannot be read."""
+        keys, file = self.value(API_KEY).split(","), self.value(API_KEY_FILE)
+        return [key for key in keys + (Path(file).read_text().splitlines() if file else []) if key]
 
     @property
     def root(self) -> Root:

@@ -110,7 +110,7 @@ def serve(
 def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, concurrency: Concurrency) -> Routes:
     """Those that llama-server lacks, and those of which ours answers more."""
     routes = Routes(prefix)
-    residency = Residency(record, concurrency, local_only=not server.has_api_key)
+    residency = Residency(record, concurrency, local_only=not server.api_keys)
     routes.add("GET", "/residency", residency.get)
     routes.add("POST", "/residency", residency.post)
     routes.add("GET", "/metrics", Metrics(record).get)
@@ -123,7 +123,7 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
         routes.add("POST", path, explained(record), when=lib.PYORCH_SERVER_FAILED)
     for path in tools.PATHS:
         routes.add("POST", path, tools.require_template, when=lib.PYORCH_SERVER_FIRST)
-    pages.add_to(routes, server.has_api_key, root)
+    pages.add_to(routes, bool(server.api_keys), root)
     return routes
 
 
