@@ -235,12 +235,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(401, "Invalid API Key")
         if self.command == "GET" and url.path in ("/models", "/v1/models"):
             return self._answer(200, json.dumps({"object": "list", "data": [
-                {"id": name, "object": "model", "created": int(model.path.stat().st_mtime), "owned_by": "pyorch",
-                 "status": {"value": models.state(name)}} for name, model in models.models.items()]}))
+                {"id": name, "object": "model", "created": int(time.time()), "owned_by": "pyorch",
+                 "status": {"value": models.state(name)}} for name in models.models]}))
         asked = self._asked(url.query, body)
         name = next((name for name in (asked, f"hf:{asked}") if name in models.models), None)
         if not asked and self._looks():
-            return self._refuse(503, 'no model is loaded: a request that names one loads it')
+            return self._refuse(503, "no model is loaded: a request that names one loads it")
         if not asked:
             return self._refuse(400, f'the request names no model: "model" is one of {", ".join(models.models)}')
         if name is None:
@@ -276,10 +276,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _pass_on(self, port: int, body: bytes) -> None:
         """Byte by byte, as they come; an end on either side ends the other."""
-        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("connection", "host")}
+        headers = {name: value for name, value in self.headers.items()
+                   if name.lower() not in ("connection", "content-length", "host")}
         local = self.client_address[0].startswith(_LOOPBACK)
         headers["Host"] = self.headers.get("Host", "") if local else "elsewhere"  # see Request.is_from_here()
-        headers["Connection"] = "close"
+        headers |= {"Connection": "close", "Content-Length": str(len(body))}
         head = f"{self.requestline}\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n"
         self.close_connection = True
         client, answered = self.connection, False

@@ -26,7 +26,7 @@ export function drawLine(canvas, points, span, most, unit) {
   const top = most ?? Math.max(...known.map(([, value]) => value), 1e-9);
   const end = points.length ? points[points.length - 1][0] : 0;
   const x = (t) => width - 1 - ((end - t) / span) * (width - 2);
-  const y = (value) => height - 2 - Math.min(1, value / top) * (height - 5);
+  const y = (value) => height - 2 - Math.min(1, value / top) * (height - 5 - LABEL);
   context.strokeStyle = colour("--line");
   context.lineWidth = 1;
   context.strokeRect(0, height - 0.5, width, 0);
@@ -49,6 +49,7 @@ export function drawLine(canvas, points, span, most, unit) {
   context.stroke();
 }
 
+const LABEL = 12; // pixels for the top of a scale, above its line
 const FONT = "10px ui-sans-serif, sans-serif";
 
 const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
