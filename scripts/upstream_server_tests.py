@@ -37,7 +37,7 @@ FILES = (
 )
 # What ends otherwise, and why it should.
 MEANT = {
-    "test_basic: test_no_ui": "/ leads to the live view where there is no chat page",
+    "test_basic: test_no_ui": "/ leads to the live view where no chat page is wanted",
     "test_metrics: test_metrics_disabled": "/metrics is always there, with what experts do",
 }
 _MODEL_FLAGS = ("--hf-repo", "--hf-file", "--model-url", "--model")  # each has a value

@@ -59,22 +59,29 @@ class ServerProcess:
 
 
 class Stream:
-    """An answer of so many tokens that is being written, -1: it has no end; its parts come one by one."""
+    """An answer of so many tokens that is being written, -1: it has no end; its parts come one by one.
 
-    def __init__(self, server: ServerProcess, n: int, key: str = "") -> None:
+    [DONE] comes as None.
+    """
+
+    def __init__(self, server: ServerProcess, n: int, key: str = "", path: str = "/completion", model: str = ""
+                 ) -> None:
         address = urlsplit(server.url)
         self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=HANG_SECONDS)
-        body = {"prompt": PROMPT, "n_predict": n, "stream": True, "ignore_eos": True, "temperature": 0}
-        self._connection.request("POST", "/completion", json.dumps(body),
+        body = {"model": model, "prompt": PROMPT, "input": PROMPT, "messages": [{"role": "user", "content": PROMPT}],
+                "n_predict": n, "max_tokens": n, "stream": True, "ignore_eos": True, "temperature": 0}
+        self._connection.request("POST", path, json.dumps(body),
                                  {"Content-Type": "application/json", "Authorization": f"Bearer {key}"})
-        self._lines = iter(self._connection.getresponse().readline, b"")
+        self._response = self._connection.getresponse()
+        self._lines = iter(self._response.readline, b"")
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self) -> Iterator[dict | None]:
         for line in self._lines:
             if line.startswith(b"data: "):
-                yield json.loads(line[6:])
+                yield json.loads(line[6:]) if line != b"data: [DONE]\n" else None
 
     def close(self) -> None:
+        self._response.close()
         self._connection.close()
 
 
@@ -85,11 +92,12 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def pyorch_serve(model: Path, *options: str) -> list[str]:
-    """At a port that is free; what follows "--" is for llama-server."""
-    return [sys.executable, "-m", "pyorch", "serve", str(model), "--port", "0", *options]
+def pyorch_serve(model: Path | None, *options: str) -> list[str]:
+    """At a port that is free; what follows "--" is for llama-server. None: several models."""
+    return [sys.executable, "-m", "pyorch", "serve", *([] if model is None else [str(model)]), "--port", "0", *options]
 
 
-def faulty_serve(model: Path, fault: Path) -> list[str]:
+def faulty_serve(model: Path, fault: Path, grace: float = 3600.0) -> list[str]:
     """A server whose reads do as a file says while that is there: see serve/faulty_server_process.py."""
-    return [sys.executable, str(Path(__file__).parent / "serve/faulty_server_process.py"), str(model), str(fault)]
+    return [sys.executable, str(Path(__file__).parent / "serve/faulty_server_process.py"), str(model), str(fault),
+            str(grace)]

@@ -43,6 +43,9 @@ typedef enum pyorch_server_when {
 void pyorch_server_add_route(
     const char * method, const char * path, int32_t when, pyorch_answer_fn answer, void * user);
 
+// Shows what llama-server itself answers to GET, where it has the path and runs. status and data of the exchange count.
+void pyorch_server_ask(const char * path, pyorch_answer_fn answer, void * user);
+
 // Requests for this path, with --api-prefix in front, need no API key.
 void pyorch_server_make_public(const char * path);
 
@@ -75,6 +78,10 @@ void pyorch_server_get_connections(pyorch_connections * connections);
 
 // No connection is accepted any more, and those end that have no whole request. Nothing before the server answers.
 void pyorch_server_stop_accepting(void);
+
+// After that: answers that are being computed end within about a second, streams with a part that says so, others with
+// status 503. Until pyorch_server_run() begins anew.
+void pyorch_server_end_answers(void);
 
 // After that: ends the other connections, and with them their requests, and lets pyorch_server_run() return when what
 // is being computed is computed.

@@ -8,6 +8,7 @@
 #include "ui.h"
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 
 int  llama_server(int argc, char ** argv);
@@ -32,6 +33,7 @@ Connections & connections() {
 
 std::vector<Route>          routes;
 ggml_backend_dev_t          device = nullptr;
+std::atomic<bool>           ends_answers;   // see pyorch_server_end_answers()
 std::mutex                  serving;        // guards:
 const server_http_context * http = nullptr; // while the server runs
 
@@ -68,27 +70,58 @@ const Route * find_route(const std::string & path, bool for_failures) {
     return found != routes.end() ? &*found : nullptr;
 }
 
-// What llama-server itself answers, with why where it failed. In a stream, that is one of its parts.
+constexpr char FAILS[] =
+    R"({"error":{"code":503,"message":"the server ends, and with it this answer, which is not whole",)"
+    R"("type":"unavailable_error"}})";
+
+// Of streams in OpenAI's form, which say when nothing more comes.
+bool says_done(const std::string & path) {
+    return path == "/v1/completions" || path.find("/chat/completions") < path.size();
+}
+
+// A request that ends with its connection, and when answers are to end. Lives as long as its answer.
+struct Request {
+    const std::function<bool()> should_stop;
+    server_http_req             request;
+
+    explicit Request(const server_http_req & of) :
+            should_stop([&closed = of.should_stop] { return ends_answers || closed(); }),
+            request{ of.params, of.headers, of.path, of.query_string, of.body, of.files, should_stop } {}
+};
+
+// What llama-server itself answers, with why where it failed. In a stream, that is one of its parts, the last one.
 server_http_res_ptr own_answer(
     const server_http_context::handler_t & own, const std::string & path, const server_http_req & request) {
-    auto          response = own(request);
     const Route * explains = find_route(path, true);
     if (!explains) {
-        return response;
+        return own(request);
     }
+    auto stoppable = std::make_shared<Request>(request);
+    auto response  = own(stoppable->request);
+    stoppable->request.body.clear();
+    stoppable->request.files.clear();
     if (response->is_stream()) { // which may outlive the routes
-        response->next = [explains = *explains, next = std::move(response->next)](std::string & part) {
-            const bool more = next(part);
-            if (part.find("\"error\"") != std::string::npos) {
+        response->next = [explains = *explains, stoppable, next = std::move(response->next)](std::string & part) {
+            const std::string & path = explains.path;
+            const bool          more = next(part);
+            if (!more && part.empty() && ends_answers) {
+                part = std::string(path == "/v1/messages" ? "event: error\ndata: " : "data: ") + FAILS + "\n\n";
+            } else if (part.find("\"error\"") != std::string::npos) {
                 const std::function<bool()> never = [] { return false; };
                 server_http_res             failed;
                 failed.status = 500;
                 failed.data   = part;
-                show(explains, { {}, {}, explains.path, "", "", {}, never }, failed);
+                show(explains, { {}, {}, path, "", "", {}, never }, failed);
                 part = failed.data;
+            }
+            if (!more && says_done(path) && part.rfind("data: {\"error\"", 0) == 0) {
+                part += "data: [DONE]\n\n";
             }
             return more;
         };
+    } else if (ends_answers && response->data.empty()) {
+        response->status = 503;
+        response->data   = FAILS;
     } else if (response->status >= 500) {
         show(*explains, request, *response);
     }
@@ -174,6 +207,7 @@ int32_t pyorch_server_run(int32_t argc, char ** argv) {
     };
     llama_server_hooks.lost = is_lost;
     connections().accept();
+    ends_answers                       = false;
     const int                   status = llama_server(argc, argv);
     std::lock_guard<std::mutex> lock(serving);
     http                       = nullptr;
@@ -202,12 +236,22 @@ void pyorch_server_stop_accepting(void) {
     }
 }
 
+void pyorch_server_ask(const char * path, pyorch_answer_fn answer, void * user) {
+    if (const auto own = own_handler(path)) {
+        const std::function<bool()> never = [] { return false; };
+        const server_http_req       request{ {}, {}, path, "", "", {}, never };
+        const auto                  response = own(request);
+        show({ "GET", path, PYORCH_SERVER_BEHIND, answer, user }, request, *response);
+    }
+}
+
+void pyorch_server_end_answers(void) { ends_answers = true; }
+
 void pyorch_server_cancel(void) {
     connections().cut(true);
     // The loop of the server must have begun, else it would not hear of its end: a route that goes through it has.
-    if (const auto metrics = own_handler("/metrics")) {
-        const std::function<bool()> never = [] { return false; };
-        metrics({ {}, {}, "/metrics", "", "", {}, never });
+    if (own_handler("/metrics")) {
+        pyorch_server_ask("/metrics", [](void *, const pyorch_exchange *) {}, nullptr);
         llama_server_terminate();
     }
 }

@@ -28,7 +28,7 @@ def resolve(args: argparse.Namespace, names: Iterable[str]) -> None:
     for name in names:
         given = getattr(args, name)
         if is_of_hub(given):
-            setattr(args, name, str(_fetch(given, checkpoint=False)))
+            setattr(args, name, str(fetch_model(given)))
         else:
             _check_file(Path(given))
 
@@ -44,6 +44,11 @@ def _check_file(path: Path) -> None:
         near = [other.name for other in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
         meant = difflib.get_close_matches(path.name, near, 1)
         raise PyorchError(f"{path}: no such file" + (f"; did you mean {path.with_name(meant[0])}?" if meant else ""))
+
+
+def fetch_model(name: str) -> Path:
+    """The file of a model of the hub. Raises as resolve() does."""
+    return _fetch(name, checkpoint=False)
 
 
 def fetch_source(given: str | Path) -> Path:

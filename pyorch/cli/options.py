@@ -52,9 +52,10 @@ def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, ex
     return parser
 
 
-def add_model(parser: argparse.ArgumentParser, more: str = "") -> None:
+def add_model(parser: argparse.ArgumentParser, more: str = "", optional: bool = False) -> None:
     """The argument that names the model; main() makes a path of what names one of the hub. more: it has to have."""
-    parser.add_argument("model", metavar="MODEL", help=f"the model: {MODEL}{f', {more}' if more else ''}")
+    parser.add_argument("model", metavar="MODEL", nargs="?" if optional else None,
+                        help=f"the model: {MODEL}{f', {more}' if more else ''}")
 
 
 def add_model_options(

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
 
+from pyorch.cli.hub import fetch_model, is_of_hub
 from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, add_model
-from pyorch.cli.settings import add_settings, given_settings
+from pyorch.cli.settings import add_settings, given_settings, settings_arguments
+from pyorch.errors import PyorchError
+from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.option import CONTEXT, EXPERTS, LONG, LOSSY
 
 
@@ -14,14 +24,20 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(
         subparsers, "serve", summary,
         "pyorch serve olmoe.gguf --budget 40% --port 8080 -- --api-key secret\n"
-        "  pyorch serve olmoe.gguf --device auto --budget auto",
+        "  pyorch serve olmoe.gguf --device auto --budget auto\n"
+        "  pyorch serve --models ~/models",
     )
-    parser.usage = "pyorch serve MODEL [options] [-- flags of llama-server]"
+    parser.usage = "pyorch serve [MODEL] [options] [-- flags of llama-server]"
     parser.description = (
         "Serve a model over the OpenAI and Anthropic APIs, with llama-server. What follows after `--` are flags of "
-        "llama-server."
+        "llama-server. Without MODEL several are served, each from when a request names it until it is idle."
     )
-    add_model(parser)
+    add_model(parser, optional=True)
+    parser.add_argument("--models", action="append", metavar="DIR|hf:ORG/NAME",
+                        help="in place of MODEL: the models in this folder and below it, or one of the hub; may be "
+                             "repeated (default: those that `pyorch models` lists)")
+    parser.add_argument("--keep-alive", type=number(least=0), metavar="SECONDS",
+                        help="without MODEL: a model that nobody used for so long is unloaded (default: 300)")
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=whole(0, 65535),
                         help="port to listen on, 0 for any that is free (default: 8080)")
@@ -34,6 +50,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="print statistics every so many seconds too, not only at the end")
     parser.add_argument("--json", action="store_true", help="print statistics on stdout, as one line of JSON each time")
     parser.add_argument("--verbose", action="store_true", help="show the log of llama-server")
+    # Of one of several models: it does not outlive the server that started it.
+    parser.add_argument("--while-stdin", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
     take_server_flags(parser)
     return parser
@@ -62,8 +80,50 @@ def run(args: argparse.Namespace) -> int:
         if value is not None:
             flags += (name, str(value))
     settings = given_settings(args)
+    if args.model is None:
+        return _serve_models(args, flags, settings.get("budget", AUTO))
+    if args.models or args.keep_alive is not None:
+        raise PyorchError("--models and --keep-alive are for several models: leave out MODEL")
+
+    if args.while_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
 
     from pyorch.serve.server import serve
 
     return serve(args.model, flags=flags, verbose=args.verbose, stats_every=args.stats_every, as_json=args.json,
                  grace=args.grace, **settings)
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _serve_models(args: argparse.Namespace, flags: list[str], budget: Budget | str) -> int:
+    from pyorch.serve.models import serve_models
+
+    options = [*settings_arguments(args), "--grace", str(args.grace)]
+    options += ("--stats-every", str(args.stats_every)) if args.stats_every else ()
+    options += [flag for flag, given in (("--json", args.json), ("--verbose", args.verbose)) if given]
+    return serve_models(_named(args.models or ()), options, flags, Budget.parse(budget),
+                        300.0 if args.keep_alive is None else args.keep_alive)
+
+
+def _named(given: Iterable[str]) -> dict[str, Path]:
+    """The models of folders and of the hub by name, without any those of the hub's cache."""
+    from pyorch.hub import cache
+
+    named: dict[str, Path] = {}
+    for one in given:
+        if is_of_hub(one):
+            named[one] = fetch_model(one)
+            continue
+        for stored in cache.in_folder(Path(one)):
+            path = stored.files[0]
+            name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)  # of one that is in several files
+            named[f"{path.parent.name}/{name}" if name in named else name] = path
+    named = named if given else {one.name: one.files[0] for one in cache.in_cache() if not one.checkpoint}
+    if not named:
+        raise PyorchError(f"no models in {', '.join(given) or cache.directory()}: name one, as in pyorch serve "
+                          "olmoe.gguf, or a folder with --models DIR")
+    return named

@@ -92,6 +92,16 @@ def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:
     return values
 
 
+def settings_arguments(args: argparse.Namespace) -> list[str]:
+    """The options that were given, as the arguments with which another command is given them."""
+    arguments = []
+    for name in args.settings_flags:
+        value, option = getattr(args, name), OPTIONS[name]
+        if value is not None:
+            arguments += [_flag(option), *([] if option.metavar is None else [str(value)])]
+    return arguments
+
+
 def listed(args: argparse.Namespace, name: str) -> tuple[Any, ...]:
     """The values of an option that takes several, each once; () if it was not given."""
     given = getattr(args, name)
@@ -114,10 +124,14 @@ def names() -> dict[str, str]:
     }
 
 
+def _flag(option: Option) -> str:
+    return option.flag or "--" + option.name.replace("_", "-")
+
+
 def _add(
     parser: Any, option: Option, several: bool, default: str | None = None, repeated: bool = False
 ) -> None:
-    flag = option.flag or "--" + option.name.replace("_", "-")
+    flag = _flag(option)
     if option.metavar is None:
         parser.add_argument(flag, dest=option.name, action="store_const", const=not option.default,
                             help=_escaped(option.help))

@@ -32,7 +32,7 @@ class Address:
         """Whether the server answers that its model is loaded."""
         return self.get("/health") is not None
 
-    def get(self, path: str) -> str | None:
+    def get(self, path: str, key: str = "") -> str | None:
         """What the server answers, None where it has not done so within a second, or not with status 200."""
         import http.client  # takes a hundredth of a second, and is for when the model is loaded
 
@@ -43,7 +43,8 @@ class Address:
                 connection.sock = socket.socket(socket.AF_UNIX)
                 connection.sock.settimeout(_SECONDS)
                 connection.sock.connect(self.host)
-            connection.request("GET", f"{self.prefix}{path}")
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            connection.request("GET", f"{self.prefix}{path}", headers=headers)
             answer = connection.getresponse()
             return answer.read().decode(errors="replace") if answer.status == 200 else None
         except (OSError, http.client.HTTPException):

@@ -17,7 +17,9 @@ from pyorch.sizes import counted
 
 GRACE_SECONDS = 10.0  # in which requests that run may end
 
-# For what is being computed when the requests were cut; then the process ends without it.
+_TELLING_SECONDS = 3.0  # in which requests that did not end are told that the server does
+
+# For what is being computed when the requests were ended; then the process ends without it.
 _LAST_SECONDS = 20.0
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -28,9 +30,9 @@ class Ending:
     """SIGINT and SIGTERM end the server that runs inside serving().
 
     The first one: no connection is accepted any more, and those end that have not sent a whole request. Requests that
-    run have so many seconds; what is left of them is cut. Then llama-server returns, and the caller writes what it has
-    to write; further signals are without effect until the context is left. A second signal before llama-server has
-    returned does not wait for it: what is to be written is written, and the process ends.
+    run have so many seconds; what is left of them ends with an error that says why. Then llama-server returns, and the
+    caller writes what it has to write; further signals are without effect until the context is left. A second signal
+    before llama-server has returned does not wait for it: what is to be written is written, and the process ends.
 
     begin_again() ends the server in the same order. again: that was all, and another server is to begin: no signal
     came.
@@ -91,11 +93,12 @@ class Ending:
         lib.pyorch_server_stop_accepting()
         n = self._n_answering()
         if n and not self.again:
-            print(f"pyorch: ending, with {self._grace:g} s for {counted(n, 'request')}; a second signal ends at once",
-                  file=sys.stderr, flush=True)
-        due = time.monotonic() + self._grace
-        while self._n_answering() and time.monotonic() < due:
-            number = self._heed(self._next(0.05), number)
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                print(f"pyorch: ending, with {self._grace:g} s for {counted(n, 'request')}; a second signal ends at "
+                      "once", file=sys.stderr, flush=True)
+        number = self._let_end(self._grace, number)
+        lib.pyorch_server_end_answers()
+        number = self._let_end(_TELLING_SECONDS, number)
         threading.Thread(target=lib.pyorch_server_cancel, daemon=True).start()
         due = time.monotonic() + _LAST_SECONDS
         while self.again or time.monotonic() < due:
@@ -104,6 +107,13 @@ class Ending:
                 return
             number = self._heed(signaled, number)
         self._end_now(number)
+
+    def _let_end(self, seconds: float, number: int) -> int:
+        """Waits until every request is answered, for so long at most."""
+        due = time.monotonic() + seconds
+        while self._n_answering() and time.monotonic() < due:
+            number = self._heed(self._next(0.05), number)
+        return number
 
     def _heed(self, signaled: int | None, number: int) -> int:
         """The signal that ends the server, after this one: the first of all, the second ends the process."""

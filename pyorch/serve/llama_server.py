@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
 
 import llama_cpp.llama_cpp as llama
 
@@ -50,6 +52,7 @@ LOAD_MODE = Option(("-lm", "--load-mode"), "LLAMA_ARG_LOAD_MODE")
 FIT = Option(("-fit", "--fit"), "LLAMA_ARG_FIT")
 WARMUP = Option(("--warmup", "--no-warmup"))
 UI = Option(("--ui", "--webui", "--no-ui", "--no-webui"), "LLAMA_ARG_UI")
+STATIC_FILES = Option(("--path",), "LLAMA_ARG_STATIC_PATH")
 TIMEOUT = Option(("-to", "--timeout"), "LLAMA_ARG_TIMEOUT")
 METRICS = Option(("--metrics",), "LLAMA_ARG_ENDPOINT_METRICS")
 API_KEY = Option(("--api-key",), "LLAMA_API_KEY")
@@ -59,6 +62,14 @@ VERBOSITY = Option(("-lv", "--verbosity", "--log-verbosity", "-v", "--verbose", 
 API_PREFIX = Option(("--api-prefix",), "LLAMA_ARG_API_PREFIX")
 DRAFT_MODEL = Option(("-md", "--model-draft", "--spec-draft-model"), "LLAMA_ARG_SPEC_DRAFT_MODEL")
 MMPROJ = Option(("-mm", "--mmproj"), "LLAMA_ARG_MMPROJ")
+
+
+class Root(Enum):
+    """What "/" shows: llama-server's chat page or files of the user, our small chat page, or the way to /pyorch."""
+
+    LLAMA_SERVER = 1
+    SMALL_CHAT = 2
+    LIVE_VIEW = 3
 
 
 class Flags:
@@ -76,16 +87,19 @@ class Flags:
             self.arguments += map(str, arguments)
 
     @property
-    def has_api_key(self) -> bool:
-        """Whether requests need one."""
-        return self.has(API_KEY) or self.has(API_KEY_FILE)
+    def api_keys(self) -> list[str]:
+        """Those of which requests need one. OSError where the file with them cannot be read."""
+        keys, file = self.value(API_KEY).split(","), self.value(API_KEY_FILE)
+        return [key for key in keys + (Path(file).read_text().splitlines() if file else []) if key]
 
     @property
-    def has_chat_page(self) -> bool:
-        """Whether llama-server has its own page at "/"."""
+    def root(self) -> Root:
+        """What "/" is to show, before add_defaults()."""
         given = [argument for argument in self.arguments if argument in UI.names]
         on = given[-1] in UI.names[:2] if given else os.environ.get(UI.env, "1") in ("on", "enabled", "true", "1")
-        return on and bool(chat_page())
+        if not on:
+            return Root.LIVE_VIEW
+        return Root.LLAMA_SERVER if chat_page() or self.has(STATIC_FILES) else Root.SMALL_CHAT
 
     def value(self, option: Option, default: str = "") -> str:
         """The option's value; the last one counts, and the environment only where there is none."""
@@ -115,7 +129,7 @@ class Flags:
         self.default(WARMUP, "--no-warmup")  # it selects every expert
         self.default(FIT, "-fit", "off")  # it loads the model a second time, to fit it to a GPU
         self.default(CACHE_RAM, "-cram", 0)  # copies of old prompts' KV, up to 8 GiB of them
-        if not chat_page():
+        if self.root is Root.SMALL_CHAT:
             self.default(UI, "--no-ui")
         self.default(TIMEOUT, "--timeout", SILENT_SECONDS)
         self.default(METRICS, "--metrics")  # a part of ours

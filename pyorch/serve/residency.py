@@ -34,9 +34,10 @@ _DIGITS = bytes.maketrans(bytes(range(32)), b"0123456789abcdefghijklmnopqrstuv")
 
 
 def recall(stats: Stats) -> float | None:
-    """Of the experts that layers found absent or would have, the share that had been read ahead; None without any."""
+    """Of the experts that layers found absent or would have, the share that had been read ahead; None without any, and
+    where nothing was read ahead."""
     foreseen, absent = stats.prefetch_hits, stats.prefetch_hits + stats.misses - stats.prefetch_late
-    return foreseen / absent if absent > 0 else None
+    return foreseen / absent if absent > 0 and foreseen + stats.prefetch_loads > 0 else None
 
 
 class Residency:

@@ -72,6 +72,14 @@ def refusal(status: int, sentence: str) -> Answer:
     return as_json({"error": {"code": status, "message": sentence, "type": "invalid_request_error"}}, status)
 
 
+def own(path: str) -> str:
+    """What the server that runs answers itself to GET without a key; "" where it lacks the path."""
+    bodies = [""]
+    callback = ffi.callback("pyorch_answer_fn", lambda _, exchange: bodies.append(_read(exchange).own))
+    lib.pyorch_server_ask(path.encode(), callback, ffi.NULL)
+    return bodies[-1]
+
+
 Handler = Callable[[Request], "Answer | None"]
 
 

@@ -21,13 +21,13 @@ from pyorch.llama.managed import ManagedModel, loading
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.serve import live, llama_server
+from pyorch.serve import llama_server, pages, tools
 from pyorch.serve.address import Address, free_address
 from pyorch.serve.echo import Echo
 from pyorch.serve.ending import GRACE_SECONDS, Ending
 from pyorch.serve.failures import GOES_ON, PATHS, explained
 from pyorch.serve.library import lib, served_context
-from pyorch.serve.llama_server import Flags
+from pyorch.serve.llama_server import Flags, Root
 from pyorch.serve.metrics import Metrics
 from pyorch.serve.residency import Residency
 from pyorch.serve.routes import Routes
@@ -80,6 +80,7 @@ def serve(
             given.arguments += (name, str(value))
     address = free_address(given)
     given.arguments += ("-m", path)
+    root = given.root
     given.add_defaults()
     given.default(llama_server.CTX_SIZE, "-c", 4096)
     with Ending(grace) as ending:
@@ -89,8 +90,8 @@ def serve(
                 server.default(llama_server.VERBOSITY, "-lv", 1)
             with planned(path, settings, server, placed) as record:
                 concurrency = Concurrency.of(record.map.layers, record.map.info.n_expert_used, server.n_slots)
-                watch = _Watch(record, address, concurrency, stats_every, as_json, beside, ending.begin_again)
-                _routes = our_routes(record, address.prefix, server, concurrency)  # called until the server has ended
+                watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside, ending.begin_again)
+                _routes = our_routes(record, address.prefix, server, root, concurrency)  # called until the server ended
                 with ending.serving(lambda: watch.ready, lambda: (record.save(), watch.print_last())):
                     watch.start()
                     try:
@@ -106,10 +107,10 @@ def serve(
             given.leave_devices()
 
 
-def our_routes(record: ManagedModel, prefix: str, server: Flags, concurrency: Concurrency) -> Routes:
+def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, concurrency: Concurrency) -> Routes:
     """Those that llama-server lacks, and those of which ours answers more."""
     routes = Routes(prefix)
-    residency = Residency(record, concurrency, local_only=not server.has_api_key)
+    residency = Residency(record, concurrency, local_only=not server.api_keys)
     routes.add("GET", "/residency", residency.get)
     routes.add("POST", "/residency", residency.post)
     routes.add("GET", "/metrics", Metrics(record).get)
@@ -120,7 +121,9 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, concurrency: Co
     routes.add("POST", "/detokenize", tokenizer.detokenize)
     for path in PATHS:
         routes.add("POST", path, explained(record), when=lib.PYORCH_SERVER_FAILED)
-    live.add_to(routes, server.has_api_key, server.has_chat_page)
+    for path in tools.PATHS:
+        routes.add("POST", path, tools.require_template, when=lib.PYORCH_SERVER_FIRST)
+    pages.add_to(routes, bool(server.api_keys), root)
     return routes
 
 
@@ -168,14 +171,15 @@ class _Watch(threading.Thread):
     """Beside the server: says when it is ready, why a decode failed, and how the experts do."""
 
     def __init__(
-        self, record: ManagedModel, address: Address, concurrency: Concurrency, stats_every: float | None,
-        as_json: bool, beside: Beside | None, on_lost: Callable[[], None],
+        self, record: ManagedModel, address: Address, root: Root, concurrency: Concurrency,
+        stats_every: float | None, as_json: bool, beside: Beside | None, on_lost: Callable[[], None],
     ) -> None:
         """on_lost: called once, when the device that computes is lost."""
         super().__init__(daemon=True)
         self.ready = False
         self._record = record
         self._address = address
+        self._root = root
         self._engine = record.engine
         self._concurrency = concurrency
         self._stats_every = stats_every
@@ -194,6 +198,9 @@ class _Watch(threading.Thread):
         self.ready = True
         self._say(f"serving {os.path.basename(self._record.path)} at {self._address.url} ({self._budget()})")
         self._record.warm_up()
+        if self._address.port:
+            chat = "" if self._root is Root.LIVE_VIEW else f"chat at {self._address.url}/, "
+            self._say(f"{chat}live view at {self._address.url}/pyorch, API for programs at {self._address.url}/v1")
         if self._engine is not None:
             advice = self._concurrency.advice(self._engine.stats().budget_bytes)
             if advice:

@@ -1,4 +1,4 @@
-"""`pyorch serve` whose reads do as a file says, while it is there. Run by tests with MODEL FILE.
+"""`pyorch serve` whose reads do as a file says, while it is there. Run by tests with MODEL FILE GRACE.
 
 "broken": they fail. "slow": they wait until the file is gone; FILE.reached is there when one does.
 """
@@ -29,5 +29,5 @@ class FaultySource:
         return os.pread(self._file, size, offset)
 
 
-model, fault = sys.argv[1:]
-sys.exit(serve(model, "20%", ["--port", "0", "-t", "1"], source=FaultySource(model, Path(fault)), grace=3600.0))
+model, fault, grace = sys.argv[1:]
+sys.exit(serve(model, "20%", ["--port", "0", "-t", "1"], source=FaultySource(model, Path(fault)), grace=float(grace)))

@@ -1,4 +1,5 @@
-"""llama-server's chat page, where the build has it: in a browser, before a server that decodes."""
+"""llama-server's chat page, where the build has it, and ours where it has not: in a browser, before a server that
+decodes."""
 
 from __future__ import annotations
 
@@ -9,20 +10,22 @@ from pathlib import Path
 
 import pytest
 from processes import HANG_SECONDS
-from servers import pyorch_serve
+from servers import pyorch_serve, wait_until
 
 from pyorch import _libs
 from pyorch.serve.library import chat_page
-from pyorch.serve.llama_server import Flags
+from pyorch.serve.llama_server import Flags, Root
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import chromium
 
 built = pytest.mark.skipif(not chat_page(), reason="needs the chat page: make chat-page")
+not_built = pytest.mark.skipif(bool(chat_page()), reason="the build has llama-server's chat page in its place")
+browser = pytest.mark.skipif(chromium.find() is None, reason="needs a browser: apt-get install chromium")
 
 
 @built
-@pytest.mark.skipif(chromium.find() is None, reason="needs a browser: apt-get install chromium")
+@browser
 def test_a_question_is_answered_and_the_live_view_stays_where_it_is(start, small_moe: Path):
     server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--",
                                 "--n-predict", "16"))
@@ -60,18 +63,14 @@ def test_the_notices_of_what_is_in_it_are_there():
         assert f"\n{name} " in text or f"\n{name}\n" in text, name
 
 
-def test_without_it_or_when_it_is_not_wanted_the_root_is_ours(monkeypatch: pytest.MonkeyPatch):
-    def has(*flags: str) -> bool:
-        server = Flags(flags)
-        server.add_defaults()
-        return server.has_chat_page
-
-    for files in ([], ["index.html"]):
+def test_what_the_root_shows(monkeypatch: pytest.MonkeyPatch):
+    for files, chat in (([], Root.SMALL_CHAT), (["index.html"], Root.LLAMA_SERVER)):
         monkeypatch.setattr("pyorch.serve.llama_server.chat_page", lambda files=files: files)
-        assert has() == bool(files) == has("--ui")
-        assert not has("--no-ui") and not has("--no-webui")
+        assert Flags(()).root is Flags(["--ui"]).root is chat
+        assert Flags(["--path", "files"]).root is Root.LLAMA_SERVER
+        assert Flags(["--no-ui"]).root is Flags(["--no-webui"]).root is Root.LIVE_VIEW
         monkeypatch.setenv("LLAMA_ARG_UI", "off")
-        assert not has() and has("--ui") == bool(files)
+        assert Flags(()).root is Root.LIVE_VIEW and Flags(["--ui"]).root is chat
         monkeypatch.delenv("LLAMA_ARG_UI")
 
 
@@ -81,8 +80,71 @@ def test_server_is_told_to_leave_out_a_page_that_it_lacks():
     assert ("--no-ui" in server.arguments) == (not chat_page())
 
 
-def test_without_it_the_root_leads_to_the_live_view_with_a_key_and_a_prefix_too(start, small_moe: Path):
+def test_where_no_chat_is_wanted_the_root_leads_to_the_live_view_with_a_key_and_a_prefix_too(start, small_moe: Path):
     server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--", "--no-ui",
                                 "--api-key", "secret", "--api-prefix", "/here"))
     with urllib.request.urlopen(f"{server.url}/here/", timeout=HANG_SECONDS) as answer:
         assert answer.url == f"{server.url}/here/pyorch" and "<title>pyorch</title>" in answer.read().decode()
+    assert "pyorch: live view at " in server.log.read_text() and "chat at " not in server.log.read_text()
+
+
+def test_files_of_the_user_are_in_its_place(start, small_moe: Path, tmp_path: Path):
+    (tmp_path / "index.html").write_text("mine")
+    server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--", "--path", str(tmp_path)))
+    with urllib.request.urlopen(f"{server.url}/", timeout=HANG_SECONDS) as answer:
+        assert answer.read() == b"mine"
+
+
+@not_built
+@browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_without_it_a_small_page_converses(start, small_moe: Path, dark: bool):
+    server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--", "--n-predict", "16",
+                                "--api-key", "secret", "--api-prefix", "/here"))
+    wait_until(lambda: f"pyorch: chat at {server.url}/here/, live view at {server.url}/here/pyorch, API for programs "
+                       f"at {server.url}/here/v1" in server.log.read_text())
+    with chromium.Page(390, 740, dark=dark) as page:
+        page.open(f"{server.url}/here/")
+        page.wait_for("document.getElementById('key-form') && !document.getElementById('key-form').hidden")
+        page.value("document.getElementById('key').value = 'secret';"
+                   "document.querySelector('#key-form button').click()")
+        page.wait_for("document.getElementById('name').textContent == 'small-moe.gguf'")
+        lightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => a + +b, 0) / 3"
+        assert (page.value(lightness) < 64) == dark
+        page.value("document.getElementById('text').focus()")
+        for n in (1, 2):
+            page.type("def add(a, b):")
+            page.press("Enter")
+            page.wait_for(f"document.querySelectorAll('.note').length == {n}")
+            assert " tokens, " in page.value("document.querySelector('.note').textContent")
+        assert page.value("document.querySelectorAll('.assistant').length") == 2
+        assert page.value("document.documentElement.scrollWidth") <= 390
+        page.value("document.getElementById('new').click()")
+        assert page.value("document.getElementById('messages').children.length") == 0
+        page.value("document.querySelector('header a').click()")
+        page.wait_for("document.getElementById('state')?.textContent == 'live'")
+        assert not page.value("document.querySelector('header a').hidden")
+        assert [text for text in page.console if "401" not in text] == []
+
+
+@not_built
+@browser
+def test_an_answer_of_the_small_page_is_stopped_and_a_failure_is_said(start, small_moe: Path):
+    server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--", "--context-shift",
+                                "--ignore-eos"))
+    with chromium.Page() as page:
+        page.open(f"{server.url}/")
+        page.wait_for("document.getElementById('name')?.textContent == 'small-moe.gguf'")
+        page.value("document.getElementById('text').focus()")
+        page.type("def add(a, b):")
+        page.press("Enter")
+        page.wait_for("document.querySelector('.assistant')?.textContent.length > 20")
+        page.value("document.getElementById('send').click()")
+        page.wait_for("document.querySelector('.note')?.textContent == 'stopped'")
+        wait_until(lambda: not any(slot["is_processing"] for slot in server.get("/slots")))
+        server.stop()
+        page.value("document.getElementById('text').focus()")
+        page.type("again")
+        page.press("Enter")
+        page.wait_for("document.querySelector('.error')?.textContent == 'no connection to the server'")
+        assert page.value("document.getElementById('text').value") == "again"

@@ -63,8 +63,56 @@ def test_a_request_that_runs_is_answered_wholly_and_new_ones_are_not_accepted(st
         assert answer.result() == expected and server.process.wait(HANG_SECONDS) == 0
 
 
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions", "/v1/messages",
+                                  "/v1/responses"])
+def test_a_stream_that_is_left_after_the_grace_says_that_it_is_not_whole(start, small_moe: Path, path: str):
+    server = serve(start, small_moe, "--grace", "0")
+    with closing(Stream(server, ENDLESS if path != "/v1/messages" else 10**6, path=path)) as stream:
+        parts = iter(stream)
+        next(parts)
+        server.process.send_signal(signal.SIGTERM)
+        rest = list(parts)
+    assert server.process.wait(HANG_SECONDS) == 0, server.log.read_text()
+    if path.endswith("completions"):
+        assert rest.pop() is None
+    assert "the server ends" in rest[-1]["error"]["message"]
+
+
+def test_a_stream_that_waits_for_the_disk_when_the_server_ends_is_told_so(start, small_moe: Path, tmp_path: Path):
+    fault = tmp_path / "fault"
+    server = start(faulty_serve(small_moe, fault, grace=0))
+    with closing(Stream(server, 3000, path="/v1/chat/completions")) as stream:
+        parts = iter(stream)
+        next(parts)
+        fault.write_text("slow")
+        try:
+            wait_until(fault.with_suffix(".reached").exists)
+            server.process.send_signal(signal.SIGTERM)
+            *_, error, done = parts
+        finally:
+            fault.unlink()
+    assert "the server ends" in error["error"]["message"] and done is None
+    assert server.process.wait(HANG_SECONDS) == 0
+
+
+def test_an_answer_that_waits_for_the_disk_when_the_server_ends_is_an_error(start, small_moe: Path, tmp_path: Path):
+    fault = tmp_path / "fault"
+    server = start(faulty_serve(small_moe, fault, grace=0))
+    fault.write_text("slow")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.complete, PROMPT)
+        try:
+            wait_until(fault.with_suffix(".reached").exists)
+            server.process.send_signal(signal.SIGTERM)
+            with pytest.raises(server.internal_error, match="503.*the server ends"):
+                answer.result()
+        finally:
+            fault.unlink()
+    assert server.process.wait(HANG_SECONDS) == 0
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_is_left_after_the_grace_is_cut_and_everything_is_written(start, small_moe: Path, tmp_path: Path, number):
+def test_what_is_left_after_the_grace_is_ended_and_all_is_written(start, small_moe: Path, tmp_path: Path, number):
     maps, learned = tmp_path / "maps.gguf", tmp_path / "learned.gguf"
     with ModelMap(small_moe) as model_map:  # something to write, however much of the request its thread has seen
         store = ExpertMaps.for_model(model_map)

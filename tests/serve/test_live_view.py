@@ -84,11 +84,33 @@ def test_it_moves_while_the_server_decodes_and_its_slider_sets_the_budget(server
         page.wait_for(f"fetch('residency', {{headers: {{Authorization: 'Bearer {KEY}'}}}}).then(r => r.json())"
                       ".then(s => s.settings.budget == s.settings.most_budget)")
 
-        # As wide as a phone: nothing lies outside.
-        page.look(360, 740, dark=True)
-        page.wait_for("document.documentElement.scrollWidth <= 360")
+        # As wide as a phone: nothing lies outside, and nothing needs to be scrolled aside. In both themes.
+        lightness = "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).reduce((a, b) => a + +b, 0) / 3"
+        for dark in (True, False):
+            page.look(375, 740, dark)
+            page.wait_for("document.documentElement.scrollWidth <= 375")
+            scroll = "document.querySelector('.scroll')"
+            page.wait_for(f"{scroll}.scrollWidth <= {scroll}.clientWidth")
+            page.wait_for(f"({lightness} < 64) == {str(dark).lower()}")
+            # What a word means is said where it stands, and in the list.
+            assert page.value("document.getElementById('ttft-of').title").startswith("time to the first token")
+            assert page.value("[...document.querySelectorAll('.terms dt')].every("
+                              "(term) => document.getElementById(term.dataset.of).title)")
         assert page.console == []
     assert server.process.poll() is None
+
+
+def test_recall_has_no_value_where_nothing_is_read_ahead(start, small_moe: Path):
+    server = start(pyorch_serve(small_moe, "--budget", "30%", "--prefetch", "none", "--threads", "1", "--",
+                                "--context-shift"))
+    assert server.get("/residency")["totals"]["recall"] is None
+    with chromium.Page() as page, decoding(server):
+        page.open(f"{server.url}/pyorch")
+        page.wait_for("parseFloat(document.getElementById('tokens')?.textContent) > 0 && "
+                      "parseFloat(document.getElementById('hit-rate').textContent) < 100")
+        assert page.value("document.getElementById('recall').textContent") == "\u2013"
+        assert page.value("document.querySelector('header a').getAttribute('href')") == "./"
+        page.wait_for("/lines of the last \\d+ s/.test(document.getElementById('span').textContent)")
 
 
 def test_experts_on_a_device_are_told_apart(small_moe: Path, tmp_path: Path):

@@ -10,6 +10,7 @@ import signal
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import gguf
@@ -18,7 +19,7 @@ from buddy_lists import random_buddies
 from ggufs import write_moe_model
 from models import PROMPT, small_model
 from processes import pyorch
-from servers import WHOLE_PROMPT, ServerProcess, faulty_serve, pyorch_serve, wait_until
+from servers import WHOLE_PROMPT, ServerProcess, Stream, faulty_serve, pyorch_serve, wait_until
 
 from pyorch.cli import main
 from pyorch.runtime.model_map import ModelMap
@@ -61,6 +62,42 @@ def test_chat_is_answered(server: ServerProcess):
     messages = [{"role": "user", "content": "def add(a, b):"}]
     answer = server.client.chat.completions.create(model="", messages=messages, max_tokens=8, temperature=0)
     assert answer.choices[0].message.content and answer.usage.completion_tokens <= 8
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {
+    "type": "object", "properties": {}, "additionalProperties": False}}}
+TEMPLATE_WITH_TOOLS = """{% if tools %}<|im_start|>system
+<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools><|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_a_tool_call_that_is_required_of_a_template_without_tools_is_refused(server: ServerProcess):
+    def ask(choice: object, stream: bool = False):
+        return server.client.chat.completions.create(
+            model="", messages=[{"role": "user", "content": PROMPT}], max_tokens=2, tools=[TOOL], tool_choice=choice,
+            stream=stream)
+
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        for stream in (False, True):
+            with pytest.raises(server.error, match="chat template of this model knows no tools") as refusal:
+                ask(choice, stream)
+            assert refusal.value.status_code == 400
+    assert ask("auto").choices[0].message.content
+
+
+def test_a_tool_call_that_is_required_of_a_template_with_tools_is_not_refused(start, small_moe: Path, tmp_path: Path):
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE_WITH_TOOLS)
+    server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--", "--chat-template-file",
+                                str(template)))
+    answer = server.client.chat.completions.create(
+        model="", messages=[{"role": "user", "content": PROMPT}], max_tokens=8, tools=[TOOL], tool_choice="required")
+    assert answer.usage.completion_tokens == 8
 
 
 def test_stream_says_the_same_as_the_whole_answer(server: ServerProcess):
@@ -165,6 +202,19 @@ def test_unreadable_expert_fails_the_request_and_spares_the_server(start, small_
     fault.unlink()
     assert server.complete(PROMPT, extra_body=WHOLE_PROMPT) == before
     assert server.stop()[0] == 0
+
+
+def test_a_stream_that_fails_in_the_middle_ends_with_the_reason_and_as_streams_end(
+    start, small_moe: Path, tmp_path: Path
+):
+    fault = tmp_path / "fault"
+    server = start(faulty_serve(small_moe, fault))
+    with closing(Stream(server, 3000, path="/v1/chat/completions")) as stream:
+        parts = iter(stream)
+        next(parts)
+        fault.write_text("broken")
+        *_, error, done = parts
+    assert "Input/output error" in error["error"]["message"] and done is None
 
 
 def test_truncated_file_fails_the_request_and_spares_the_server(start, small_moe: Path, tmp_path: Path):

@@ -55,7 +55,7 @@ function rates(now, before) {
     tokens: grown("tokens") / n_layers / seconds,
     read: grown("bytes_read") / seconds,
     stall: Math.min(1, grown("stall_ns") / 1e9 / seconds),
-    recall: absent > 0 && now.settings.prefetch !== "none" ? Math.min(1, foreseen / absent) : null,
+    recall: absent > 0 && foreseen + grown("prefetch_loads") > 0 ? Math.min(1, foreseen / absent) : null,
   };
 }
 
@@ -94,15 +94,17 @@ function drawFigures(totals) {
   $("tokens").textContent = mean("tokens") === null ? "–" : mean("tokens").toFixed(1);
   $("read").textContent = mean("read") === null ? "–" : `${size(mean("read"))}/s`;
   $("stall").textContent = percent(mean("stall"));
-  $("recall").textContent = percent(mean("recall") ?? totals.recall);
+  $("recall").textContent = percent(mean("recall") ?? (mean("hit") === null ? totals.recall : null));
   const span = history.length ? Math.max(20, history.at(-1)[0] - history[0][0]) : SPAN;
-  const line = (id, name, most) => drawLine($(id), history.map(([t, rate]) => [t, rate[name]]), span, most);
-  line("hit-rate-chart", "hit", 1);
-  line("device-hit-rate-chart", "device", 1);
-  line("tokens-chart", "tokens", null);
-  line("read-chart", "read", null);
-  line("stall-chart", "stall", 1);
-  line("recall-chart", "recall", 1);
+  $("span").textContent = `Numbers are of the last 2 s, lines of the last ${Math.round(span)} s.`;
+  const line = (id, name, most, unit) => drawLine($(id), history.map(([t, rate]) => [t, rate[name]]), span, most, unit);
+  const whole = (share) => `${100 * share} %`;
+  line("hit-rate-chart", "hit", 1, whole);
+  line("device-hit-rate-chart", "device", 1, whole);
+  line("tokens-chart", "tokens", null, (n) => n.toFixed(n < 10 ? 1 : 0));
+  line("read-chart", "read", null, (n) => `${size(n)}/s`);
+  line("stall-chart", "stall", 1, whole);
+  line("recall-chart", "recall", 1, whole);
 }
 
 function warm(now) {
@@ -244,6 +246,8 @@ $("map").addEventListener("keydown", (event) => {
 });
 new ResizeObserver(() => last && drawMap(last)).observe($("map"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => last && drawMap(last));
+
+for (const term of document.querySelectorAll(".terms dt")) $(term.dataset.of).title = term.nextElementSibling.textContent;
 
 for (const [style, text] of [["background: var(--absent)", "not in memory"], ["background: var(--loading)", "being read"], ["scale", "in memory, seldom to often used"], ["device-scale", "on the device, likewise"], ["background: var(--ink); width: .35em; height: .35em; vertical-align: .15em", "pinned"]]) {
   const item = document.createElement("span");

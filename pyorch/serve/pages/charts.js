@@ -18,17 +18,24 @@ function fit(canvas, height) {
   return { context, width, height: tall };
 }
 
-// points: [seconds, value or null], oldest first; span: seconds to show; most: the top of the scale, or null.
-export function drawLine(canvas, points, span, most) {
+// points: [seconds, value or null], oldest first; span: seconds to show; most: the top of the scale, or null; unit: makes
+// text of a value.
+export function drawLine(canvas, points, span, most, unit) {
   const { context, width, height } = fit(canvas);
   const known = points.filter(([, value]) => value !== null);
   const top = most ?? Math.max(...known.map(([, value]) => value), 1e-9);
   const end = points.length ? points[points.length - 1][0] : 0;
   const x = (t) => width - 1 - ((end - t) / span) * (width - 2);
-  const y = (value) => height - 2 - Math.min(1, value / top) * (height - 5);
+  const y = (value) => height - 2 - Math.min(1, value / top) * (height - 5 - LABEL);
   context.strokeStyle = colour("--line");
   context.lineWidth = 1;
   context.strokeRect(0, height - 0.5, width, 0);
+  if (known.length) {
+    context.fillStyle = colour("--soft");
+    context.font = FONT;
+    context.textBaseline = "top";
+    context.fillText(unit(top), 0, 0);
+  }
   context.strokeStyle = colour("--accent");
   context.lineWidth = 1.5;
   context.lineJoin = "round";
@@ -41,6 +48,9 @@ export function drawLine(canvas, points, span, most) {
   }
   context.stroke();
 }
+
+const LABEL = 12; // pixels for the top of a scale, above its line
+const FONT = "10px ui-sans-serif, sans-serif";
 
 const rgb = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 
@@ -62,17 +72,18 @@ export class ExpertMap {
     this.left = label;
     this.size = Math.min(26, (this.canvas.clientWidth - label) / widest);
     this.row = Math.max(7, Math.min(18, this.size));
-    const { context } = fit(this.canvas, Math.ceil(layers.length * this.row));
+    this.top = Math.max(0, (12 - this.row) / 2); // half of the first and the last label stands out of its row
+    const { context } = fit(this.canvas, Math.ceil(layers.length * this.row + 2 * this.top));
     const gap = this.size > 5 ? 1 : 0;
     const [absent, loading, ink] = ["--absent", "--loading", "--ink"].map(colour);
     const [host, device] = [["--cold", "--hot"], ["--device-cold", "--device-hot"]].map((names) => {
       const [cold, hot] = names.map((name) => rgb(colour(name)));
       return Array.from({ length: 33 }, (_, i) => `rgb(${cold.map((c, j) => Math.round(c + ((hot[j] - c) * i) / 32))})`);
     });
-    context.font = "10px ui-sans-serif, sans-serif";
+    context.font = FONT;
     context.textBaseline = "middle";
     layers.forEach((layer, r) => {
-      const y = r * this.row;
+      const y = this.top + r * this.row;
       if (this.row >= 10 || r % 2 === 0) {
         context.fillStyle = colour("--soft");
         context.fillText(layer.layer, 0, y + this.row / 2);
@@ -93,7 +104,7 @@ export class ExpertMap {
       const [r, e] = this.cursor;
       context.strokeStyle = ink;
       context.lineWidth = 1.5;
-      context.strokeRect(this.left + e * this.size - 1, r * this.row - 1, this.size + 1, this.row + 1);
+      context.strokeRect(this.left + e * this.size - 1, this.top + r * this.row - 1, this.size + 1, this.row + 1);
     }
   }
 
@@ -101,7 +112,7 @@ export class ExpertMap {
   at(clientX, clientY) {
     const box = this.canvas.getBoundingClientRect();
     const e = Math.floor((clientX - box.left - this.left) / this.size);
-    const r = Math.floor((clientY - box.top) / this.row);
+    const r = Math.floor((clientY - box.top - this.top) / this.row);
     return this.layers[r] && e >= 0 && e < this.layers[r].states.length ? [r, e] : null;
   }
 

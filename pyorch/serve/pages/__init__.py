@@ -1,0 +1,31 @@
+"""The pages of ours: the live view at /pyorch, which asks /residency and /slots by itself, and a chat page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pyorch.serve.llama_server import Root
+from pyorch.serve.routes import HTML, SCRIPT, STYLE, Answer, Routes
+
+_FILES = {"/pyorch": ("live.html", HTML), "/pyorch/live.css": ("live.css", STYLE),
+          "/pyorch/live.js": ("live.js", SCRIPT), "/pyorch/charts.js": ("charts.js", SCRIPT)}
+
+
+def contents(needs_key: bool, root: Root) -> dict[str, Answer]:
+    """What each path shows. Pages need no API key, they ask for one. root: of "/", see Flags.root."""
+    files = {**_FILES, "/": ("chat.html", HTML)} if root is Root.SMALL_CHAT else _FILES
+    found = {}
+    for path, (name, kind) in files.items():
+        body = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        body = body.replace("NEEDS_KEY", "true" if needs_key else "false").replace(
+            "NO_CHAT", "hidden" if root is Root.LIVE_VIEW else ""
+        )
+        found[path] = Answer(body, kind)
+    return found
+
+
+def add_to(routes: Routes, needs_key: bool, root: Root) -> None:
+    for path, answer in contents(needs_key, root).items():
+        routes.add("GET", path, lambda _, answer=answer: answer, public=True)
+    if root is Root.LIVE_VIEW:
+        routes.add("GET", "/", lambda _: Answer("", HTML, 302, "pyorch"), public=True)
