@@ -103,17 +103,6 @@ def one_by_one(args: argparse.Namespace, name: str) -> list[argparse.Namespace]:
     return [argparse.Namespace(**{**vars(args), name: value}) for value in getattr(args, name) or (None,)]
 
 
-def names() -> dict[str, str]:
-    """What stands between braces in help texts: names that the library knows."""
-    from pyorch.library.choices import Needs, default_policy, listed, policies, predictors
-
-    return {
-        "policies": listed(policies().present), "policy": default_policy(), "predictors": listed(predictors().present),
-        "searching": listed(name for name in predictors().present if Needs.HISTORY & predictors()[name].needs),
-        "executable": listed(predictors().executable),
-    }
-
-
 def _add(
     parser: Any, option: Option, several: bool, default: str | None = None, repeated: bool = False
 ) -> None:
@@ -147,6 +136,7 @@ def _check_lossy(values: Mapping[str, Any]) -> None:
 
 def _check_maps(values: dict[str, Any]) -> None:
     from pyorch.files import check_target
+    from pyorch.library.choices import names
 
     prefetch = values.get("prefetch", OPTIONS["prefetch"].default)
     if not prefetch.searches_maps:
