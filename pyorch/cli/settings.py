@@ -106,9 +106,8 @@ def one_by_one(args: argparse.Namespace, name: str) -> list[argparse.Namespace]:
 def _add(
     parser: Any, option: Option, several: bool, default: str | None = None, repeated: bool = False
 ) -> None:
-    flag = option.flag or "--" + option.name.replace("_", "-")
     if option.metavar is None:
-        parser.add_argument(flag, dest=option.name, action="store_const", const=not option.default,
+        parser.add_argument(option.long_flag, dest=option.name, action="store_const", const=not option.default,
                             help=_escaped(option.help))
         return
     if default is None:
@@ -116,7 +115,7 @@ def _add(
     text = option.help + (f" (default: {default})" if default else "")
     metavar = option.metavar + (",..." if several else "")
     before = "several, with commas between them; each: " if several else "may be repeated; each: " if repeated else ""
-    parser.add_argument(flag, dest=option.name, metavar=metavar, action="append" if repeated else "store",
+    parser.add_argument(option.long_flag, dest=option.name, metavar=metavar, action="append" if repeated else "store",
                         type=_or_help if option.name == "substitution" else str, help=_escaped(before + text))
 
 

@@ -43,6 +43,11 @@ class Option:
     type: str = ""
 
     @property
+    def long_flag(self) -> str:
+        """Of commands, the name: "--vram-budget"."""
+        return self.flag or "--" + self.name.replace("_", "-")
+
+    @property
     def accepts(self) -> str:
         """The annotation of a keyword that gives it: what `read` says that it takes, else the value or its text."""
         given = next(iter(inspect.signature(self.read).parameters.values())).annotation

@@ -78,8 +78,9 @@ def test_help_of_a_command_imports_neither_other_packages_nor_the_runtime(
     others = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
     assert others <= {"pyorch", "cffi", "_cffi_backend", "pycparser"}
     parts = {".".join(name.split(".")[:2]) for name in modules if name.startswith("pyorch.")}
-    assert parts <= {"pyorch.cli", "pyorch.cluster", "pyorch.convert", "pyorch.library", "pyorch.settings",
-                     "pyorch.sizes", "pyorch.errors", "pyorch.starting", "pyorch._libs"}
+    assert parts <= {"pyorch.cli", "pyorch.cluster", "pyorch.convert", "pyorch.files", "pyorch.library",
+                     "pyorch.settings", "pyorch.signals", "pyorch.sizes", "pyorch.errors", "pyorch.starting",
+                     "pyorch._libs"}
 
 
 @pytest.mark.parametrize("words", HELPED)
