@@ -29,6 +29,7 @@ EVERYDAY = {
     "convert": ("pyorch.cli.convert", "convert a Hugging Face checkpoint to GGUF"),
     "prepare": ("pyorch.cli.prepare", "make everything beside a model that helps it on this machine"),
     "config": ("pyorch.cli.config", "show which settings are in force, and where they come from"),
+    "completion": ("pyorch.cli.completion", "print what makes a shell complete commands, flags and models"),
     "models": ("pyorch.cli.models", "list the models on this machine, and remove them"),
     "inspect": ("pyorch.cli.inspect", "show what a model is made of, and how much memory its experts need"),
     "advise": ("pyorch.cli.advise", "say how fast a model would be here at each budget, and what would help"),
@@ -222,7 +223,7 @@ def _no_command(word: str) -> str:
 
 def _refuse_flags_of_llama(command: str, argv: list[str]) -> None:
     """PyorchError, with what to say instead. argparse would read -ngl as -n gl."""
-    if command == "exec":  # what follows may be a script's
+    if command in ("exec", "completion"):  # what follows may be a script's, or half typed
         return
     own = argv[: argv.index("--")] if "--" in argv else argv
     known = {"--ctx-size"} if command == "serve" else set()

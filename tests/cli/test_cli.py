@@ -91,8 +91,9 @@ def test_every_command_explains_itself(words: tuple[str, ...], capsys: pytest.Ca
     shown = capsys.readouterr().out
     usage, _, example = shown.partition("example:")
     assert f"usage: pyorch {' '.join(words)}" in " ".join(usage.split()) and f"pyorch {words[0]}" in example
-    # A script's output is its own; what a cluster does is asked of its status; the others have kinds.
-    silent = {("exec",), ("eval",), ("cluster",)}
+    # A script's output is its own, and so is completion's; what a cluster does is asked of its status; the others have
+    # kinds.
+    silent = {("exec",), ("completion",), ("eval",), ("cluster",)}
     silent |= {("cluster", action) for action in ("up", "serve", "measure", "down")}
     assert "--json" in usage or words in silent
 
