@@ -28,8 +28,6 @@ EVERYDAY = {
     "cluster": ("pyorch.cli.cluster", "run several servers of a model, with Ray"),
     "convert": ("pyorch.cli.convert", "convert a Hugging Face checkpoint to GGUF"),
     "prepare": ("pyorch.cli.prepare", "make everything beside a model that helps it on this machine"),
-    "config": ("pyorch.cli.config", "show which settings are in force, and where they come from"),
-    "completion": ("pyorch.cli.completion", "print what makes a shell complete commands, flags and models"),
     "models": ("pyorch.cli.models", "list the models on this machine, and remove them"),
     "inspect": ("pyorch.cli.inspect", "show what a model is made of, and how much memory its experts need"),
     "advise": ("pyorch.cli.advise", "say how fast a model would be here at each budget, and what would help"),
@@ -38,6 +36,8 @@ EVERYDAY = {
     "eval": ("pyorch.cli.eval", "measure accuracy, and what lossy settings cost of it"),
     "exec": ("pyorch.cli.exec", "run a script or module written for llama_cpp under a memory budget"),
     "demo": ("pyorch.cli.demo", "see pyorch work on a small model, in less than a minute"),
+    "config": ("pyorch.cli.config", "show which settings are in force, and where they come from"),
+    "completion": ("pyorch.cli.completion", "print what makes a shell complete commands, flags and models"),
 }
 STEPS = {
     "calibrate": ("pyorch.cli.calibrate", "measure the average output of each expert, which predictors compute with"),
@@ -143,7 +143,7 @@ def configuration() -> Configuration | None:
     return _Parser.configuration
 
 
-def make_parser(commands: Collection[str]) -> argparse.ArgumentParser:
+def make_parser(commands: Collection[str]) -> _Parser:
     """Of the program, with the arguments of these commands; of the others it has the summaries."""
     parser = _Parser(
         prog="pyorch",
@@ -202,11 +202,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         _Parser.configuration = Configuration(path)
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # the parser of all commands would say it, and name its own --help
-        words = (args.command, getattr(args, "kind", None), getattr(args, "action", None))
-        parser.prog = " ".join(["pyorch", *filter(None, words)])
+        words = [*filter(None, (args.command, getattr(args, "kind", None), getattr(args, "action", None)))]
+        for word in words:
+            parser = nested(parser).get(word, parser)
+        parser.prog = " ".join(["pyorch", *words])
         if any(word.partition("=")[0] == "--config" for word in unknown):
             raise PyorchError(f"--config FILE has its place before the command: pyorch --config FILE {args.command}")
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        parser.refuse(unknown)
     if args.version:
         args.run = _print_version
     elif args.command is None:
@@ -248,6 +250,15 @@ class _Parser(argparse.ArgumentParser):
             return found, unknown
         self.configuration.apply(self, model)
         return super().parse_known_args(args, namespace)
+
+    def refuse(self, unknown: Sequence[str], hint: str = "") -> NoReturn:
+        """Says what was probably meant by arguments that are not known."""
+        import difflib
+
+        known = [flag for action in self._actions for flag in action.option_strings]
+        meant = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1, 0.75)
+        hints = "; ".join([*(f"did you mean {flag}?" for flag in meant), *([hint] if hint else [])])
+        self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f" ({hints})" if hints else ""))
 
     def error(self, message: str) -> NoReturn:
         raise PyorchError(f"{message}; {self.prog} --help shows what can be given")

@@ -23,6 +23,7 @@ import contextlib
 import difflib
 import fnmatch
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,17 +211,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         path = configuration.path if configuration else f"{cli.config_path()}, which is not there"
         show([Facts([("file", str(path)), ("for", " ".join([*shown, *words]))]), "",
-              Table(("flag", "value", "from"), [(name, "" if value is None else str(value), where)
+              Table(("flag", "value", "from"), [(name, _text_of(value), where)
                                                 for name, value, where in rows], left=("flag", "value", "from"))])
     return 0
+
+
+def _text_of(value: Any) -> str:
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _shown(action: argparse.Action, value: Any) -> Any:
     if action.nargs == 0:
         return value is not None and value == action.const
-    if value is None and action.dest in OPTIONS:
+    if value is None:
         from pyorch.library.choices import with_names  # as help texts do
 
-        option = OPTIONS[action.dest]
-        value = with_names(option.default_text) or option.plain_default
+        default = re.search(r"\(default: ((?:[^()]|\([^()]*\))*)\)$", with_names(action.help or "").replace("%%", "%"))
+        return default and default[1]
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value

@@ -100,6 +100,7 @@ def test_config_says_what_is_in_force_and_where_it_is_from(write, capsys: pytest
     assert main(["config", "run", "small-moe.gguf", "--json"]) == 0
     rows = {row["name"]: (row["value"], row["from"]) for row in json.loads(capsys.readouterr().out)}
     assert rows["tokens"] == (3, f"{path}:5") and rows["budget"] == ("auto", "default")
+    assert rows["policy"] == ("learned", "default") and rows["ctx"] == ("as trained, at most 4096", "default")
     assert main(["config"]) == 0
     shown = capsys.readouterr().out
     assert f"{path}:3" in shown and str(path) in shown.splitlines()[0]
