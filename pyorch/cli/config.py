@@ -23,6 +23,7 @@ import contextlib
 import difflib
 import fnmatch
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -142,8 +143,8 @@ class Configuration:
 
     def _check_known(self, section: tuple[str, ...], words: Sequence[str], key: str, is_table: bool) -> None:
         """PyorchError for a key that is no flag of the command, nor of one below it, and no name of such a command."""
-        if not is_table and not words and any(f"--{key}" == option.long_flag for option in OPTIONS.values()):
-            return  # which some command has: no need to look at them all
+        if not words and key in (cli.COMMANDS if is_table else [option.long_flag[2:] for option in OPTIONS.values()]):
+            return  # no need to look at all commands
         parser = cli.make_parser(words[:1] or cli.COMMANDS)
         for word in words:
             parser = cli.nested(parser)[word]
@@ -175,7 +176,7 @@ def _keys(parsed: dict[str, Any]) -> Iterator[str]:
 def _text(key: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise PyorchError(f"{key} is {json.dumps(value, default=str)}, and must be a text or a number")
-    return str(value)
+    return os.path.expanduser(str(value))  # as a shell would
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:

@@ -46,9 +46,10 @@ def test_what_is_said_more_closely_wins(write, words: list[str], tokens: int) ->
 
 
 def test_a_value_means_what_the_flag_means(write, tmp_path: Path) -> None:
-    write('buffered = true\nverbose = true\nbudget = "40%"\n[profile]\ndata = ["a.txt", "b.txt"]\noutput = "x.trace"\n'
-          '[model.other]\nverbose = false\n')
-    flags = ["--buffered", "--verbose", "--budget", "40%", "--data", "a.txt", "b.txt", "--output", "x.trace"]
+    write('buffered = true\nverbose = true\nbudget = "40%"\n[profile]\ndata = ["a.txt", "~/b.txt"]\n'
+          'output = "x.trace"\n[model.other]\nverbose = false\n')
+    data = ["a.txt", str(Path.home() / "b.txt")]
+    flags = ["--buffered", "--verbose", "--budget", "40%", "--data", *data, "--output", "x.trace"]
     by_file = vars(_parse(["profile", "model.gguf"]))
     elsewhere = tmp_path / "empty.toml"
     elsewhere.touch()
