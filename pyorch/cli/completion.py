@@ -19,7 +19,7 @@ from pyorch.cli.options import add_command
 _SCRIPTS = {
     "bash": r"""
 _pyorch() {
-    local IFS=$'\n' cur="${COMP_WORDS[COMP_CWORD]}"
+    local IFS=$'\n'
     COMPREPLY=($(pyorch completion words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null | cut -f 1))
     compopt -o filenames
 }
