@@ -135,7 +135,7 @@ def _discard_output() -> None:
 def config_path() -> Path:
     """Where the user's file of settings is looked for."""
     home = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(home) if os.path.isabs(home) else Path("~/.config").expanduser()) / "pyorch/config.toml"
+    return Path(home if os.path.isabs(home) else os.path.expanduser("~/.config"), "pyorch/config.toml")
 
 
 def configuration() -> Configuration | None:
@@ -196,7 +196,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         _refuse_flags_of_llama(chosen, argv)
     path = Path(first.config) if first.config is not None else config_path()
     _Parser.configuration = None
-    if first.config is not None or path.is_file():
+    if first.config is not None or os.path.isfile(path):  # which is so of none that somebody else may read alone
         from pyorch.cli.config import Configuration
 
         _Parser.configuration = Configuration(path)
