@@ -44,10 +44,14 @@ test-vulkan: setup
 test-cuda-build: setup
 	@$(BIN)/python scripts/device_build.py cuda
 
-# For other machines: dist/pyorch-VERSION-py3-none-manylinux_..._ARCHITECTURE.whl. It need not be built on the processor
-# that it is for, but on a system whose glibc is not newer than those it is for.
-wheel: $(STAMPS)/wheel-tools
-	@$(BIN)/python scripts/make_wheel.py
+# For other machines: dist/pyorch-VERSION-py3-none-manylinux_..._ARCHITECTURE.whl, with the chat page where there is
+# Node 20 or newer. It need not be built on the processor that it is for (make wheel ARCHITECTURE=aarch64), but on a
+# system whose glibc is not newer than those it is for.
+ARCHITECTURE ?= $(shell uname -m)
+
+HAS_NODE := $(shell node -e 'process.exit(parseInt(process.versions.node) < 20)' 2>/dev/null && command -v npm)
+wheel: $(STAMPS)/wheel-tools $(if $(HAS_NODE),build/chat-page/SOURCE)
+	@$(BIN)/python scripts/make_wheel.py --architecture $(ARCHITECTURE)
 
 # Installs it where there is no compiler, and runs it on processors that this is not; the latter needs qemu-user.
 test-wheel: setup wheel
@@ -97,9 +101,11 @@ build/bench/deep.gguf: build/bench/small.gguf
 setup: $(STAMPS)/pyorch
 
 # llama-server's chat page, which the next build takes into its library. Needs Node 20 or newer, and some minutes.
-chat-page: $(STAMPS)/venv
+build/chat-page/SOURCE: scripts/build_chat_page.py native/cmake/llama-cpp-python.txt | $(STAMPS)/venv
 	@echo "building the chat page"
 	@$(BIN)/python scripts/build_chat_page.py build/chat-page
+
+chat-page: build/chat-page/SOURCE
 	@rm -f $(STAMPS)/pyorch
 	@$(MAKE) --no-print-directory setup
 

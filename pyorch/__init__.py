@@ -12,14 +12,14 @@ _libs.choose_spin_count()
 TYPE_CHECKING = False  # typing alone would take as long as all that is imported here
 if TYPE_CHECKING:
     from pyorch.errors import BudgetError, DeviceError, ExpertReadError, FormatError, OutOfMemoryError, PyorchError
-    from pyorch.llama.interception import manage
     from pyorch.llama.layer import LayerSettings
-    from pyorch.llama.model import Model, load
+    from pyorch.llama.model import Model
     from pyorch.runtime.callbacks import Routing
     from pyorch.runtime.engine import Engine
     from pyorch.runtime.model_map import ModelMap
     from pyorch.runtime.statistics import Stats
     from pyorch.settings.substitution import Substitution
+    from pyorch.signatures import load, manage  # what load and manage of _HOMES are to editors
 
 __version__: str
 

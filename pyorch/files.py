@@ -7,14 +7,21 @@ import fcntl
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from pyorch.errors import PyorchError
+from pyorch.errors import FormatError, PyorchError
 from pyorch.signals import terminable
 from pyorch.sizes import format_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 # Beyond the tensors a GGUF holds a vocabulary; what else writes to the disk needs something too.
 SPARE_BYTES = 32 << 20
@@ -31,6 +38,18 @@ def check_target(target: Path) -> None:
         raise PyorchError(f"the output {target} is no file, and would be replaced by one: name another")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PyorchError(f"the output directory {directory} is not writable")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file holds. FormatError for one that cannot be read."""
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as error:
+        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise FormatError(f"{path} is not UTF-8 text") from None
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not TOML: {error}") from None
 
 
 def check_free_space(directory: Path, n_bytes: int) -> None:

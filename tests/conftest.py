@@ -16,6 +16,9 @@ sys.dont_write_bytecode = False
 # Threads of numpy's spin while they wait for each other, which takes long where several tests run at once.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# The settings of whoever runs the tests are not theirs.
+os.environ["XDG_CONFIG_HOME"] = os.devnull
+
 # A proxy of this machine leads nowhere but out of it: servers of the tests are asked directly.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 

@@ -102,3 +102,12 @@ def test_the_commands_of_a_page_run(name: str, small_moe: Path, tmp_path: Path, 
         for block in blocks(ROOT / "docs" / name):
             if not block.by_hand:
                 run.run(block)
+
+
+def test_the_program_of_the_readme_runs(small_moe: Path, tmp_path: Path) -> None:
+    furnish(tmp_path, small_moe)
+    programs = [block for block in blocks(ROOT / "README.md") if block.language == "python"]
+    assert programs
+    with PageRun(tmp_path) as run:
+        for program in programs:
+            run.run(program)

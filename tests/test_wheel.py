@@ -1,11 +1,13 @@
 """The wheel for other machines, which `make test-wheel` builds: installed where there is no compiler, run on processors
-that this is not. `--wheel` names it, or the folder that it is in."""
+that this is not. `--wheel` names it, or the folder that it is in; one of another architecture runs under QEMU, with
+Debian's Python for it."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -27,8 +29,19 @@ from make_wheel import ADDED, NOTICES, without_notice  # noqa: E402
 
 from pyorch import _libs  # noqa: E402
 
-# Those without vectors of 256 bits, with them, and with fused multiplication: as many as QEMU's translator can be.
-EMULATED = {"core2duo": "x64", "Nehalem": "sse42", "SandyBridge": "sandybridge", "Haswell": "haswell"}
+# Processors that QEMU can be, and the kernels that are for them. Those of x86-64 are without vectors of 256 bits, with
+# them, and with fused multiplication; those of aarch64 without and with dot products, and with all that QEMU has.
+EMULATED = {
+    "core2duo": "x64", "Nehalem": "sse42", "SandyBridge": "sandybridge", "Haswell": "haswell",
+    "cortex-a57": "armv8.0_1", "neoverse-n1": "armv8.2_2", "max": "armv8.6_2",
+}
+AARCH64 = {"armv8.0_1", "armv8.2_2", "armv8.6_1", "armv8.6_2"}
+
+# What Debian's Python is made of, but for what nothing here uses.
+FOREIGN = ("python3.11", "python3.11-minimal", "libpython3.11-minimal", "libpython3.11-stdlib", "libc6", "libgcc-s1",
+           "libstdc++6", "zlib1g", "libexpat1", "libssl3", "libffi8", "libbz2-1.0", "liblzma5", "libuuid1",
+           "libsqlite3-0", "libgomp1")
+DEBIAN = {"aarch64": "arm64", "x86_64": "amd64"}  # what it calls architectures
 
 # What each kind of kernels needs, the best one last, by Linux's names; as score() of ggml's cpu-feats.cpp has it.
 _AVX2 = ["avx", "avx2", "bmi2", "fma", "f16c"]
@@ -93,6 +106,7 @@ class Installed:
     """A virtual environment with the wheel in it, in a world without compilers and without variables."""
 
     def __init__(self, directory: Path, wheel: Path) -> None:
+        self.architecture = platform.machine()
         subprocess.run([sys.executable, "-m", "venv", directory], check=True, timeout=HANG_SECONDS)
         self.python = directory / "bin/python"
         self.environment = {"PATH": str(directory / "bin"), "HOME": str(directory), "LANG": "C.UTF-8"}
@@ -104,10 +118,17 @@ class Installed:
         site, = directory.glob("lib/python3*/site-packages")
         self.site = site
 
-    def run(
-        self, *arguments: object, under: tuple[str, ...] = (), **variables: str
-    ) -> subprocess.CompletedProcess[str]:
-        command = [*under, str(self.python), *map(str, arguments)]
+    def emulator(self, processor: str) -> list[str]:
+        """What runs a program on a processor; on this one, if none is named."""
+        if not processor:
+            return []
+        found = shutil.which(f"qemu-{self.architecture}")
+        if found is None:
+            pytest.skip(f"qemu-{self.architecture} is not installed: apt install qemu-user")
+        return [found, "-cpu", processor]
+
+    def run(self, *arguments: object, processor: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [*self.emulator(processor), str(self.python), *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=self.python.parent,
                               env={**self.environment, **variables})
 
@@ -117,15 +138,51 @@ class Installed:
         elsewhere = ["-C", str(self.python.parent)]  # Python would find the package where it stands
         return ServerProcess([shutil.which("env"), "-i", *elsewhere, *variables, str(self.python), *arguments], log)
 
-    def probe(self, models: list[Path], under: tuple[str, ...] = (), **variables: str) -> dict:
-        done = self.run("-c", PROBE, *models, under=under, **variables)
+    def probe(self, models: list[Path], processor: str = "", **variables: str) -> dict:
+        done = self.run("-c", PROBE, *models, processor=processor, **variables)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
 
+class Foreign(Installed):
+    """The same for a wheel of another architecture: a folder with Debian's Python for it, which QEMU runs."""
+
+    def __init__(self, directory: Path, wheel: Path, architecture: str) -> None:
+        self.architecture = architecture
+        directory.mkdir()
+        self.python, self.site = directory / "usr/bin/python3.11", directory / "usr/lib/python3/dist-packages"
+        self.environment = {"PATH": "/nowhere", "HOME": str(directory), "LANG": "C.UTF-8",
+                            "QEMU_LD_PREFIX": str(directory)}
+        packages = [f"{name}:{DEBIAN[architecture]}" for name in FOREIGN]
+        done = subprocess.run(["apt-get", "download", "-qq", *packages], cwd=directory, capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"needs Debian's Python 3.11 for {architecture}: dpkg --add-architecture "
+                        f"{DEBIAN[architecture]} && apt-get update ({done.stderr.strip()})")
+        for package in directory.glob("*.deb"):
+            subprocess.run(["dpkg", "-x", package, directory], check=True)
+        platforms = [word for glibc in range(17, 37) for word in ("--platform", f"manylinux_2_{glibc}_{architecture}")]
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", self.site, "--only-binary", ":all:",
+                        *platforms, "--platform", f"manylinux2014_{architecture}", "--python-version", "3.11", "--abi",
+                        "cp311", "--abi", "abi3", "--abi", "none", "-c", ROOT / "constraints.txt", wheel], check=True)
+
+    def emulator(self, processor: str) -> list[str]:
+        return super().emulator(processor or "max")
+
+
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    return Installed(tmp_path_factory.mktemp("clean") / "venv", wheel)
+    architecture = wheel.stem.partition("manylinux_")[2].split("_", 2)[2]
+    directory = tmp_path_factory.mktemp("clean") / "venv"
+    foreign = architecture != platform.machine()
+    return Foreign(directory, wheel, architecture) if foreign else Installed(directory, wheel)
+
+
+@pytest.fixture(scope="module")
+def native(installed: Installed) -> Installed:
+    """For what is about this processor, or needs programs that start programs."""
+    if isinstance(installed, Foreign):
+        pytest.skip(f"the wheel is for {installed.architecture}")
+    return installed
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +209,7 @@ def models(small_moe: Path, small_moe_q4: Path) -> list[Path]:
 
 def test_its_name_says_what_it_runs_on(wheel: Path, variants: list[str]) -> None:
     assert re.fullmatch(r"pyorch-[\d.]+-py3-none-manylinux_2_\d+_\w+\.whl", wheel.name)
-    assert set(variants) == NEEDS.keys() if wheel.stem.endswith("_x86_64") else len(variants) > 1
+    assert set(variants) == (NEEDS.keys() if wheel.stem.endswith("_x86_64") else AARCH64)
 
 
 def test_everything_in_it_has_a_notice(wheel: Path) -> None:
@@ -169,11 +226,11 @@ def test_everything_in_it_has_a_notice(wheel: Path) -> None:
 
 
 def test_it_takes_the_best_kernels_for_this_processor(
-    installed: Installed, variants: list[str], models: list[Path]
+    native: Installed, variants: list[str], models: list[Path]
 ) -> None:
     flags = re.search(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split()
     able = [name for name in NEEDS if name in variants and set(NEEDS[name]) <= set(flags)]
-    assert installed.probe(models)["kernels"] == able[-1:]
+    assert native.probe(models)["kernels"] == able[-1:]
 
 
 def test_commands_run_and_stay_lossless(installed: Installed, models: list[Path]) -> None:
@@ -193,9 +250,9 @@ def test_the_demo_says_what_it_needs(installed: Installed) -> None:
 
 
 def test_it_serves_answers_pages_and_ends_when_told(
-    wheel: Path, installed: Installed, models: list[Path], tmp_path: Path
+    wheel: Path, native: Installed, models: list[Path], tmp_path: Path
 ) -> None:
-    server = installed.serve(models[0], tmp_path / "log", "--budget", "40%", "--threads", "1")
+    server = native.serve(models[0], tmp_path / "log", "--budget", "40%", "--threads", "1")
     try:
         assert server.get("/health") == {"status": "ok"}
         assert server.complete(PROMPT)
@@ -231,23 +288,22 @@ def test_llama_cpp_alone_finds_the_kernels(installed: Installed, models: list[Pa
 
 @pytest.mark.parametrize("processor", EMULATED)
 def test_on_another_processor_it_takes_its_kernels_and_they_compute_the_same_bits_as_here(
-    installed: Installed, with_only: Callable[..., str], models: list[Path], processor: str
+    installed: Installed, with_only: Callable[..., str], variants: list[str], models: list[Path], processor: str
 ) -> None:
-    emulator = shutil.which("qemu-x86_64")
-    if emulator is None:
-        pytest.skip("qemu-x86_64 is not installed: apt install qemu-user")
-    there = installed.probe(models, (emulator, "-cpu", processor))
+    if EMULATED[processor] not in variants:
+        pytest.skip("the wheel is for another architecture")
+    there = installed.probe(models, processor)
     assert there["kernels"] == [EMULATED[processor]]
     assert installed.probe(models, PYTHONPATH=with_only(EMULATED[processor])) == there
 
 
 def test_all_kernels_that_this_processor_has_run(
-    installed: Installed, with_only: Callable[..., str], variants: list[str], models: list[Path]
+    native: Installed, with_only: Callable[..., str], variants: list[str], models: list[Path]
 ) -> None:
     flags = re.search(r"^flags\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split()
     for name in variants:
         if set(NEEDS[name]) <= set(flags):
-            assert installed.probe(models, PYTHONPATH=with_only(name))["kernels"] == [name]
+            assert native.probe(models, PYTHONPATH=with_only(name))["kernels"] == [name]
 
 
 def test_its_threads_sleep_soon_when_they_wait_whichever_libgomp_was_there_before(installed: Installed) -> None:

@@ -50,10 +50,13 @@ if(PYORCH_PORTABLE)
     set(GGML_NATIVE           OFF)
     set(GGML_BACKEND_DL       ON)
     set(GGML_CPU_ALL_VARIANTS ON)
-    # Of x86-64, those that many processors have, and those whose instructions speed up what models of experts compute.
-    # A processor between two of them takes the one below.
-    if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$" AND NOT DEFINED GGML_CPU_VARIANTS)
+    # Those that many processors have, and those whose instructions speed up what models of experts compute. A processor
+    # between two of them takes the one below.
+    if(DEFINED GGML_CPU_VARIANTS)
+    elseif(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
         set(GGML_CPU_VARIANTS x64 sse42 sandybridge haswell alderlake skylakex cascadelake icelake zen4)
+    elseif(CMAKE_SYSTEM_PROCESSOR STREQUAL "aarch64")
+        set(GGML_CPU_VARIANTS armv8.0_1 armv8.2_2 armv8.6_1 armv8.6_2)
     endif()
 endif()
 # A device behind a socket: another machine's, and the one that tests of the device tier have everywhere.

@@ -27,10 +27,13 @@ OnProgress = Callable[[str, int, int], None]  # what is measured, done, total
 
 DISK_SECONDS = 3.0
 N_ROUNDS = 3
+SIMILAR = 0.25  # one round will do where it reads weights as fast, but for this share, as another shape was found to
 N_PROMPT, N_TOKENS = 256, 64
 MAX_DECODE_SECONDS = 4.0
 
 BUSY = 0.5  # load average, which our own work before raises too: with more, what is measured may be too little
+
+START_SECONDS = 1.0  # where computing is not measured
 
 _VERSION = 1  # of what is kept
 
@@ -85,7 +88,7 @@ class Machine:
 
     def compute(self) -> Compute:
         shape = read_shape(self._map)
-        name = _name(shape, self._n_threads)
+        name = _name("compute", self._n_threads, shape.metadata, shape.tensors)
         if not self._again and (before := _read(name)) is not None:
             return before
         self.load = os.getloadavg()[0]
@@ -97,12 +100,18 @@ class Machine:
                 write_probe(shape, paths[n_blocks], n_blocks)
             runs: dict[int, list[Measurement]] = {n_blocks: [] for n_blocks in paths}
             total = N_ROUNDS * len(paths)
+            known = None if self._again else kept.read(_name("rate", self._n_threads))
             for _ in range(N_ROUNDS):
                 for n_blocks, path in paths.items():
                     done = sum(map(len, runs.values()))
                     self._on_progress("measuring how fast this machine computes", done, total)
                     runs[n_blocks].append(self._measure(path))
-        found = extrapolated(shape, {n: _medians(measured) for n, measured in runs.items()})
+                found = extrapolated(shape, {n: _medians(measured) for n, measured in runs.items()})
+                rate = shape.token_bytes / found.decode_seconds
+                if isinstance(known, float) and known > 0 and abs(rate / known - 1) < SIMILAR:
+                    break
+        if len(runs[small]) == N_ROUNDS:
+            kept.keep(_name("rate", self._n_threads), rate)
         kept.keep(name, asdict(found))
         return found
 
@@ -158,14 +167,13 @@ def _directory_for_probes(beside: Path | None):
         yield Path(path)
 
 
-def _name(shape: Shape, n_threads: int) -> str:
-    """Under which the computing of this shape is kept."""
+def _name(kind: str, n_threads: int, *of_shape: object) -> str:
+    """Under which it is kept what this processor does, with a model of a shape."""
     try:
         processor = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
         processor = None
-    return kept.name_of(
-        "compute", (_VERSION, n_threads, processor[1] if processor else "", shape.metadata, shape.tensors))
+    return kept.name_of(kind, (_VERSION, n_threads, processor[1] if processor else "", *of_shape))
 
 
 def _read(name: str) -> Compute | None:

@@ -67,6 +67,12 @@ class Shape:
     moe_blocks: tuple[int, ...]
     active_bytes: tuple[float, ...]
 
+    @property
+    def token_bytes(self) -> float:
+        """Of all weights that a decoded token reads: those of the blocks, and the output matrix."""
+        tables = {tensor.name: tensor.n_bytes for tensor in self.tensors}
+        return sum(self.active_bytes) + tables.get("output.weight", tables.get("token_embd.weight", 0))
+
     def sizes(self) -> tuple[int, int]:
         """Blocks of the smaller and of the larger probe; the same number where the model has no more."""
         last = min(_WIDE, len(self.moe_blocks) - 1)

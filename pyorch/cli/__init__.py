@@ -11,10 +11,15 @@ import io
 import os
 import sys
 import unicodedata
+from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from pyorch.errors import PyorchError
+
+if TYPE_CHECKING:
+    from pyorch.cli.config import Configuration
 
 # Command: module, what it does. Those of every day; then the steps of prepare, and what looks at traces.
 EVERYDAY = {
@@ -31,6 +36,8 @@ EVERYDAY = {
     "eval": ("pyorch.cli.eval", "measure accuracy, and what lossy settings cost of it"),
     "exec": ("pyorch.cli.exec", "run a script or module written for llama_cpp under a memory budget"),
     "demo": ("pyorch.cli.demo", "see pyorch work on a small model, in less than a minute"),
+    "config": ("pyorch.cli.config", "show which settings are in force, and where they come from"),
+    "completion": ("pyorch.cli.completion", "print what makes a shell complete commands, flags and models"),
 }
 STEPS = {
     "calibrate": ("pyorch.cli.calibrate", "measure the average output of each expert, which predictors compute with"),
@@ -125,7 +132,19 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def config_path() -> Path:
+    """Where the user's file of settings is looked for."""
+    home = os.environ.get("XDG_CONFIG_HOME", "")
+    return Path(home if os.path.isabs(home) else os.path.expanduser("~/.config"), "pyorch/config.toml")
+
+
+def configuration() -> Configuration | None:
+    """The file of settings that is in force, None where there is none."""
+    return _Parser.configuration
+
+
+def make_parser(commands: Collection[str]) -> _Parser:
+    """Of the program, with the arguments of these commands; of the others it has the summaries."""
     parser = _Parser(
         prog="pyorch",
         description="Runs Mixture-of-Experts models larger than memory.",
@@ -133,22 +152,63 @@ def _parse(argv: list[str]) -> argparse.Namespace:
                "`pyorch COMMAND --help` shows the options of a command, with an example.",
     )
     parser.add_argument("--version", action="store_true", help="show the version")
+    parser.add_argument("--config", metavar="FILE",
+                        help="before COMMAND: the file of settings (default: pyorch/config.toml in ~/.config)")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for command, (module, summary) in COMMANDS.items():
+        if command in commands:
+            import_module(module).add_parser(subparsers, summary)
+        elif command in EVERYDAY:
+            subparsers.add_parser(command, help=summary)
+    return parser
+
+
+def nested(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the commands below one, by name."""
+    return next((action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)), {})
+
+
+def with_nested(
+    parser: argparse.ArgumentParser, *words: str
+) -> Iterator[tuple[Sequence[str], argparse.ArgumentParser]]:
+    """A command and all those below it, with their words."""
+    yield words, parser
+    for word, below in nested(parser).items():
+        yield from with_nested(below, *words, word)
+
+
+def flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """The flags of a command that can be set, by name without dashes."""
+    return {flag.lstrip("-"): action for action in parser._actions for flag in action.option_strings
+            if action.dest not in ("help", "version", "config") and action.help != argparse.SUPPRESS}
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    before = _Parser(prog="pyorch", add_help=False, allow_abbrev=False)
+    before.add_argument("--config")
+    before.add_argument("words", nargs=argparse.REMAINDER)
+    first = before.parse_known_args(argv)[0]
+    chosen = first.words[0] if first.words else None
     if chosen is not None and chosen not in COMMANDS:
         raise PyorchError(_no_command(chosen))
-    for command, (_, summary) in EVERYDAY.items():
-        if command != chosen:
-            subparsers.add_parser(command, help=summary)
+    parser = make_parser([chosen])
     if chosen is not None:
-        module, summary = COMMANDS[chosen]
-        import_module(module).add_parser(subparsers, summary)
         _refuse_flags_of_llama(chosen, argv)
+    path = Path(first.config) if first.config is not None else config_path()
+    _Parser.configuration = None
+    if first.config is not None or os.path.isfile(path):  # which is so of none that somebody else may read alone
+        from pyorch.cli.config import Configuration
+
+        _Parser.configuration = Configuration(path)
     args, unknown = parser.parse_known_args(argv)
     if unknown:  # the parser of all commands would say it, and name its own --help
-        words = (args.command, getattr(args, "kind", None), getattr(args, "action", None))
-        parser.prog = " ".join(["pyorch", *filter(None, words)])
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        words = [*filter(None, (args.command, getattr(args, "kind", None), getattr(args, "action", None)))]
+        for word in words:
+            parser = nested(parser).get(word, parser)
+        parser.prog = " ".join(["pyorch", *words])
+        if any(word.partition("=")[0] == "--config" for word in unknown):
+            raise PyorchError(f"--config FILE has its place before the command: pyorch --config FILE {args.command}")
+        parser.refuse(unknown)
     if args.version:
         args.run = _print_version
     elif args.command is None:
@@ -165,7 +225,7 @@ def _no_command(word: str) -> str:
 
 def _refuse_flags_of_llama(command: str, argv: list[str]) -> None:
     """PyorchError, with what to say instead. argparse would read -ngl as -n gl."""
-    if command == "exec":  # what follows may be a script's
+    if command in ("exec", "completion"):  # what follows may be a script's, or half typed
         return
     own = argv[: argv.index("--")] if "--" in argv else argv
     known = {"--ctx-size"} if command == "serve" else set()
@@ -176,7 +236,29 @@ def _refuse_flags_of_llama(command: str, argv: list[str]) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses in one sentence, as everything else does."""
+    """Refuses in one sentence, as everything else does. What the user's file says is a default."""
+
+    configuration: ClassVar[Configuration | None] = None
+
+    def parse_known_args(self, args=None, namespace=None):
+        if self.configuration is None or " " not in self.prog:
+            return super().parse_known_args(args, namespace)
+        self.configuration.apply(self)
+        found, unknown = super().parse_known_args(args, namespace)
+        model = getattr(found, "model", None)
+        if model is None or not self.configuration.models:
+            return found, unknown
+        self.configuration.apply(self, model)
+        return super().parse_known_args(args, namespace)
+
+    def refuse(self, unknown: Sequence[str], hint: str = "") -> NoReturn:
+        """Says what was probably meant by arguments that are not known."""
+        import difflib
+
+        known = [flag for action in self._actions for flag in action.option_strings]
+        meant = difflib.get_close_matches(unknown[0].partition("=")[0], known, 1, 0.75)
+        hints = "; ".join([*(f"did you mean {flag}?" for flag in meant), *([hint] if hint else [])])
+        self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f" ({hints})" if hints else ""))
 
     def error(self, message: str) -> NoReturn:
         raise PyorchError(f"{message}; {self.prog} --help shows what can be given")

@@ -84,9 +84,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "here)")
     parser.add_argument("--read-bandwidth", type=rate, metavar="RATE",
                         help="speed of the disk, such as 3GB/s (default: measured)")
-    parser.add_argument("--compute-ms", type=number(above=0), metavar="MS",
-                        help="time to decode a token when all experts are in memory (default: measured on small models "
-                             "of the same shape)")
+    parser.add_argument("--compute-ms", type=_times, metavar="MS[:MS]",
+                        help="time to decode a token when all experts are in memory, and behind a colon that of a "
+                             "token of a prompt: then nothing is computed here (default: measured on small models of "
+                             "the same shape)")
     devices = parser.add_argument_group(
         "devices", "One of this machine, whose speed is measured, or one that it might have.")
     devices.add_argument("--device", metavar="NAME",
@@ -132,6 +133,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         show(_parts(advice))
     return 0
+
+
+def _times(text: str) -> tuple[float, ...]:
+    """Of a decoded token, and of one of a prompt if that is said."""
+    return tuple(map(number(above=0), text.split(":", 1)))
 
 
 def _link(text: str) -> float:
@@ -209,7 +215,7 @@ def _advise(
     from pyorch.advise.device import rest_for_experts as rest_of_device
     from pyorch.advise.estimates import Estimator
     from pyorch.advise.gains import gains
-    from pyorch.advise.machine import BUSY, Compute, Disk, Machine
+    from pyorch.advise.machine import BUSY, START_SECONDS, Compute, Disk, Machine
     from pyorch.advise.memory import context_bytes, rest_for_experts
     from pyorch.advise.routing import routing_of
     from pyorch.llama.device import host_bytes_beside_device
@@ -225,10 +231,11 @@ def _advise(
     routing = routing_of(model_map, _trace(args, model_map, Trace))
     machine = Machine(model_map, n_threads, progress.update, args.again)
     disk = Disk(args.read_bandwidth, "given") if args.read_bandwidth else machine.disk()
-    compute = machine.compute()
-    if args.compute_ms is not None:
-        faster = compute.decode_seconds / (args.compute_ms / 1000)
-        compute = Compute(args.compute_ms / 1000, compute.prefill_seconds / faster, compute.start_seconds)
+    decode, prompt = (*(ms / 1000 for ms in args.compute_ms or ()), None, None)[:2]
+    compute = Compute(decode, prompt, START_SECONDS) if prompt else machine.compute()
+    if decode and not prompt:
+        compute = replace(compute, decode_seconds=decode,
+                          prefill_seconds=compute.prefill_seconds * decode / compute.decode_seconds)
     memory = memory or memory_limit()
     n_context_bytes = n_host_bytes = context_bytes(model_map, args.ctx, n_threads)
     host_dense_bytes, device, vram_budgets = info.dense_bytes, None, []

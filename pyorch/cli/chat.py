@@ -16,12 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyorch.cli.model_stats import show_stats
 from pyorch.cli.sampling import SAMPLING
+from pyorch.cli.tables import Facts, show
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
-    from pyorch.llama.model import Model, ModelStats
+    from pyorch.llama.model import Model
+    from pyorch.llama.model_stats import ModelStats
 
 _ROLES = ("user", "assistant")
 _QUOTES = '"""'  # around a message of several lines
@@ -192,7 +193,7 @@ def _set(chat: Chat, text: str) -> None:
 
 
 def _stats(chat: Chat, _: str) -> None:
-    show_stats(chat.stats)
+    show([Facts(chat.stats.facts)], sys.stderr)
 
 
 def _clear(chat: Chat, _: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING
 from pyorch.cli.numbers import whole
 from pyorch.cli.options import add_command, print_json
 from pyorch.cli.progress import Progress
-from pyorch.cli.tables import Table, show
+from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 
 if TYPE_CHECKING:
     from pyorch.eval.verify import Comparison
-    from pyorch.llama.model import ModelStats
+    from pyorch.llama.model_stats import ModelStats
 
 BUDGET = "50%"
 N_THREADS = 1  # the matrices are too small to share: threads would only wait for each other
@@ -57,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = args.checkpoint or _default_checkpoint()
     say = _Say(not args.json)
 
-    from pyorch.cli.model_stats import show_stats
     from pyorch.cli.verify import sentence
     from pyorch.convert.checkpoint import open_checkpoint
     from pyorch.convert.to_gguf import convert
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             table = _table(model)
         if not args.json:
             show([table])
-            show_stats(stats)
+            show([Facts(stats.facts)], sys.stderr)
         with Progress(live=not args.verbose) as progress:
             comparison = next(verify(
                 gguf, [BUDGET], n_tokens=32, n_threads=N_THREADS, on_progress=progress.update, verbose=args.verbose))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,7 +13,9 @@ from pyorch.cli.progress import Progress
 from pyorch.errors import PyorchError
 
 PREFIX = "hf:"
-MODEL = "a GGUF file, or hf:ORG/NAME[:QUANT|/FILE] for one of the Hugging Face hub"  # what the argument may be
+# What the argument may be.
+MODEL = ("a GGUF file, the beginning of the name of one that pyorch models lists, or hf:ORG/NAME[:QUANT|/FILE] for one "
+         "of the Hugging Face hub")
 
 
 def is_of_hub(given: object) -> bool:
@@ -29,8 +32,29 @@ def resolve(args: argparse.Namespace, names: Iterable[str]) -> None:
         given = getattr(args, name)
         if is_of_hub(given):
             setattr(args, name, str(fetch_model(given)))
+        elif (found := find(given)) is not None:
+            setattr(args, name, found)
         else:
             _check_file(Path(given))
+
+
+def find(name: str) -> str | None:
+    """The file of the model, among those that `pyorch models` lists, whose name begins so, in small letters or large;
+    None for a path, and where none does. PyorchError where several do, and none is called exactly so."""
+    if is_of_hub(name) or os.path.exists(name) or os.path.basename(name) != name or not name:
+        return None
+    from pyorch.hub import cache
+
+    found = {}
+    for stored in cache.listed():
+        names = [os.path.basename(one).removesuffix(".gguf").casefold() for one in (stored.name, stored.files[0])]
+        if not stored.checkpoint and any(own.startswith(name.casefold()) for own in names):
+            found[stored.name] = stored, name.casefold() in names
+    chosen = [stored for stored, exact in found.values() if exact] or [stored for stored, _ in found.values()]
+    if len(chosen) > 1:
+        raise PyorchError(f'"{name}" is the beginning of several models: say which of '
+                          f"{', '.join(stored.name for stored in chosen)}")
+    return str(chosen[0].files[0]) if chosen else None
 
 
 def _check_file(path: Path) -> None:

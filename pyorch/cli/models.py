@@ -32,11 +32,14 @@ class Row:
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(subparsers, "models", summary, "pyorch models\n  pyorch models list ~/models\n"
                          "  pyorch models rm hf:ORG/NAME:Q4_K_M")
-    parser.description += " Without more it lists those of the hub's cache, under the names that commands take."
+    parser.description += (
+        " Without more it lists those of the hub's cache and of this folder, under the names that commands take; the "
+        "beginning of a file's name will do."
+    )
     parser.add_argument("--json", action="store_true", help="print the models as a JSON array")
     parser.set_defaults(run=run_list, folders=[])
     kinds = parser.add_subparsers(dest="kind", metavar="ACTION", title="actions")
-    listing = add_command(kinds, "list", "list the models of the hub's cache and of folders",
+    listing = add_command(kinds, "list", "list the models of the hub's cache, of this folder, and of others",
                           "pyorch models list ~/models --json")
     listing.add_argument("folders", metavar="FOLDER", nargs="*", type=Path,
                          help="list the models in this folder, and below it, too")
@@ -55,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run_list(args: argparse.Namespace) -> int:
     from pyorch.hub import cache
 
-    found = cache.in_cache()
+    found = cache.listed()
     for folder in args.folders:
         found += cache.in_folder(folder)
     rows = [_row(stored) for stored in found]
@@ -64,8 +67,8 @@ def run_list(args: argparse.Namespace) -> int:
     elif rows:
         show([_table(rows)])
     else:
-        print(f"no models in {cache.directory()}: pyorch run hf:ORG/NAME fetches one; pyorch models list FOLDER "
-              "lists those of a folder")
+        print(f"no models here and in {cache.directory()}: pyorch run hf:ORG/NAME fetches one; pyorch models list "
+              "FOLDER lists those of a folder")
     return 0
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from pyorch.cli.hub import MODEL
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.settings import add_settings, names
+from pyorch.cli.settings import add_settings
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 from pyorch.settings.option import EXPERTS, texts
@@ -28,13 +27,12 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
     def _expand_help(self, action: argparse.Action) -> str:
-        # Only a help that is shown asks the library for the names it knows.
-        text = super()._expand_help(action)
-        return _NAMES.sub(lambda name: names().get(name[1], name[0]), text) if "{" in text else text
+        from pyorch.library.choices import with_names  # only a help that is shown asks the library
+
+        return with_names(super()._expand_help(action))
 
 
 _EXAMPLE = "example:\n"
-_NAMES = re.compile(r"\{(\w+)\}")
 
 
 def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, example: str) -> argparse.ArgumentParser:

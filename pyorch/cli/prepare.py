@@ -196,6 +196,7 @@ class _Preparation:
 
     def __init__(self, args: argparse.Namespace, model_map: ModelMap, wanted: tuple[str, ...]) -> None:
         self._args, self._map = args, model_map
+        self._config = ("--config", args.config) if args.config is not None else ()
         self._only = _chosen("--only", args.only)
         self._steps = [step for step in STEPS if step.name in wanted]
         self._given, self._own = self._beside("trace"), self._beside("prepare.trace")
@@ -253,7 +254,7 @@ class _Preparation:
         try:
             self._remove_damaged(step)
             with contextlib.redirect_stdout(output):
-                run_command([*words, "--json"])
+                run_command([*self._config, *words, "--json"])
             state, brings = MADE, describe(json.loads(output.getvalue()))
         except (PyorchError, OSError) as error:
             state, brings = FAILED, str(error)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pyorch.cli.numbers import number, rate, whole
 from pyorch.cli.options import add_command, add_model, answer
 from pyorch.cli.progress import Progress
-from pyorch.cli.settings import add_settings, given_settings, listed, names
+from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.cli.tables import Table
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import REPLAY_BUDGETS
@@ -91,6 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
+    from pyorch.library.choices import default_policy
     from pyorch.llama.memory import physical_cores
     from pyorch.runtime.disk import measure_bandwidth
     from pyorch.runtime.recovery import recovery_threads
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         combinations = list(itertools.product(*(listed(args, name) or DEFAULTS[name] for name in _LISTS)))
         rows = []
         for n, (budget, policy, prefetch) in enumerate(combinations):
-            progress.update(f"replaying {policy or names()['policy']}, {prefetch}, {budget}", n, len(combinations))
+            progress.update(f"replaying {policy or default_policy()}, {prefetch}, {budget}", n, len(combinations))
             settings = dataclasses.replace(settings, budget=budget, policy=policy, prefetch=prefetch)
             found = replay(model_map, recording, settings, maps, predictor_file, uses=uses)
             rows.append(_row(found, timed=compute_from != _ASSUMED))
@@ -172,6 +173,8 @@ def _row(replayed: Replayed, timed: bool) -> dict[str, Any]:
     """
     import numpy as np
 
+    from pyorch.library.choices import default_policy
+
     recall = []
     for distance in range(1, replayed.rank_hits.shape[1] + 1):
         of_layers = replayed.recall_at(distance)
@@ -180,7 +183,7 @@ def _row(replayed: Replayed, timed: bool) -> dict[str, Any]:
     uses, in_part = stats.hits + stats.misses, stats.compressed_hits + stats.sm_hits + stats.e_hits
     measures = {name: getattr(replayed, name) if timed or name not in _TIMES else None for name in _MEASURES}
     return {
-        "policy": settings.policy or names()["policy"], "predictor": str(settings.prefetch),
+        "policy": settings.policy or default_policy(), "predictor": str(settings.prefetch),
         "budget": str(settings.budget), **measures, "recall": recall,
         "part_rate": in_part / uses if uses else float("nan"), "device_hit_rate": stats.device_hit_rate,
         "uploaded_bytes": stats.device_bytes / replayed.n_tokens, "ahead": stats.device_ahead / replayed.n_tokens,

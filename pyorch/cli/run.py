@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyorch.cli.model_stats import show_stats
 from pyorch.cli.options import add_command, add_model_options, print_json, read_prompt, read_standard_input
 from pyorch.cli.sampling import N_TOKENS, add_sampling_options, check_sampling, sampling
 from pyorch.cli.settings import given_settings
+from pyorch.cli.tables import Facts, show
 from pyorch.errors import PyorchError
 from pyorch.settings.option import CONTEXT, LONG, LOSSY
 
 if TYPE_CHECKING:
-    from pyorch.llama.model import Model, ModelStats
+    from pyorch.llama.model import Model
+    from pyorch.llama.model_stats import ModelStats
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
             from pyorch.cli.chat import Chat, converse
 
             converse(Chat(model, {"max_tokens": args.tokens, **chosen}, args.system))
-            show_stats(model.stats())
+            show([Facts(model.stats().facts)], sys.stderr)
             complete = True
         else:
             complete = _generate(model, prompt, {"max_tokens": args.tokens or N_TOKENS, **chosen}, args)
@@ -115,7 +116,7 @@ def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.
         print_json(RunResult(text, model.stats()))
     else:
         print(flush=True)
-        show_stats(model.stats())
+        show([Facts(model.stats().facts)], sys.stderr)
     return complete
 
 

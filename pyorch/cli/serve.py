@@ -67,7 +67,7 @@ def take_server_flags(parser: argparse.ArgumentParser) -> None:
         namespace, unknown = parse(args[:end], namespace)
         if unknown:
             flags = " ".join(unknown)
-            parser.error(f"unrecognized arguments: {flags} (flags of llama-server follow after --, as in -- {flags})")
+            parser.refuse(unknown, f"flags of llama-server follow after --, as in -- {flags}")
         namespace.server_flags = args[end + 1 :]
         return namespace, unknown
 

@@ -98,7 +98,7 @@ def settings_arguments(args: argparse.Namespace) -> list[str]:
     for name in args.settings_flags:
         value, option = getattr(args, name), OPTIONS[name]
         if value is not None:
-            arguments += [_flag(option), *([] if option.metavar is None else [str(value)])]
+            arguments += [option.long_flag, *([] if option.metavar is None else [str(value)])]
     return arguments
 
 
@@ -113,27 +113,11 @@ def one_by_one(args: argparse.Namespace, name: str) -> list[argparse.Namespace]:
     return [argparse.Namespace(**{**vars(args), name: value}) for value in getattr(args, name) or (None,)]
 
 
-def names() -> dict[str, str]:
-    """What stands between braces in help texts: names that the library knows."""
-    from pyorch.library.choices import Needs, default_policy, listed, policies, predictors
-
-    return {
-        "policies": listed(policies().present), "policy": default_policy(), "predictors": listed(predictors().present),
-        "searching": listed(name for name in predictors().present if Needs.HISTORY & predictors()[name].needs),
-        "executable": listed(predictors().executable),
-    }
-
-
-def _flag(option: Option) -> str:
-    return option.flag or "--" + option.name.replace("_", "-")
-
-
 def _add(
     parser: Any, option: Option, several: bool, default: str | None = None, repeated: bool = False
 ) -> None:
-    flag = _flag(option)
     if option.metavar is None:
-        parser.add_argument(flag, dest=option.name, action="store_const", const=not option.default,
+        parser.add_argument(option.long_flag, dest=option.name, action="store_const", const=not option.default,
                             help=_escaped(option.help))
         return
     if default is None:
@@ -141,8 +125,8 @@ def _add(
     text = option.help + (f" (default: {default})" if default else "")
     metavar = option.metavar + (",..." if several else "")
     before = "several, with commas between them; each: " if several else "may be repeated; each: " if repeated else ""
-    parser.add_argument(flag, dest=option.name, metavar=metavar, action="append" if repeated else "store",
-                        type=or_help if option.name == "substitution" else str, help=_escaped(before + text))
+    parser.add_argument(option.long_flag, dest=option.name, metavar=metavar, action="append" if repeated else "store",
+                        type=_or_help if option.name == "substitution" else str, help=_escaped(before + text))
 
 
 def _escaped(text: str) -> str:
@@ -161,6 +145,7 @@ def _check_lossy(values: Mapping[str, Any]) -> None:
 
 def _check_maps(values: dict[str, Any]) -> None:
     from pyorch.files import check_target
+    from pyorch.library.choices import names
 
     prefetch = values.get("prefetch", OPTIONS["prefetch"].default)
     if not prefetch.searches_maps:

@@ -20,12 +20,8 @@ import numpy as np
 
 from pyorch.cluster.tls import Tls
 from pyorch.errors import FormatError, PyorchError
+from pyorch.files import read_toml
 from pyorch.sizes import Amount
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 READS = ("faster", "last")
 
@@ -145,15 +141,7 @@ class Cluster:
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Reads a cluster.toml. FormatError, with the place in the file, for what is missing or cannot be."""
     path = Path(path)
-    try:
-        values = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise FormatError(f"{path} is not UTF-8 text") from None
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not TOML: {error}") from None
-    top = _Table(values, str(path))
+    top = _Table(read_toml(path), str(path))
     model = top.take("model", str, None)
     read = top.take("read", str, READS[0])
     if read not in READS:

@@ -65,13 +65,18 @@ def in_cache(where: Path | None = None) -> list[Stored]:
     return [found[name] for name in sorted(found)]
 
 
-def in_folder(folder: Path) -> list[Stored]:
-    """The models in a folder and those below it. PyorchError for what is no folder."""
+def listed() -> list[Stored]:
+    """What commands find by the beginning of its name: the models of the cache, and those in the current folder."""
+    return in_cache() + in_folder(Path(), below=False)
+
+
+def in_folder(folder: Path, below: bool = True) -> list[Stored]:
+    """The models in a folder, and in those below it. PyorchError for what is no folder."""
     if not folder.is_dir():
         raise PyorchError(f"{folder} is no folder")
     sizes = {}
     for root, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in folders if below and not name.startswith("."))
         for name in names:
             path = Path(root, name)
             if name.endswith(".gguf") and path.is_file():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -131,6 +132,21 @@ def substitution(setting: str) -> Choices:
 def default_policy() -> str:
     """The policy of an engine that was told nothing else."""
     return policies().named(lib.pyorch_default_config.policy)
+
+
+@functools.cache
+def names() -> dict[str, str]:
+    """What stands between braces in help texts."""
+    return {
+        "policies": listed(policies().present), "policy": default_policy(), "predictors": listed(predictors().present),
+        "searching": listed(name for name in predictors().present if Needs.HISTORY & predictors()[name].needs),
+        "executable": listed(predictors().executable),
+    }
+
+
+def with_names(text: str) -> str:
+    """A help text, with what the library knows in place of {policies} and the like."""
+    return re.sub(r"\{(\w+)\}", lambda name: names().get(name[1], name[0]), text) if "{" in text else text
 
 
 def listed(names: Iterable[str], word: str = "or") -> str:

@@ -30,6 +30,7 @@ from pyorch.runtime.engine import FORKED
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.settings import Settings
+from pyorch.settings.signature import describe
 
 _process_settings: list[Settings] = []
 _thread = threading.local()
@@ -253,6 +254,9 @@ def _close(close: Callable[[llama_cpp.Llama], None]) -> Callable[[llama_cpp.Llam
             self.__class__ = ClosedLlama
 
     return wrapper
+
+
+describe(manage.__init__, without=("n_ctx",))
 
 
 def _install() -> None:

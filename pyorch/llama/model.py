@@ -8,7 +8,6 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import llama_cpp
@@ -24,16 +23,16 @@ from pyorch.llama.interception import ClosedLlama
 from pyorch.llama.layer import Layer, ResidencyView
 from pyorch.llama.managed import ManagedModel, find
 from pyorch.llama.measure import WIDE_UBATCH
+from pyorch.llama.model_stats import ModelStats
 from pyorch.runtime import fatal
 from pyorch.runtime.callbacks import Source
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.device import DeviceMisses
 from pyorch.settings.option import options as declared_options
-from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import MAX_TOKENS, Settings
+from pyorch.settings.signature import describe
 from pyorch.settings.substitution import OFF, Substitution
 from pyorch.sidecars import eviction
 from pyorch.sidecars.buddies import Buddies
@@ -51,45 +50,6 @@ _loading = threading.Lock()
 
 SETTINGS = declared_options(Settings)  # that load() takes by name
 _OF_LLAMA = inspect.signature(llama_cpp.Llama.__init__).parameters  # which ignores every other name
-
-
-@dataclass(frozen=True)
-class ModelStats:
-    """What was measured since the model was loaded or its statistics were reset.
-
-    Prefill counts tokens of batches, decode those that were computed one by one. experts is None
-    for a dense model, and layers, by il, is empty. pools: how memory is divided, None where experts come from no
-    compressed pack; pools_from: who said it, or why one that lies there is not used.
-    """
-
-    prefill_tokens: int
-    prefill_seconds: float
-    decode_tokens: int
-    decode_seconds: float
-    peak_memory_bytes: int  # of the process
-    experts: Stats | None
-    substitution: SubstitutionStats | None  # None where nothing is lossy
-    speculation: SpeculationStats | None  # None where nothing is executed on speculation
-    layers: dict[int, Stats]
-    pools: Pools | None
-    pools_from: str
-
-    @property
-    def prefill_rate(self) -> float:
-        """Tokens per second, 0 without any."""
-        return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else 0.0
-
-    @property
-    def decode_rate(self) -> float:
-        """Tokens per second, 0 without any."""
-        return self.decode_tokens / self.decode_seconds if self.decode_tokens else 0.0
-
-    @property
-    def bytes_read_per_token(self) -> float:
-        """Of experts, for each token of any context; 0 without any."""
-        if self.experts is None or not self.experts.tokens:
-            return 0.0
-        return self.experts.bytes_read * len(self.layers) / self.experts.tokens
 
 
 class Model:
@@ -344,7 +304,7 @@ def load(
     source: Source | None = None,
     use_extra_bufts: bool = True,
     verbose: bool = False,
-    **options: Any,
+    **llama_kwargs: Any,
 ) -> Model:
     """Loads a GGUF whose experts may occupy at most `budget`.
 
@@ -355,7 +315,8 @@ def load(
         n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
         source: reads in place of the file, see Engine.
         use_extra_bufts: repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
-        options: of pyorch.settings.settings.Settings, as text or values; all others are for llama_cpp.Llama.
+        {options}
+        llama_kwargs: all other arguments are those of llama_cpp.Llama.
 
     Raises:
         FormatError: the file is missing, damaged, incomplete or no GGUF.
@@ -369,18 +330,18 @@ def load(
 
         path = str(Hub().model(Reference.parse(path), lambda *_: None, warnings.warn))
     logs.set_quiet(not verbose)
-    given = {name: options.pop(name) for name in SETTINGS.keys() & options.keys()}
-    unknown = sorted(options.keys() - _OF_LLAMA.keys())
+    given = {name: llama_kwargs.pop(name) for name in SETTINGS.keys() & llama_kwargs.keys()}
+    unknown = sorted(llama_kwargs.keys() - _OF_LLAMA.keys())
     if unknown:
         raise TypeError(f"load() got an unexpected keyword argument '{unknown[0]}'")
-    all_outputs = options.get("logits_all") or options.get("embedding") or "draft_model" in options
+    all_outputs = llama_kwargs.get("logits_all") or llama_kwargs.get("embedding") or "draft_model" in llama_kwargs
     settings = Settings(
         budget=Budget.parse(budget),
         source=source,
         use_extra_bufts=use_extra_bufts,
         widen=True,
         n_outputs_max=0 if all_outputs else N_OUTPUTS_MAX,
-        flash_attn_type=None if "flash_attn" in options else llama.LLAMA_FLASH_ATTN_TYPE_AUTO,
+        flash_attn_type=None if "flash_attn" in llama_kwargs else llama.LLAMA_FLASH_ATTN_TYPE_AUTO,
         **given,
     )
     if not 0 <= (n_batch or 0) <= MAX_TOKENS:
@@ -405,7 +366,7 @@ def load(
     # Llama redirects the process's stdout and stderr while it loads, which two threads must not do at once.
     with _loading, interception.managing(settings, model_map):
         try:
-            model = llama_cpp.Llama(path, **arguments | options)
+            model = llama_cpp.Llama(path, **arguments | llama_kwargs)
         except UnicodeEncodeError:
             raise PyorchError(f"{path!r} is no name in UTF-8, and llama_cpp opens no other: rename the file") from None
         except ValueError as error:
@@ -415,16 +376,4 @@ def load(
     return Model(model, find(model.model))
 
 
-def _describe() -> None:
-    """Adds the options of Settings to what help(load) shows."""
-    signature = inspect.signature(load)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    *named, others = signature.parameters.values()
-    declared = [inspect.Parameter(option.name, kind, default=option.default)
-                for option in SETTINGS.values() if option.name not in signature.parameters]
-    llama_kwargs = others.replace(name="llama_kwargs")
-    load.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*named, *declared, llama_kwargs])
-
-
-_describe()
+describe(load)

@@ -7,6 +7,7 @@ derived from the declarations.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,8 @@ class Option:
     read: makes the value of what a user gives, text or the value itself; ValueError or PyorchError for what it cannot
     mean. kind: what it must be, for the sentence that refuses it. flag: of commands; a flag without a metavar takes no
     value, and turns the default round. default_text: what commands say is done without the flag. plain: the name for
-    those who have not read the paper, where the field has that of the paper's symbol.
+    those who have not read the paper, where the field has that of the paper's symbol. type: that of the value, as the
+    field is annotated.
     """
 
     name: str
@@ -38,6 +40,25 @@ class Option:
     metavar: str | None
     default_text: str
     plain: str = ""
+    type: str = ""
+
+    @property
+    def long_flag(self) -> str:
+        """Of commands, the name: "--vram-budget"."""
+        return self.flag or "--" + self.name.replace("_", "-")
+
+    @property
+    def accepts(self) -> str:
+        """The annotation of a keyword that gives it: what `read` says that it takes, else the value or its text."""
+        given = next(iter(inspect.signature(self.read).parameters.values())).annotation
+        if given in ("Any", inspect.Parameter.empty):
+            given = self.type if self.type.split(" ")[0] in ("bool", "int", "str", "Any") else f"str | {self.type}"
+        return given if self.default is not None or given.endswith(("None", "Any")) else f"{given} | None"
+
+    @property
+    def plain_default(self) -> Any:
+        """As whoever calls would write it: a number, a boolean, text, or None."""
+        return told(self.default)
 
     def parse(self, given: Any) -> Any:
         """The value. PyorchError for what cannot be one."""
@@ -61,7 +82,7 @@ def option(
 def options(cls: type) -> dict[str, Option]:
     """The options among the fields of a dataclass, by name."""
     return {
-        field.name: dataclasses.replace(field.metadata["option"], name=field.name)
+        field.name: dataclasses.replace(field.metadata["option"], name=field.name, type=field.type)
         for field in dataclasses.fields(cls) if "option" in field.metadata
     }
 
@@ -74,12 +95,17 @@ def parse_fields(settings: Any) -> None:
 
 def texts(settings: Any, defaults: bool = False) -> dict[str, Any]:
     """What differs from the defaults, or all, as another process can be told it: numbers, booleans, text and None."""
-    told = {}
+    found = {}
     for name, declared in options(type(settings)).items():
         value = getattr(settings, name)
         if defaults or value != declared.default:
-            told[name] = value if value is None or isinstance(value, (int, float)) else str(value)
-    return told
+            found[name] = told(value)
+    return found
+
+
+def told(value: Any) -> int | float | str | None:
+    """A value of an option, as parse() reads it in any process."""
+    return value if value is None or isinstance(value, (int, float)) else str(value)
 
 
 def flag(given: Any) -> bool:

@@ -127,7 +127,8 @@ class Settings:
     )
     substitution: Substitution | None = option(
         None, Substitution.parse, "text or a Substitution", group=LOSSY, flag="--lossy", metavar="SETTINGS",
-        help="what becomes of absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; --lossy help lists all keys",
+        help="what becomes of absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; "
+             "`pyorch run --lossy help` lists all keys",
     )
     buddies: Any = option(
         None, _lists, "the path of a file or Buddies", group=LOSSY, flag="--buddies-file", metavar="FILE",

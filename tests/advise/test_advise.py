@@ -185,6 +185,39 @@ def test_what_is_measured_is_kept_until_it_is_asked_for_again(tmp_path: Path, ca
     assert list(tmp_path.glob(".pyorch-probe-*")) == []
 
 
+def test_a_second_shape_that_reads_weights_as_fast_is_measured_in_one_round(
+    tmp_path: Path, cache: Path, quick, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "N_ROUNDS", 2)
+
+    def rounds(n_expert: int, similar: float, again: bool = False) -> int:
+        monkeypatch.setattr(machine, "SIMILAR", similar)
+        steps: list[str] = []
+        path = tmp_path / f"{n_expert}.gguf"
+        write_moe_model(path, n_layer=2, n_expert=n_expert)
+        with ModelMap(path) as model_map:
+            machine.Machine(model_map, 1, lambda step, done, total: steps.append(step), again).compute()
+        return len(steps)
+
+    as_fast, never = 1e9, 0.0
+    assert rounds(6, as_fast) == 2  # nothing to compare with
+    assert rounds(7, never) == 2
+    assert rounds(8, as_fast) == 1
+    assert rounds(8, as_fast, again=True) == 2
+
+
+def test_what_is_said_of_computing_is_not_measured(
+    small_moe: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine.Machine, "compute", None)
+    given = ("--read-bandwidth", "1GB/s", "--memory", "4GiB", "--budget", "30%", "--json")
+    assert main(["advise", str(small_moe), "--compute-ms", "20:5", *given]) == 0
+    compute = json.loads(capsys.readouterr().out)["compute"]
+    assert (compute["decode_seconds"], compute["prefill_seconds"]) == (0.02, 0.005)
+    assert main(["advise", str(small_moe), "--compute-ms", "20:x", *given]) == 2
+    assert '"x" is not a number above 0' in capsys.readouterr().err
+
+
 def test_the_disk_of_a_header_is_measured_on_a_file_that_has_bytes(tmp_path: Path, cache: Path, quick, headers) -> None:
     header = headers.Header(tmp_path / "model.gguf", "olmoe", 2, 256, 4, 4, 512)
     header.experts(8, 2, 256)

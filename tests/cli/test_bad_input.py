@@ -352,6 +352,9 @@ def test_the_process_works_after_every_refusal(small_moe: Path, tmp_path: Path) 
 @pytest.mark.parametrize(("arguments", "reason"), [
     ((), "a command is needed"),
     (("run",), "the following arguments are required: MODEL"),
+    (("run", "MODEL", "--bugdet", "4"), "arguments: --bugdet 4 (did you mean --budget?); pyorch run --help"),
+    (("eval", "arc", "MODEL", "--data", "x", "--jsno"), "(did you mean --json?); pyorch eval arc --help shows"),
+    (("serve", "MODEL", "--threads-batch", "4"), "(did you mean --threads?; flags of llama-server follow after --"),
     (("run", "MODEL", "-p", "x", "--fast"), "unrecognized arguments: --fast; pyorch run --help shows"),
     (("eval", "arc", "MODEL", "--data", "x", "--fast"), "--fast; pyorch eval arc --help shows"),
     (("pack", "MODEL", "--check"), "makes the pack that --check reads"),

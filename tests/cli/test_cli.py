@@ -78,8 +78,9 @@ def test_help_of_a_command_imports_neither_other_packages_nor_the_runtime(
     others = {name.partition(".")[0] for name in modules} - sys.stdlib_module_names
     assert others <= {"pyorch", "cffi", "_cffi_backend", "pycparser"}
     parts = {".".join(name.split(".")[:2]) for name in modules if name.startswith("pyorch.")}
-    assert parts <= {"pyorch.cli", "pyorch.cluster", "pyorch.convert", "pyorch.library", "pyorch.settings",
-                     "pyorch.sizes", "pyorch.errors", "pyorch.starting", "pyorch._libs"}
+    assert parts <= {"pyorch.cli", "pyorch.cluster", "pyorch.convert", "pyorch.files", "pyorch.library",
+                     "pyorch.settings", "pyorch.signals", "pyorch.sizes", "pyorch.errors", "pyorch.starting",
+                     "pyorch._libs"}
 
 
 @pytest.mark.parametrize("words", HELPED)
@@ -90,8 +91,9 @@ def test_every_command_explains_itself(words: tuple[str, ...], capsys: pytest.Ca
     shown = capsys.readouterr().out
     usage, _, example = shown.partition("example:")
     assert f"usage: pyorch {' '.join(words)}" in " ".join(usage.split()) and f"pyorch {words[0]}" in example
-    # A script's output is its own; what a cluster does is asked of its status; the others have kinds.
-    silent = {("exec",), ("eval",), ("cluster",)}
+    # A script's output is its own, and so is completion's; what a cluster does is asked of its status; the others have
+    # kinds.
+    silent = {("exec",), ("completion",), ("eval",), ("cluster",)}
     silent |= {("cluster", action) for action in ("up", "serve", "measure", "down")}
     assert "--json" in usage or words in silent
 

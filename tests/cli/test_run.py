@@ -14,6 +14,7 @@ from terminals import Dialogue
 
 from pyorch.cli import main
 from pyorch.cli.chat import Chat
+from pyorch.cli.tables import Facts, show
 from pyorch.errors import PyorchError
 from pyorch.llama.model import load
 
@@ -263,3 +264,13 @@ def test_exec_refuses_what_cannot_be_run(words: tuple[str, ...], capsys: pytest.
     assert main(["exec", *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith("pyorch: error: ") and error.count("\n") == 1
+
+
+def test_print_shows_the_statistics_that_run_shows(small_moe: Path) -> None:
+    with load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
+        list(model.generate("import os\n", max_tokens=4, temperature=0))
+        stats = model.stats()
+    shown = io.StringIO()
+    show([Facts(stats.facts)], shown)
+    assert f"{stats}\n" == shown.getvalue()
+    assert [line.split()[0] for line in str(stats).splitlines()] == ["prefill", "decode", "experts", "budget", "memory"]

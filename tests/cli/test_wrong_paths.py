@@ -130,7 +130,7 @@ def paths(
 
 
 def test_every_command_is_asked() -> None:
-    assert {line.split()[0] for line in INPUTS} == set(COMMANDS)
+    assert {line.split()[0] for line in INPUTS} == COMMANDS.keys() - {"completion", "config"}  # which read none
 
 
 @pytest.mark.parametrize("line", INPUTS)

@@ -14,6 +14,7 @@ from processes import pyorch
 from terminals import Dialogue
 
 from pyorch.cli import main
+from pyorch.cli.hub import find
 from pyorch.errors import PyorchError
 from pyorch.hub import cache
 from pyorch.hub.download import Hub
@@ -235,6 +236,7 @@ def test_commands_take_models_of_the_hub(hub, small_moe: Path, tmp_path: Path) -
     assert done.stdout == pyorch("run", small_moe, "-p", PROMPT, *few).stdout
     offline = {**environment, "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:1"}
     assert json.loads(pyorch("inspect", "hf:org/small:BF16", "--json", env=offline).stdout)["arch"] == "qwen2moe"
+    assert json.loads(pyorch("inspect", "SMALL", "--json", env=offline).stdout)["arch"] == "qwen2moe"
     (row,) = json.loads(pyorch("models", "--json", env=offline).stdout)
     assert (row["name"], row["kind"], row["experts"]) == ("hf:org/small:BF16", "qwen2moe", "64 x 8")
     refused = pyorch("models", "rm", "hf:org/small", env=offline, stdin=-3)
@@ -245,9 +247,27 @@ def test_commands_take_models_of_the_hub(hub, small_moe: Path, tmp_path: Path) -
         assert dialogue.end()[0] == 1
     removed = pyorch("models", "rm", "--yes", "hf:org/small", env=offline)
     assert (removed.returncode, removed.stdout.startswith("removed hf:org/small, ")) == (0, True)
-    assert pyorch("models", env=offline).stdout.startswith(f"no models in {where}")
+    assert pyorch("models", env=offline).stdout.startswith(f"no models here and in {where}")
     missing = pyorch("run", "hf:org/small", "-p", "x", env=offline)
     assert missing.returncode == 2 and "was not fetched yet" in missing.stderr and missing.stderr.count("\n") == 1
+
+
+def test_the_beginning_of_a_name_finds_one_model(hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, ours, where = hub
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(where))
+    monkeypatch.chdir(tmp_path)
+    fetched = str(ours.model(Reference.parse("hf:org/small:BF16"), lambda *_: None, print))
+    for name in ("Qwen3.5-A3B.gguf", "qwen3.5-a3b-it.gguf", "qwen3.5-a3b.maps.gguf", "olmoe-00001-of-00002.gguf"):
+        (tmp_path / name).touch()
+    assert find("sma") == find("small-bf") == fetched
+    assert find("qwen3.5-a3b") == find("QWEN3.5-A3B") == "Qwen3.5-A3B.gguf"
+    assert find("qwen3.5-a3b-") == "qwen3.5-a3b-it.gguf"
+    for nothing in ("mall", "olmoe", str(tmp_path / "sma"), "Qwen3.5-A3B.gguf", "hf:org/small", ""):
+        assert find(nothing) is None
+    with pytest.raises(PyorchError, match=r"several models: say which of Qwen3\.5-A3B\.gguf, qwen3\.5-a3b-it\.gguf$"):
+        find("qwen")
+    Path("sma").mkdir()
+    assert find("sma") is None
 
 
 def test_convert_takes_models_of_the_hub(hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.settings.substitution import Percentile, Substitution
 from pyorch.sizes import Amount
+from scripts import write_signatures
 
 
 def parse(*arguments: str, wanted: tuple[str, ...] = GROUPS, lists: tuple[str, ...] = ()) -> argparse.Namespace:
@@ -109,7 +110,14 @@ def test_load_refuses_an_option_that_nobody_knows(tmp_path: Path) -> None:
 def test_load_takes_every_option_by_its_name() -> None:
     signature = inspect.signature(pyorch.load)
     for name, option in options(Settings).items():
-        assert signature.parameters[name].default == option.default
+        default = signature.parameters[name].default
+        assert option.parse(default) == option.default
+        assert inspect.getdoc(pyorch.load).count(f"\n    {name}: ") == 1
+    assert "{" not in pyorch.load.__doc__
+
+
+def test_editors_know_the_options_that_are_declared() -> None:
+    assert write_signatures.FILE.read_text() == write_signatures.text(), "run python -m scripts.write_signatures"
 
 
 SERVING = ("run", "serve", "exec")  # commands that answer

@@ -1,0 +1,111 @@
+"""`pyorch completion`: what a shell needs to complete commands.
+
+The scripts ask `pyorch completion words WORD...` what the last word, as far as it is typed, may become: a line for each
+candidate, and behind a tab what it means. Where there is none, the shell completes files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+
+from pyorch import cli
+from pyorch.cli.options import add_command
+
+_SCRIPTS = {
+    "bash": r"""
+_pyorch() {
+    local IFS=$'\n'
+    COMPREPLY=($(pyorch completion words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null | cut -f 1))
+    compopt -o filenames
+}
+complete -o default -F _pyorch pyorch
+""",
+    "zsh": r"""
+#compdef pyorch
+_pyorch() {
+    local -a found
+    found=("${(@f)$(pyorch completion words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    found=("${(@)${(@)found//:/\\:}/$'\t'/:}")
+    if [[ -n "$found" ]]; then _describe pyorch found; else _files; fi
+}
+compdef _pyorch pyorch
+""",
+    "fish": r"""
+complete -c pyorch -a '(pyorch completion words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+""",
+}
+_WHERE = "bash: eval \"$(pyorch completion bash)\" in ~/.bashrc; zsh: the same with zsh in ~/.zshrc; fish: pyorch " \
+         "completion fish > ~/.config/fish/completions/pyorch.fish"
+
+
+def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+    parser = add_command(subparsers, "completion", summary, 'eval "$(pyorch completion bash)"')
+    parser.description += f" {_WHERE}."
+    parser.add_argument("shell", choices=(*_SCRIPTS, "words"), metavar="bash|zsh|fish", help="the shell")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.shell in _SCRIPTS:
+        print(_SCRIPTS[args.shell].strip())
+        return 0
+    for name, meaning in candidates(args.words):
+        print(f"{name}\t{meaning}" if meaning else name)
+    return 0
+
+
+def candidates(words: list[str]) -> Iterator[tuple[str, str]]:
+    """What the last word, which may be empty or half of one, can become, and what it means."""
+    *before, typed = words or [""]
+    for name, meaning in _all(before, typed):
+        if name.startswith(typed):
+            yield name, re.split(r"[:;] | \(default", meaning)[0]
+
+
+def _all(before: list[str], typed: str) -> Iterator[tuple[str, str]]:
+    while before[:1] == ["--config"]:
+        before = before[2:]
+    if not before:
+        yield from ((name, summary) for name, (_, summary) in cli.COMMANDS.items())
+        return
+    if before[0] not in cli.COMMANDS or "--" in before:
+        return
+    parser = cli.make_parser(before[:1])
+    words = iter(before)
+    while (word := next(words, None)) in cli.nested(parser):
+        parser = cli.nested(parser)[word]
+    flags = parser._option_string_actions
+    from pyorch.library.choices import with_names  # the library, which the names of commands do not need
+
+    option = flags.get(before[-1])
+    if option is not None and option.nargs != 0:
+        yield from ((str(choice), "") for choice in option.choices or ())
+    elif typed.startswith("-"):
+        yield from ((name, with_names(action.help or ""))
+                    for name, action in flags.items() if action.help != argparse.SUPPRESS and name.startswith("--"))
+    else:
+        yield from ((name, "") for name in cli.nested(parser))
+        taken = [word for flag, word in pairwise(["", word or "", *words])
+                 if word and not word.startswith("-") and (flag not in flags or flags[flag].nargs == 0)]
+        if not taken and any(action.dest == "model" for action in parser._actions):
+            yield from _models(typed)
+
+
+def _models(typed: str) -> Iterator[tuple[str, str]]:
+    """Files, and the names of repositories in the hub's cache, which is looked at without the hub's package."""
+    for path in sorted(glob.glob(f"{glob.escape(typed)}*")):
+        if os.path.isdir(path):
+            yield f"{path}/", ""
+        elif path.endswith(".gguf"):
+            yield path, ""
+    home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    where = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
+    for folder in sorted(glob.glob(f"{glob.escape(where)}/models--*/snapshots/*/*.gguf")):
+        yield folder.split("/models--")[1].partition("/")[0].rpartition("--")[2], "fetched from the hub"

@@ -1,0 +1,120 @@
+# Written by `python -m scripts.write_signatures` from the options in pyorch/settings/settings.py, for editors.
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pyorch.llama import interception
+from pyorch.llama.model import Model
+from pyorch.runtime.callbacks import Source
+from pyorch.settings.budget import Budget
+from pyorch.settings.device import DeviceMisses
+from pyorch.settings.pools import Pools
+from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.reads import Reads
+from pyorch.settings.substitution import Substitution
+
+def load(
+    path: str | os.PathLike[str],
+    budget: Budget | int | str = "auto",
+    *,
+    n_batch: int | None = None,
+    source: Source | None = None,
+    use_extra_bufts: bool = True,
+    verbose: bool = False,
+    policy: str | None = None,
+    prefetch: str | Prefetch = "auto",
+    reads: str | Reads = "auto",
+    direct_io: bool = True,
+    packed: bool = True,
+    pools: str | Pools | None = None,
+    device: str = "none",
+    vram_budget: int | str | Budget = "auto",
+    device_misses: str | DeviceMisses = "processor",
+    device_ahead: int = 0,
+    n_ctx: int = 0,
+    n_ubatch: int = 0,
+    n_threads: int = 0,
+    maps: str | Path | None = None,
+    learned: str | Path | None = None,
+    tuned: str | Path | None = None,
+    substitution: str | Substitution | None = None,
+    buddies: Any = None,
+    speculate: bool = False,
+    **llama_kwargs: Any,
+) -> Model:
+    """Loads a GGUF whose experts may occupy at most `budget`.
+
+    Args:
+        path: the file, or "hf:ORG/NAME[:QUANT|/FILE]" for one of the Hugging Face hub, fetched if it is not there yet.
+        budget: "auto" (what the memory limit leaves), a share of the experts such as "40%", a size such
+            as "1.5GiB" or "800MB", or bytes.
+        n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
+        source: reads in place of the file, see Engine.
+        use_extra_bufts: repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
+        policy: which experts leave memory first (eviction policy): lru, lfu, finemoe or learned (default:
+            learned)
+        prefetch: what guesses the experts to read ahead while decoding: none, auto, or
+            NAME[:DISTANCE:PRECISION] of none, quasi-hidden, estimator, hybrid or expert-map
+        reads: what reads experts: auto, or READER[:DEPTH:SIZE] such as io_uring:8:512KiB or threads:4:4MiB
+        direct_io: False: read through the page cache of the system, not around it
+        packed: False: read the model itself, even where a pack lies beside it
+        pools: shares of memory for the forms of a compressed pack: full, compressed, signs and mantissas,
+            exponents (default: by MODEL.plan.json, else planned when the model is loaded)
+        device: compute dense layers on this device, and experts that lie in its memory: none, auto, a name
+            such as CUDA0, or rpc:HOST:PORT
+        vram_budget: its memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what
+            is left
+        device_misses: what computes experts that it lacks: processor, upload, or auto: whichever is estimated
+            to be faster (auto:A:B:C:D:E gives the rates, see docs/device.md) (default: processor)
+        device_ahead: upload up to N experts of a layer before it comes, as the predictor that --prefetch
+            names says (default: 0)
+        n_ctx: room for N tokens of context, rounded up to a multiple of 256 (default: as trained, at most
+            4096)
+        n_ubatch: compute N tokens at once (default: 2048 where experts are read, else 512)
+        n_threads: compute with N threads (default: the physical cores)
+        maps: begin with the expert maps in FILE, and write into it what expert-map learned (default:
+            MODEL.maps.gguf, write nothing)
+        learned: begin with what FILE has for the policy learned, and write into it what was learned (default:
+            MODEL.eviction.gguf, write nothing)
+        tuned: take the lossy setting and the budget that pyorch tune found
+        substitution: what becomes of absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; `pyorch run
+            --lossy help` lists all keys
+        buddies: the lists of buddies (default: MODEL.buddies.gguf)
+        speculate: True: compute with the experts that quasi-hidden, estimator or hybrid names for a layer
+            (--prefetch), and read no others
+        llama_kwargs: all other arguments are those of llama_cpp.Llama.
+
+    Raises:
+        FormatError: the file is missing, damaged, incomplete or no GGUF.
+        BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
+        PyorchError: an option cannot mean anything, or the model lacks what it needs.
+        TypeError: no option has this name.
+    """
+
+class manage(interception.manage):
+    def __init__(
+        self,
+        budget: Budget | int | str = "auto",
+        *,
+        policy: str | None = None,
+        prefetch: str | Prefetch = "auto",
+        reads: str | Reads = "auto",
+        direct_io: bool = True,
+        packed: bool = True,
+        pools: str | Pools | None = None,
+        device: str = "none",
+        vram_budget: int | str | Budget = "auto",
+        device_misses: str | DeviceMisses = "processor",
+        device_ahead: int = 0,
+        n_ubatch: int = 0,
+        n_threads: int = 0,
+        maps: str | Path | None = None,
+        learned: str | Path | None = None,
+        tuned: str | Path | None = None,
+        substitution: str | Substitution | None = None,
+        buddies: Any = None,
+        speculate: bool = False,
+        **options: Any,
+    ) -> None:
+        ...
