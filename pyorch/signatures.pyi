@@ -37,6 +37,7 @@ def load(
     n_threads: int = 0,
     maps: str | Path | None = None,
     learned: str | Path | None = None,
+    warm: bool = True,
     tuned: str | Path | None = None,
     substitution: str | Substitution | None = None,
     buddies: Any = None,
@@ -77,6 +78,8 @@ def load(
             MODEL.maps.gguf, write nothing)
         learned: begin with what FILE has for the policy learned, and write into it what was learned (default:
             MODEL.eviction.gguf, write nothing)
+        warm: False: begin with no expert in memory, and keep nothing for the next start: without it, experts
+            that were resident at the end are read first the next time
         tuned: take the lossy setting and the budget that pyorch tune found
         substitution: what becomes of absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; `pyorch run
             --lossy help` lists all keys
@@ -111,6 +114,7 @@ class manage(interception.manage):
         n_threads: int = 0,
         maps: str | Path | None = None,
         learned: str | Path | None = None,
+        warm: bool = True,
         tuned: str | Path | None = None,
         substitution: str | Substitution | None = None,
         buddies: Any = None,

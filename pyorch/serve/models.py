@@ -224,15 +224,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         models, url = self.server.models, urlsplit(self.path)
+        is_open = url.path in ("/health", "/v1/health")
+        if not is_open and not self._has_key():  # before memory is taken for what strangers send
+            self.close_connection = True
+            return self._refuse(401, "Invalid API Key")
         length = self.headers.get("Content-Length") or "0"
         if "Transfer-Encoding" in self.headers or not length.isdigit():
             self.close_connection = True
             return self._refuse(411, "a request needs the length of its body")
         body = self.rfile.read(int(length))
-        if url.path in ("/health", "/v1/health"):
+        if is_open:
             return self._answer(200, '{"status":"ok"}')
-        if not self._has_key():
-            return self._refuse(401, "Invalid API Key")
         if self.command == "GET" and url.path in ("/models", "/v1/models"):
             return self._answer(200, json.dumps({"object": "list", "data": [
                 {"id": name, "object": "model", "created": int(time.time()), "owned_by": "pyorch",
