@@ -126,7 +126,7 @@ def _add(
     metavar = option.metavar + (",..." if several else "")
     before = "several, with commas between them; each: " if several else "may be repeated; each: " if repeated else ""
     parser.add_argument(option.long_flag, dest=option.name, metavar=metavar, action="append" if repeated else "store",
-                        type=_or_help if option.name == "substitution" else str, help=_escaped(before + text))
+                        type=or_help if option.name == "substitution" else str, help=_escaped(before + text))
 
 
 def _escaped(text: str) -> str:
