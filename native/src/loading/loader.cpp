@@ -208,14 +208,13 @@ bool Loader::take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadR
 }
 
 bool Loader::pop(ReadRequest & request) {
-    const uint64_t guess_bytes = std::min(read_bytes, GUESS_BYTES);
     // Who waits in a queue for memory has it next: nothing more is begun behind it.
     const bool any = take(demanded, read_bytes, request) || take(ahead, read_bytes, request) ||
         (demanded.empty() && ahead.empty() && orders.order_ahead() && take(ahead, read_bytes, request)) ||
         (n_reading == 0 &&
-            (take(guessed, guess_bytes, request) ||
+            (take(guessed, guess_bytes(), request) ||
                 (demanded.empty() && ahead.empty() && guessed.empty() && orders.order_guess() &&
-                    take(guessed, guess_bytes, request))));
+                    take(guessed, guess_bytes(), request))));
     if (!any) {
         return false;
     }

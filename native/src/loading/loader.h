@@ -50,8 +50,9 @@ namespace pyorch {
 class Reader;
 struct Stream;
 
-// Of a request of a guess at most: a millisecond of a disk of 0.5 GB/s, and still most of its bandwidth.
-constexpr uint64_t GUESS_BYTES = 512u << 10;
+// Of a request of a guess: what the disk reads in half a millisecond, and not less than this, which is a millisecond of a
+// disk of 0.5 GB/s, and still most of its bandwidth. Each request costs an interrupt.
+constexpr uint64_t LEAST_GUESS_BYTES = 512u << 10;
 
 // One expert on its way into its slot.
 struct Load {
@@ -193,7 +194,12 @@ public:
     void read_ahead(Load & load) { start(load, ahead, read_bytes); }
 
     // The same in small requests, behind everything else.
-    void guess(Load & load) { start(load, guessed, std::min(read_bytes, GUESS_BYTES)); }
+    void guess(Load & load) { start(load, guessed, guess_bytes()); }
+
+    // Of a request of a guess at most.
+    uint64_t guess_bytes() const {
+        return std::min(read_bytes, std::max(LEAST_GUESS_BYTES, (uint64_t) (0.5e-3 * bytes_per_second())));
+    }
 
     // The next load of an expert takes its matrices from here and reads nothing, unless it is in a pack. bytes: of all
     // its matrices, as the model's file has them, in the order of the kernels.

@@ -92,9 +92,9 @@ void Table::count_seconds(const Residents::Layer & l, const Expert & e) {
 
 double Table::break_even() {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto                  bytes   = (double) residents[0].read_bytes;
-    const double                request = std::min((double) GUESS_BYTES, bytes / (double) map.layers[0].tensors.size());
-    const double                rest    = 0.5 * request / bytes;
+    const auto                  bytes = (double) residents[0].read_bytes;
+    const double request = std::min((double) loads.guess_bytes(), bytes / (double) map.layers[0].tensors.size());
+    const double rest    = 0.5 * request / bytes;
     // p * share = cpu * share + regret + (1 - p) * rest
     const double share = ahead.read_share();
     return std::min(1.0, (loads.cpu_share() * share + room.regret() + rest) / (share + rest));
