@@ -7,6 +7,7 @@ The options are declared in pyorch/settings/settings.py alone; tests/settings co
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import sys
 import textwrap
@@ -65,6 +66,7 @@ def _literal(value: object) -> str:
 
 
 def main() -> int:
+    argparse.ArgumentParser("python -m scripts.write_signatures", description=__doc__).parse_args()
     FILE.write_text(text(), encoding="utf-8")
     return 0
 

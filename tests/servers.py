@@ -93,8 +93,9 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def pyorch_serve(model: Path | None, *options: str) -> list[str]:
-    """At a port that is free; what follows "--" is for llama-server. None: several models."""
-    return [sys.executable, "-m", "pyorch", "serve", *([] if model is None else [str(model)]), "--port", "0", *options]
+    """At a port that is free; what follows "--" is for llama-server. None: several models. No expert is in memory."""
+    return [sys.executable, "-m", "pyorch", "serve", *([] if model is None else [str(model)]), "--port", "0", "--cold",
+            *options]
 
 
 def faulty_serve(model: Path, fault: Path, grace: float = 3600.0) -> list[str]:

@@ -14,11 +14,10 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library.choices import LEARNED, default_policy
-from pyorch.llama import logs, measure, memory
+from pyorch.llama import logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import host_dense_bytes, place
 from pyorch.llama.measure import NARROW_UBATCH
-from pyorch.llama.warm import kept_in
 from pyorch.runtime.devices import Device, find_device, rates_for
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.model_map import ModelMap
@@ -199,7 +198,7 @@ def _kept(plan: EnginePlan) -> tuple[Kept | None, str]:
     if settings.learned is not None:
         return (eviction.read(settings.learned, model_map) if os.path.exists(settings.learned) else None), ""
     own = plan.sidecars.learned if (settings.policy or default_policy()) == LEARNED else None
-    paths = [path for path in (own, kept_in(model_map, settings)) if path is not None and path.exists()]
+    paths = [path for path in (own, warm.kept_in(model_map, settings)) if path is not None and path.exists()]
     refusal = ""
     for path in sorted(paths, key=os.path.getmtime, reverse=True):
         try:

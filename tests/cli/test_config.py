@@ -72,7 +72,7 @@ def test_what_may_be_repeated_is_replaced(write) -> None:
     ('[model.olmoe]\nbudget = "1GiB"\n[model.olmoe.rnu]\ntemp = 0', ':3: nothing is called "rnu": did you mean run?'),
     ('[model."olmoe"]\n\nbudgt = "40%"', ':3: nothing is called "budgt": did you mean budget?'),
     ('run = 3', ":1: run is a value, and has to be a table: [run]"),
-    ('threads = "all"', ":1: n_threads is all, and must be from 0"),
+    ('threads = "all"', ":1: n_threads is all, and must be from 1"),
     ('[run]\ntokens = "some"', ':2: argument -n/--tokens: "some" is not a whole number of 1 or more'),
     ('verbose = "yes"', ':1: verbose is "yes", and must be true or false'),
     ('budget = true', ":1: budget is true, and must be a text or a number"),

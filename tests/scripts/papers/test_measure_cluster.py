@@ -99,7 +99,7 @@ _PEER = """
 import sys
 import pyorch
 from pyorch.sidecars.container import fingerprint
-with pyorch.load(sys.argv[1], budget="100%", n_ctx=64, n_threads=1) as model:
+with pyorch.load(sys.argv[1], budget="100%", warm=False, n_ctx=64, n_threads=1) as model:
     print(model.engine.listen("token", fingerprint(model.map), "10.77.0.2", 9080), flush=True)
     sys.stdin.read()
 """
@@ -109,7 +109,7 @@ import sys
 import pyorch
 from pyorch.llama.context import Context
 from pyorch.sidecars.container import fingerprint
-with pyorch.load(sys.argv[1], budget="100%", n_ctx=64, n_threads=1) as model:
+with pyorch.load(sys.argv[1], budget="100%", warm=False, n_ctx=64, n_threads=1) as model:
     there = model.engine.connect("10.77.0.2", 9080, "token", fingerprint(model.map))
     for layer in model.map.layers:
         model.engine.set_placement(layer.il, [there] * layer.n_expert)
