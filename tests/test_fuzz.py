@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).parents[1] / "scripts" / "fuzz.py"
 
 # Kinds of as many cases share a process, which has everything imported.
 @pytest.mark.parametrize(("count", "kinds"), [
-    (40, ("gguf", "sidecar")), (20, ("pack", "plan", "trace")), (8, ("quantize",)),
+    (40, ("gguf", "sidecar")), (8, ("pack", "plan", "trace")), (8, ("quantize",)),
 ])
 def test_a_damaged_file_works_or_is_refused_in_a_sentence(count: int, kinds: tuple[str, ...]) -> None:
     done = python(SCRIPT, *kinds, "--count", count)
