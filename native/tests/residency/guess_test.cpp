@@ -30,10 +30,11 @@ struct House {
         using Reader::Reader;
 
         bool take(ReadRequest & request) { return loader.try_next(request); }
-        void end(const ReadRequest & request) { // a nanosecond a byte: half a millisecond are less than the least request
+        void end(
+            const ReadRequest & request) { // a nanosecond a byte: half a millisecond are less than the least request
             loader.finish(request, (int64_t) request.size, (int64_t) request.size);
         }
-        int  layer_of(const ReadRequest & request) { return request.load->layer; }
+        int layer_of(const ReadRequest & request) { return request.load->layer; }
 
         void wait(std::unique_lock<std::mutex> & lock, std::condition_variable &) override {
             lock.unlock();
