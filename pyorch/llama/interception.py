@@ -216,6 +216,9 @@ def _raise_decode_errors(method: Callable) -> Callable:
     return wrapper
 
 
+CLOSED = "the model was closed: load it again"
+
+
 class ClosedLlama(llama_cpp.Llama):
     """What a Llama becomes when its model is freed. All that it has left can be closed again.
 
@@ -226,7 +229,7 @@ class ClosedLlama(llama_cpp.Llama):
     def __getattribute__(self, name: str) -> object:
         if name in ("close", "__class__", "__dict__"):
             return object.__getattribute__(self, name)
-        raise PyorchError("the model was closed: load it again")
+        raise PyorchError(CLOSED)
 
     def __repr__(self) -> str:
         return "<closed llama_cpp.Llama>"

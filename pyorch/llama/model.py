@@ -19,7 +19,7 @@ from pyorch.hub.reference import Reference, is_reference
 from pyorch.library.bindings import check, ffi, lib
 from pyorch.llama import interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, find_ghosts, speculative
-from pyorch.llama.interception import ClosedLlama
+from pyorch.llama.interception import CLOSED, ClosedLlama
 from pyorch.llama.layer import Layer, ResidencyView
 from pyorch.llama.managed import ManagedModel, find
 from pyorch.llama.measure import WIDE_UBATCH
@@ -63,6 +63,7 @@ class Model:
     def __init__(self, model: llama_cpp.Llama, record: ManagedModel) -> None:
         self.llama = model
         self._in_use = threading.RLock()
+        self._closing = False
         self.map: ModelMap = record.map
         self.engine = record.engine
         self._record = record
@@ -154,6 +155,8 @@ class Model:
         """While one is computed, no other thread frees the model."""
         while True:
             with self._in_use:
+                if self._closing:
+                    raise PyorchError(CLOSED)
                 chunk = next(chunks, None)
             if chunk is None:
                 return
@@ -286,6 +289,7 @@ class Model:
         now with generate() or chat() is waited for. Refused in an observer or a source.
         """
         check(lib.pyorch_engine_free(ffi.NULL))  # refused inside a callback, for whose decode this would wait
+        self._closing = True  # who computes takes the lock again at once: without a word it would end its text first
         with self._in_use:
             self.llama.close()
 
