@@ -73,7 +73,7 @@ def load(
         n_ctx: room for N tokens of context, rounded up to a multiple of 256 (default: as trained, at most
             4096)
         n_ubatch: compute N tokens at once (default: 2048 where experts are read, else 512)
-        n_threads: compute with N threads (default: the physical cores)
+        n_threads: compute with N threads (default: the physical cores, of the fast kind where there are two)
         maps: begin with the expert maps in FILE, and write into it what expert-map learned (default:
             MODEL.maps.gguf, write nothing)
         learned: begin with what FILE has for the policy learned, and write into it what was learned (default:

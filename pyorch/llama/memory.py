@@ -172,15 +172,43 @@ def cache_bytes() -> int:
 
 
 def physical_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use. A second hardware thread of a core does not make it compute faster."""
+    """Cores that this process may use, of the fast kind where a processor has several.
+
+    A second hardware thread of a core does not make it compute faster. Threads meet at every operation: one on a slow
+    core would make all others wait.
+    """
     try:
         allowed = os.sched_getaffinity(0)
         text = (root / "proc/cpuinfo").read_text()
     except (AttributeError, OSError):
         return os.cpu_count() or 1
+    allowed = allowed & _fast_cpus(root / "sys/devices") or allowed
     cores = set()
     for block in text.split("\n\n"):
         cpu = dict(re.findall(r"^(processor|physical id|core id)\s*:\s*(\d+)$", block, re.MULTILINE))
         if int(cpu.get("processor", -1)) in allowed:
             cores.add((cpu.get("physical id"), cpu.get("core id", cpu["processor"])))
     return len(cores) or len(allowed)
+
+
+_FAST = 0.75  # of the fastest core's capacity, at least
+
+
+def _fast_cpus(devices: Path) -> set[int]:
+    """Numbers of the processors of the fast kind; none where the system does not tell.
+
+    Intel's hybrid processors have a device for each kind; those of ARM have capacities, the fastest of which is 1024.
+    """
+    found: dict[int, int] = {}
+    with contextlib.suppress(OSError, ValueError):
+        for path in devices.glob("system/cpu/cpu[0-9]*/cpu_capacity"):
+            found[int(path.parent.name[3:])] = int(path.read_text())
+        return {cpu for cpu, capacity in found.items() if capacity >= _FAST * max(found.values())} or _cpu_list(
+            (devices / "cpu_core/cpus").read_text())
+    return set()
+
+
+def _cpu_list(text: str) -> set[int]:
+    """As the kernel writes it, such as 0-3,8."""
+    ends = [part.partition("-") for part in text.split(",")]
+    return {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}

@@ -104,7 +104,7 @@ class Settings:
     )
     n_threads: int = option(
         0, whole(MAX_THREADS), _FROM_1_TO + str(MAX_THREADS), group=CONTEXT, flag="--threads", metavar="N",
-        help="compute with N threads", default_text="the physical cores",
+        help="compute with N threads", default_text="the physical cores, of the fast kind where there are two",
     )
     maps: Path | None = option(
         None, Path, "the path of a file", group=LONG, metavar="FILE",
