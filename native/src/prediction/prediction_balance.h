@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <cmath>
 
 namespace pyorch {
 
@@ -26,35 +25,6 @@ private:
     double yield  = 0.2;    // of the absent, what guesses save
     double cost   = 100e-6; // of the predictions of an ubatch
     double worth  = 0;
-};
-
-// Whether tokens come sooner with guesses than without, by the clock: no count knows what interrupts, caches and memory
-// cost. Blocks of decoding ubatches are computed without guesses now and then; or with them, where those cost time.
-class GuessTrial {
-public:
-    bool on() const { return arm == ON; }
-
-    // A decoding ubatch ended that was as on() said: seconds since the one before.
-    void add(double seconds);
-
-private:
-    enum { OFF, ON, N_ARMS };
-
-    // Of the logarithms of seconds: fading sums.
-    struct Arm {
-        double n = 0, sum = 0, squares = 0;
-
-        double mean() const { return sum / n; }
-        double variance() const { return std::max(0.0, squares / n - mean() * mean()); }
-    };
-
-    Arm arms[N_ARMS];
-    int arm       = ON;
-    int at        = 0; // ubatch of the block
-    int favourite = ON;
-    int n_blocks  = 0; // of the favourite, since the other one was tried
-
-    int next_arm();
 };
 
 // How much of the processor's time predictions may take: a fiftieth of the time that passes, whatever they gain.

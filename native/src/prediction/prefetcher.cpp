@@ -43,8 +43,6 @@ void Prefetcher::set_automatic(bool automatic_) {
     std::lock_guard<std::mutex> lock(mutex);
     automatic = automatic_;
     balance   = {};
-    trial     = {};
-    decoded   = 0;
     allowance = {};
     balanced  = now;
     spent     = 0;
@@ -83,21 +81,12 @@ void Prefetcher::begin(const void * context, IterationBegin && iteration) {
     const Table::ReadSeconds     now        = iteration.decode ? table.read_seconds() : Table::ReadSeconds{};
     std::unique_lock<std::mutex> lock(mutex);
     if (automatic && iteration.decode) {
-        if (trial.on()) { // else nothing is guessed, and no guess can pay
-            balance.add(now.absent - balanced.absent, now.saved - balanced.saved, spent);
-        }
-        const uint64_t time = clock_ns();
-        if (decoded && balance.pays()) {
-            trial.add(1e-9 * (double) (time - decoded));
-        }
-        decoded  = time;
+        balance.add(now.absent - balanced.absent, now.saved - balanced.saved, spent);
         balanced = now;
         spent    = 0;
-        if (!balance.pays() || !trial.on()) {
+        if (!balance.pays()) {
             return;
         }
-    } else {
-        decoded = 0;
     }
     if (count<IterationBegin>() >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
         drop_iteration();
@@ -115,7 +104,7 @@ bool Prefetcher::wants(int & reach) {
     const double now   = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     std::lock_guard<std::mutex> lock(mutex);
     reach = automatic && !whole ? allowance.reach(now) : INT_MAX;
-    return !automatic || (balance.pays() && trial.on());
+    return !automatic || balance.pays();
 }
 
 void Prefetcher::routed(const void * context, RoutedLayer && layer) {

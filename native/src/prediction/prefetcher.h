@@ -79,8 +79,6 @@ private:
     const void *                               predicting = nullptr; // the context whose event is at work
     bool                                       automatic  = false;
     PredictionBalance                          balance;
-    GuessTrial                                 trial;
-    uint64_t                                   decoded  = 0;  // when the last decoding ubatch began, 0: unknown
     Table::ReadSeconds                         balanced = {}; // what of the table's is in the balance
     double                                     spent    = 0;  // seconds of a processor, not in the balance yet
     PredictionAllowance                        allowance;

@@ -3,9 +3,7 @@
 #include "prediction/prediction_balance.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
-#include <random>
 #include <vector>
 
 // Ubatches in which layers wait for reads of so many ms where nothing is predicted; predictions save a share of that,
@@ -96,37 +94,8 @@ static void the_allowance_is_kept() {
     require(allowance.reach(1e6) == 0, "an hour's pause is no allowance for what comes then", {});
 }
 
-// Of so many ubatches, the share that is computed with guesses. They take that many times as long with them; each takes
-// longer or less by chance, as what it reads does.
-static double with_guesses(pyorch::GuessTrial & trial, int n, double ratio, std::mt19937 & random) {
-    std::normal_distribution<double> noise(0, 0.25);
-    int                              n_on = 0;
-    for (int i = 0; i < n; ++i) {
-        n_on += trial.on();
-        trial.add((i % 500 == 499 ? 10 : 0.05) * (trial.on() ? ratio : 1) * std::exp(noise(random))); // and a pause
-    }
-    return (double) n_on / n;
-}
-
-static void the_clock_decides() {
-    for (unsigned seed = 0; seed < 20; ++seed) {
-        std::mt19937        random(seed);
-        pyorch::GuessTrial  trial;
-        const double        equal  = with_guesses(trial, 3000, 1, random);
-        std::vector<double> shares = { equal };
-        for (const double ratio : { 0.7, 1.3, 0.7 }) { // another text, another disk
-            with_guesses(trial, 600, ratio, random);
-            shares.push_back(with_guesses(trial, 3000, ratio, random));
-        }
-        require(shares[0] > 0.1, "where guesses cost nothing they are made", shares);
-        require(
-            shares[1] > 0.9 && shares[2] < 0.2 && shares[3] > 0.9, "they are made where tokens come sooner", shares);
-    }
-}
-
 int main() {
     the_allowance_is_kept();
-    the_clock_decides();
 
     const Regime gains = { 5000, 60, 0.2, 0.8 }, resident = { 5000, 0, 0, 0.8 }, tiny = { 5000, 0.1, 0.5, 0.8 };
     auto         found = shares({ gains });
