@@ -21,7 +21,8 @@ NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2
 .PHONY: bench bench-residency bench-prediction bench-codecs bench-ghosts bench-reads
 .DELETE_ON_ERROR:
 
-demo: setup
+# Where nothing is built yet: what running a model needs, which is half of it.
+demo: $(if $(wildcard $(STAMPS)/pyorch),setup,$(STAMPS)/core)
 	@$(BIN)/pyorch demo
 
 # The linters in the versions of constraints.txt; .pre-commit-config.yaml runs the same on what is committed.
@@ -141,4 +142,12 @@ $(STAMPS)/pyorch: pyproject.toml constraints.txt $(NATIVE_FILES) $(STAMPS)/build
 	@echo "building and installing pyorch (several minutes the first time)"
 	@touch $@.begun
 	@$(PIP) install -c constraints.txt --no-build-isolation --editable '.[$(EXTRAS)]'
+	@mv $@.begun $@
+
+# Without llama-server and what only tests need.
+$(STAMPS)/core: pyproject.toml constraints.txt $(NATIVE_FILES) $(STAMPS)/build-tools
+	@echo "building and installing pyorch (some minutes; make setup builds llama-server, too)"
+	@touch $@.begun
+	@$(PIP) install -c constraints.txt --no-build-isolation --editable '.[convert]' \
+	    --config-settings=build.targets=pyorch-core
 	@mv $@.begun $@

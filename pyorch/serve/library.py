@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pyorch import _libs
+from pyorch.errors import PyorchError
 from pyorch.library.bindings import declared
 
+_path = _libs.lib_dir() / f"libpyorch-server{_libs.SUFFIX}"
+if not _path.exists():
+    raise PyorchError("llama-server is not built yet, without which a model runs: make setup builds it, in some minutes")
 ffi = declared("pyorch_server").ffi
-lib = ffi.dlopen(str(_libs.lib_dir() / f"libpyorch-server{_libs.SUFFIX}"))
+lib = ffi.dlopen(str(_path))
 
 
 def chat_page() -> list[str]:
