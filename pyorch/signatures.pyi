@@ -35,6 +35,7 @@ def load(
     n_ctx: int = 0,
     n_ubatch: int = 0,
     n_threads: int = 0,
+    cpus: str = "auto",
     maps: str | Path | None = None,
     learned: str | Path | None = None,
     warm: bool = True,
@@ -73,7 +74,8 @@ def load(
         n_ctx: room for N tokens of context, rounded up to a multiple of 256 (default: as trained, at most
             4096)
         n_ubatch: compute N tokens at once (default: 2048 where experts are read, else 512)
-        n_threads: compute with N threads (default: the physical cores, of the fast kind where there are two)
+        n_threads: compute with N threads (default: the fast physical cores)
+        cpus: compute on these processors only, such as 0-5,8, or any (default: auto: the fast cores)
         maps: begin with the expert maps in FILE, and write into it what expert-map learned (default:
             MODEL.maps.gguf, write nothing)
         learned: begin with what FILE has for the policy learned, and write into it what was learned (default:
@@ -112,6 +114,7 @@ class manage(interception.manage):
         device_ahead: int = 0,
         n_ubatch: int = 0,
         n_threads: int = 0,
+        cpus: str = "auto",
         maps: str | Path | None = None,
         learned: str | Path | None = None,
         warm: bool = True,

@@ -21,7 +21,8 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
-from pyorch.llama.memory import cache_bytes, physical_cores
+from pyorch.llama.cores import physical_cores
+from pyorch.llama.memory import cache_bytes
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import packs
 from scripts.papers import program

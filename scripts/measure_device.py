@@ -47,7 +47,7 @@ from pyorch import _libs
 from pyorch.library.choices import Needs, predictors
 from pyorch.llama import logs
 from pyorch.llama.context import Context
-from pyorch.llama.memory import physical_cores
+from pyorch.llama.cores import physical_cores
 from pyorch.llama.model import Model, load
 from pyorch.runtime.devices import find_device, rates_for
 from pyorch.runtime.model_map import ModelMap

@@ -104,6 +104,10 @@ void pyorch_show_fatal_errors(void);
 // A line "pyorch: ..." for people, to that stderr.
 void pyorch_notice(const char * line);
 
+// Computes on these processors only, of those that the calling thread may use, and reads experts on the others; none:
+// where the system places threads. Of the whole process, from the next decode on. Linux only.
+pyorch_status pyorch_set_compute_cpus(const int32_t * cpus, int32_t n_cpus);
+
 // on, until as many calls with 0: on the calling thread they are exceptions instead. llama.cpp turns these into a
 // failure where it loads or quantizes a model and where it makes a context, with the sentence in its log. REQUIRES:
 // nothing else of llama.cpp is called in between.

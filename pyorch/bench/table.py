@@ -15,7 +15,7 @@ from pyorch import pictures
 from pyorch.bench.job import Config, Text
 from pyorch.bench.rounds import Results
 from pyorch.bench.summary import Summary, TextChange, ratio, text_change
-from pyorch.llama.memory import physical_cores
+from pyorch.llama.cores import physical_cores
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import GiB, MiB, counted, format_bytes
 

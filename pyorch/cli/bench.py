@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "server under load."
     )
     add_model(parser)
-    add_settings(parser, EXPERTS, "n_threads", LOSSY, "tuned", lists=("budget", "policy", "prefetch"),
+    add_settings(parser, EXPERTS, "n_threads", "cpus", LOSSY, "tuned", lists=("budget", "policy", "prefetch"),
                  repeated=("substitution",),
                  defaults={"budget": ",".join(map(str, BENCH_BUDGETS)) + "; under a memory limit, auto"})
     parser.add_argument("--memory-limit", metavar="SIZE",
@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.bench.job import Config, Job
     from pyorch.bench.summary import summarize
     from pyorch.bench.table import draw
-    from pyorch.llama.memory import cache_bytes, physical_cores
+    from pyorch.llama.cores import physical_cores
+    from pyorch.llama.memory import cache_bytes
     from pyorch.pictures import check_plot
     from pyorch.runtime.devices import find_device
     from pyorch.settings.device import NONE

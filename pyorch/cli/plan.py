@@ -167,7 +167,7 @@ def _inclusion(recording, model_map, batch: int):
 def measured_machine(args: argparse.Namespace, model_map):
     """The Machine: what --read-bandwidth, --decode-bandwidth and --workers say, the rest measured."""
     from pyorch.errors import FormatError
-    from pyorch.llama.memory import physical_cores
+    from pyorch.llama.cores import physical_cores
     from pyorch.runtime.disk import measure_bandwidth
     from pyorch.runtime.recovery import measure_recovery, recovery_threads
     from pyorch.sidecars.plan import Machine

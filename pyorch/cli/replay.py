@@ -92,7 +92,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 def run(args: argparse.Namespace) -> int:
     from pyorch.library.choices import default_policy
-    from pyorch.llama.memory import physical_cores
+    from pyorch.llama.cores import physical_cores
     from pyorch.runtime.disk import measure_bandwidth
     from pyorch.runtime.recovery import recovery_threads
     from pyorch.settings.pools import Pools

@@ -26,7 +26,7 @@ from pyorch.cluster.members import Counters, Job, Work
 from pyorch.cluster.peers import Peers
 from pyorch.cluster.placement.placement import Move, Placement
 from pyorch.errors import BudgetError, PyorchError
-from pyorch.llama import memory
+from pyorch.llama import cores
 from pyorch.runtime.disk import MEASURE_SECONDS, measure_bandwidth
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
@@ -190,7 +190,7 @@ class Serving:
         peers = Peers(self._engine, job.name, job.token, job.fingerprint, job.tls)
         self._engine.allow_reads(job.reads)
         peers.follow(job.placement)
-        peers.listen(job.address, job.peer_port, job.settings.get("n_threads") or memory.physical_cores())
+        peers.listen(job.address, job.peer_port, job.settings.get("n_threads") or cores.physical_cores())
         self._peers = peers
 
     def follow(self, placement: Placement) -> None:

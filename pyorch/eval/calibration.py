@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.errors import PyorchError
-from pyorch.llama import memory
+from pyorch.llama import cores
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
 from pyorch.runtime.disk import measure_bandwidth
@@ -79,7 +79,7 @@ def calibrate(
 
     Raises PyorchError for a dense model, or data without a token; FormatError for what cannot be read.
     """
-    n_threads = n_threads or memory.physical_cores()
+    n_threads = n_threads or cores.physical_cores()
     held_out: list[list[int]] = []
     n_read = n_done = 0
     # Nothing is predicted, and a predictor file that is no good does not keep from making a new one.

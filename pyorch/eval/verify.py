@@ -15,7 +15,7 @@ import numpy as np
 
 from pyorch.eval.likelihood import kl_divergences, top1_agreements
 from pyorch.eval.method import Arrival, kernels, resident_model
-from pyorch.llama import memory
+from pyorch.llama import cores
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
@@ -83,7 +83,7 @@ def verify(
 
     Raises PyorchError for a model, a budget or options that load() refuses.
     """
-    n_threads = n_threads or memory.physical_cores()
+    n_threads = n_threads or cores.physical_cores()
     report = on_progress or (lambda *_: None)
     options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **kernels(path, n_models=1), **load_options}
     with resident_model(path, **options | {"substitution": None, "speculate": False}) as model:

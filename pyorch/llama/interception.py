@@ -20,7 +20,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library.bindings import check, ffi, lib
-from pyorch.llama import logs, measure
+from pyorch.llama import cores, logs, measure
 from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device
 from pyorch.llama.managed import decoding, find, is_forked, loading, lock, models
 from pyorch.llama.originals import original, replace
@@ -142,6 +142,7 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
         params.n_outputs_max = settings.n_outputs_max
     if settings.n_threads:
         params.n_threads = params.n_threads_batch = settings.n_threads
+    cores.place(settings, params.n_threads)
     n_ubatch = settings.n_ubatch or (default_ubatch(managed) if settings.widen else None)
     if n_ubatch is not None:
         params.n_ubatch = min(n_ubatch, params.n_batch)

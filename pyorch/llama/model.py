@@ -17,7 +17,7 @@ import numpy as np
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.hub.reference import Reference, is_reference
 from pyorch.library.bindings import check, ffi, lib
-from pyorch.llama import interception, logs, memory
+from pyorch.llama import cores, interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, find_ghosts, speculative
 from pyorch.llama.interception import CLOSED, ClosedLlama
 from pyorch.llama.layer import Layer, ResidencyView
@@ -355,7 +355,7 @@ def load(
     if settings.n_ctx > model_map.trained_ctx:
         fatal.notice(f"note: the model was trained with {model_map.trained_ctx} tokens of context: beyond them, of "
                      f"{settings.n_ctx}, it may answer nonsense")
-    n_threads = settings.n_threads or memory.physical_cores()
+    n_threads = settings.n_threads or cores.physical_cores()
     arguments: dict[str, object] = {
         # Dense weights in anonymous memory: the kernel cannot drop them under a memory limit to read
         # them again for every token, and a file that is truncated later cannot end the process by SIGBUS.

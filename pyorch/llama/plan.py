@@ -14,7 +14,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library.choices import LEARNED, default_policy
-from pyorch.llama import logs, measure, memory, warm
+from pyorch.llama import cores, logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import host_dense_bytes, place
 from pyorch.llama.measure import NARROW_UBATCH
@@ -159,8 +159,7 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
     if plan.device is not None:
         if settings.vram_budget != AUTO:
             device_bytes = min(settings.vram_budget.amount.of(expert_bytes), expert_bytes)
-        device_misses = rates_for(device_misses, model_map, plan.device,
-                                  settings.n_threads or memory.physical_cores())
+        device_misses = rates_for(device_misses, model_map, plan.device, settings.n_threads or cores.physical_cores())
         if device_misses.rates and not logs.is_quiet():
             notes += (f"experts that {plan.device.name} lacks are computed as --device-misses {device_misses} says",)
     return replace(

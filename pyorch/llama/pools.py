@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pyorch.errors import BudgetError
-from pyorch.llama import memory
+from pyorch.llama import cores, memory
 from pyorch.planning.makespan import POOLS
 from pyorch.planning.planner import HANDICAP, STEP, Planned, Split
 from pyorch.planning.ranks import even_inclusion
@@ -91,7 +91,7 @@ def _measured(model_map: ModelMap, settings: Settings) -> Machine:
     disk = kept_bandwidth(model_map)
     return Machine(disk.bytes_per_second if disk else _BYTES_PER_SECOND,
                    measure_recovery(model_map, _DECODE_SECONDS) or _NEVER,
-                   recovery_threads(settings.n_threads or memory.physical_cores()))
+                   recovery_threads(settings.n_threads or cores.physical_cores()))
 
 
 def planner_for(model_map: ModelMap, settings: Settings, plain: bool) -> PoolPlanner | None:

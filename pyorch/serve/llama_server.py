@@ -11,7 +11,7 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
-from pyorch.llama import memory
+from pyorch.llama import cores
 from pyorch.runtime.devices import Device
 from pyorch.serve.library import chat_page, ffi, lib
 from pyorch.settings.device import NONE, REMOTE
@@ -133,7 +133,7 @@ class Flags:
             self.default(UI, "--no-ui")
         self.default(TIMEOUT, "--timeout", SILENT_SECONDS)
         self.default(METRICS, "--metrics")  # a part of ours
-        self.default(THREADS, "-t", memory.physical_cores())
+        self.default(THREADS, "-t", cores.physical_cores())
 
     def place(self, name: str, device: Device | None) -> None:
         """Dense layers on the device of this name, see pyorch.settings.device; None: on the processor."""

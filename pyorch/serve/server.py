@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
-from pyorch.llama import logs, measure
+from pyorch.llama import cores, logs, measure
 from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device
 from pyorch.llama.managed import ManagedModel, loading
 from pyorch.planning.concurrency import Concurrency
@@ -137,6 +137,7 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
     params.n_gpu_layers = 0  # on the processor, unless a device is named
     with loading(path, ModelMap(path), settings, params, placed) as record:
         server.place(settings.device, record.device)
+        cores.place(settings, server.number(llama_server.THREADS, 0))
         try:
             ubatch = default_ubatch(record)
             params = server.context_params()

@@ -11,6 +11,9 @@ from typing import Any
 
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
+from pyorch.settings.cpus import ANY as CPUS_ANY
+from pyorch.settings.cpus import AUTO as CPUS_AUTO
+from pyorch.settings.cpus import cpu_list, cpu_numbers
 from pyorch.settings.device import MAX_AHEAD, NONE, DeviceMisses, device_name, vram_budget
 from pyorch.settings.option import CONTEXT, DEVICE, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.pools import Pools
@@ -104,7 +107,11 @@ class Settings:
     )
     n_threads: int = option(
         0, whole(MAX_THREADS), _FROM_1_TO + str(MAX_THREADS), group=CONTEXT, flag="--threads", metavar="N",
-        help="compute with N threads", default_text="the physical cores, of the fast kind where there are two",
+        help="compute with N threads", default_text="the fast physical cores",
+    )
+    cpus: str = option(
+        CPUS_AUTO, cpu_list, "any, auto or a list such as 0-5,8", group=CONTEXT, metavar="LIST",
+        help="compute on these processors only, such as 0-5,8, or any", default_text="auto: the fast cores",
     )
     maps: Path | None = option(
         None, Path, "the path of a file", group=LONG, metavar="FILE",
@@ -150,6 +157,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         parse_fields(self)
+        if self.n_threads == 0 and self.cpus not in (CPUS_ANY, CPUS_AUTO):
+            object.__setattr__(self, "n_threads", len(cpu_numbers(self.cpus)))
         if self.substitution is not None and not self.substitution.lossy:
             object.__setattr__(self, "substitution", None)
         if self.pools is not None and not self.packed:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pyorch.errors import PyorchError
 from pyorch.files import check_target
-from pyorch.llama import memory
+from pyorch.llama import cores
 from pyorch.llama.context import Context
 from pyorch.llama.measure import NARROW_UBATCH, WIDE_UBATCH
 from pyorch.llama.model import Model, load
@@ -109,7 +109,7 @@ def profile(
     check_target(Path(output).absolute())
     for _ in read_documents(data):
         pass  # a mistake in the last line is found now, not after hours
-    n_threads = n_threads or memory.physical_cores()
+    n_threads = n_threads or cores.physical_cores()
     with load(path, n_ctx=256, n_batch=256, n_threads=n_threads, **load_options) as model:
         if model.engine is None:
             raise PyorchError(model.note or f"{path}: nothing manages its experts, so no routing is seen")
@@ -129,7 +129,7 @@ class RecordStream:
         self, model: Model, header: TraceHeader, data: Sequence[str | os.PathLike[str]], n_tokens: int | None = None,
         n_ctx: int | None = None, n_ubatch: int | None = None, n_threads: int | None = None,
     ) -> None:
-        self._session = _Session(model, header, 0, n_ctx, n_ubatch, n_threads or memory.physical_cores())
+        self._session = _Session(model, header, 0, n_ctx, n_ubatch, n_threads or cores.physical_cores())
         self._documents, self._limit = partial(_documents, model, data), n_tokens
         self.n_tokens = np.array([request.n_prompt for request in self._requests()], np.int64)
 

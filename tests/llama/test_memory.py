@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -185,37 +184,3 @@ def test_a_limit_that_leaves_less_than_the_floor_is_refused_with_the_numbers() -
         "(500 MiB for dense weights, 150 MiB for the context, 214 MiB for the fewest experts, "
         "127 MiB as a margin): allow it more memory, or use a smaller context or ubatch"
     )
-
-
-def test_a_second_hardware_thread_is_no_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = [f"processor\t: {cpu}\nphysical id\t: 0\ncore id\t\t: {cpu // 2}\n" for cpu in range(8)]
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc" / "cpuinfo").write_text("\n".join(blocks))
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 5}, raising=False)
-    assert memory.physical_cores(tmp_path) == 3
-
-
-# Eight cores with two hardware threads each, then eight that have one.
-_HYBRID = [f"processor\t: {cpu}\nphysical id\t: 0\ncore id\t\t: {cpu // 2 if cpu < 16 else cpu - 8}\n"
-           for cpu in range(24)]
-
-
-@pytest.mark.parametrize(("kinds", "allowed", "n"), [
-    ({"cpu_core/cpus": "0-15\n"}, range(24), 8),  # as an Intel processor tells
-    ({"cpu_core/cpus": "0-15\n"}, [0, 1, 2, 17, 18], 2),
-    ({"cpu_core/cpus": "0-15\n"}, range(16, 24), 8),  # nothing else may be used
-    ({"cpu_core/cpus": "0,2,4-5\n"}, range(24), 3),
-    ({"cpu_core/cpus": "many\n"}, range(24), 16),
-    ({}, range(24), 16),
-    ({f"system/cpu/cpu{cpu}/cpu_capacity": f"{1024 if cpu < 4 else 446}\n" for cpu in range(24)}, range(24), 2),
-    ({f"system/cpu/cpu{cpu}/cpu_capacity": "1024\n" for cpu in range(24)}, range(24), 16),
-])
-def test_threads_compute_on_cores_of_the_fast_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: dict[str, str], allowed: Iterable[int], n: int
-) -> None:
-    files = {"proc/cpuinfo": "\n".join(_HYBRID), **{f"sys/devices/{name}": text for name, text in kinds.items()}}
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(allowed), raising=False)
-    assert memory.physical_cores(tmp_path) == n

@@ -1,4 +1,5 @@
 #include "api/api.h"
+#include "base/placement.h"
 #include "base/status.h"
 #include "model/fatal.h"
 #include "prediction/predictor_list.h"
@@ -158,6 +159,10 @@ const pyorch_choice * pyorch_get_choice(int32_t which, int32_t index) {
 void pyorch_show_fatal_errors(void) { show_fatal_errors(); }
 
 void pyorch_notice(const char * line) { notice(line); }
+
+pyorch_status pyorch_set_compute_cpus(const int32_t * cpus, int32_t n_cpus) {
+    return guarded([&] { set_compute_cpus(std::vector<int>(cpus, cpus + n_cpus)); });
+}
 
 void pyorch_refuse_fatal_errors(int32_t on) { guard_fatal_errors(on != 0); }
 

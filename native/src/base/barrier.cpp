@@ -3,6 +3,7 @@
 #ifdef __linux__
 
 #include "base/cpu_time.h"
+#include "base/placement.h"
 
 #include <climits>
 #include <cstdlib>
@@ -82,6 +83,7 @@ void futex(int * word, int operation, int value) {
 }
 
 void meet(int * arrived, int * passed, int n_threads) {
+    place_thread(true);
     const int before = __atomic_load_n(passed, __ATOMIC_RELAXED) & ~ASLEEP; // it cannot go on without this thread
     if (__atomic_fetch_add(arrived, 1, __ATOMIC_SEQ_CST) == n_threads - 1) {
         __atomic_store_n(arrived, 0, __ATOMIC_RELAXED);

@@ -1,6 +1,7 @@
 #include "loading/readers.h"
 
 #include "base/cpu_time.h"
+#include "base/placement.h"
 #include "loading/uring_reader.h"
 
 #include <algorithm>
@@ -31,8 +32,9 @@ static void start(std::vector<std::thread> & threads, int n, Work work, Stop sto
 
 DecodeThreads::DecodeThreads(Loader & loader, int n_threads) : loader(loader) {
     const auto decode = [&loader] {
-        while (loader.decode_next()) {
-        }
+        do {
+            place_thread(false);
+        } while (loader.decode_next());
     };
     start(threads, n_threads, decode, [&loader] { loader.stop_decoding(); });
 }
@@ -45,6 +47,7 @@ DecodeThreads::~DecodeThreads() {
 static void read_until_stopped(Loader & loader) {
     ReadRequest request;
     while (loader.next(request)) {
+        place_thread(false);
         const uint64_t cpu   = thread_cpu_ns();
         const uint64_t begin = clock_ns();
         const int64_t  n =

@@ -1,6 +1,7 @@
 #include "loading/uring_reader.h"
 
 #include "base/cpu_time.h"
+#include "base/placement.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -93,6 +94,7 @@ void UringReader::wake() {
 
 void UringReader::run() {
     for (;;) {
+        place_thread(false);
         if (!idle.empty() && !ending && start_one()) {
             continue;
         }

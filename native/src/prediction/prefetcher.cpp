@@ -1,6 +1,7 @@
 #include "prediction/prefetcher.h"
 
 #include "base/cpu_time.h"
+#include "base/placement.h"
 
 #include <algorithm>
 #include <chrono>
@@ -170,6 +171,7 @@ void Prefetcher::run() {
         queue.pop_front();
         predicting = context;
         lock.unlock();
+        place_thread(false);
         const uint64_t began = thread_cpu_ns();
         {
             std::lock_guard<std::mutex> state_lock(state_mutex);

@@ -2,6 +2,7 @@
 
 #include "base/barrier.h"
 #include "base/cpu_backend.h"
+#include "base/placement.h"
 #include "base/status.h"
 #include "routing/contexts.h"
 #include "routing/device_chain.h"
@@ -121,6 +122,7 @@ std::vector<float> embeddings_of(const ggml_tensor * table, const int32_t * toke
 
 void on_begin(const void * id, const ggml_tensor * tok_embd, const int32_t * tokens, const int32_t * positions,
     uint32_t n_tokens, bool decode) {
+    place_thread(true);
     Context * context = find_context(id);
     if (!context) {
         return;

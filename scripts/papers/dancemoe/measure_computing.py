@@ -36,7 +36,7 @@ from pyorch.cluster.costs import ServerCosts, read_costs, write_costs
 from pyorch.cluster.local_ray import connected
 from pyorch.cluster.members import Counters
 from pyorch.errors import PyorchError
-from pyorch.llama.memory import physical_cores
+from pyorch.llama.cores import physical_cores
 from pyorch.runtime.model_map import ModelMap
 from scripts.papers import program
 

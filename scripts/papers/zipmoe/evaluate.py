@@ -18,7 +18,7 @@ from pyorch.cli.settings import add_settings, listed
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 from pyorch.library.choices import policies
-from pyorch.llama.memory import physical_cores
+from pyorch.llama.cores import physical_cores
 from pyorch.settings.budget import Budget
 from pyorch.sidecars import container, packs
 from pyorch.sizes import Amount

@@ -1,0 +1,63 @@
+#include "base/placement.h"
+
+#include "base/status.h"
+
+#ifdef __linux__
+#include <mutex>
+#include <sched.h>
+#endif
+
+namespace pyorch {
+
+std::atomic<unsigned> placement::version{ 0 };
+thread_local unsigned placement::seen = 0;
+
+#ifdef __linux__
+
+static std::mutex mutex;
+static cpu_set_t  allowed;   // at first
+static cpu_set_t  computing; // empty: nothing was named
+
+void set_compute_cpus(const std::vector<int> & cpus) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (placement::version == 0 && sched_getaffinity(0, sizeof(allowed), &allowed) != 0) {
+        throw Failure(PYORCH_IO, "the system does not say which processors this process may use");
+    }
+    cpu_set_t named;
+    CPU_ZERO(&named);
+    for (const int cpu : cpus) {
+        if (cpu < 0 || cpu >= CPU_SETSIZE || !CPU_ISSET(cpu, &allowed)) {
+            throw Failure(PYORCH_INVALID, format("processor %d is none of those that this process may use", cpu));
+        }
+        CPU_SET(cpu, &named);
+    }
+    if (!CPU_EQUAL(&named, &computing)) {
+        computing = named;
+        ++placement::version;
+    }
+}
+
+void placement::place(bool computes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    cpu_set_t                   others;
+    CPU_XOR(&others, &allowed, &computing);
+    const cpu_set_t & set = CPU_COUNT(&computing) == 0 || CPU_COUNT(&others) == 0 ? allowed :
+        computes                                                                  ? computing :
+                                                                                    others;
+    sched_setaffinity(0, sizeof(set), &set); // a thread that may not does the same where it is
+    seen = version;
+}
+
+#else
+
+void set_compute_cpus(const std::vector<int> & cpus) {
+    if (!cpus.empty()) {
+        throw Failure(PYORCH_INVALID, "threads cannot be kept on processors on this system");
+    }
+}
+
+void placement::place(bool) {}
+
+#endif
+
+} // namespace pyorch
