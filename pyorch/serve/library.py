@@ -8,7 +8,7 @@ from pyorch.library.bindings import declared
 
 _path = _libs.lib_dir() / f"libpyorch-server{_libs.SUFFIX}"
 if not _path.exists():
-    raise PyorchError("llama-server is not built yet, without which a model runs: make setup builds it, in some minutes")
+    raise PyorchError("llama-server is not built yet, which running a model does not need: make setup builds it")
 ffi = declared("pyorch_server").ffi
 lib = ffi.dlopen(str(_path))
 
