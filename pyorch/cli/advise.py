@@ -218,8 +218,8 @@ def _advise(
     from pyorch.advise.machine import BUSY, START_SECONDS, Compute, Disk, Machine
     from pyorch.advise.memory import context_bytes, rest_for_experts
     from pyorch.advise.routing import routing_of
-    from pyorch.llama.device import host_bytes_beside_device
     from pyorch.llama.cores import physical_cores
+    from pyorch.llama.device import host_bytes_beside_device
     from pyorch.llama.memory import memory_limit
     from pyorch.settings.device import REMOTE
     from pyorch.sidecars.beside import Sidecars

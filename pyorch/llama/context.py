@@ -11,8 +11,8 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.library.numerics import np
-from pyorch.llama.managed import decoding
 from pyorch.llama.cores import physical_cores
+from pyorch.llama.managed import decoding
 from pyorch.runtime.engine import FORKED
 
 
