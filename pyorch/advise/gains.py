@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pyorch.advise.estimates import Estimate, Estimator
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sizes import MiB
 
 # Of the bytes of experts in 16-bit floats, what their lossless codec leaves (docs/packs.md). Quantized ones shrink by
 # 3 to 5 %, which decoding eats up.
@@ -33,11 +34,13 @@ class Gain:
 
 
 def gains(
-    model_map: ModelMap, estimator: Estimator, base: Estimate, decode_seconds: float, bandwidth: float
+    model_map: ModelMap, estimator: Estimator, base: Estimate, decode_seconds: float, bandwidth: float,
+    repacking: float, n_threads: int,
 ) -> list[Gain]:
     """At the budgets of an estimate, of a model with the experts' bytes as they are.
 
-    decode_seconds: of a token for which nothing is waited, where it is computed fastest.
+    decode_seconds: of a token for which nothing is waited, where it is computed fastest. repacking: as
+    Machine.repacking().
     """
     there = model_map.sidecars()
     path = model_map.path
@@ -50,8 +53,16 @@ def gains(
             f"experts in 16-bit floats are read in {CODED_SHARE:.0%} of the bytes, where decoding keeps up",
         ))
     else:
-        found.append(Gain("pack", f"pyorch pack {path}", "experts" in there, base.decode_rate, False, False,
-                          "quantized experts do not shrink; a pack adds checksums, and one read for each expert"))
+        # Threads repack while they would wait: what is left is time of a token.
+        seconds = 1 / base.decode_rate
+        saved = max(0.0, repacking * base.bytes_per_token / n_threads - base.stall * seconds)
+        spared = (f"; for this processor alone, one spares {1e5 * repacking * MiB:.2g} ms of a core for each 100 MiB "
+                  "read, which tells where most waiting is left out (--lossy)" if repacking else "")
+        found.append(Gain(
+            "pack", f"pyorch pack {path}" + " --layout native" * (repacking > 0), "experts" in there,
+            1 / max(seconds - saved, decode_seconds), True, False,
+            f"quantized experts do not shrink; a pack adds checksums, and one read for each expert{spared}",
+        ))
     trained = estimator.estimate(base.budget, base.vram_budget, predictor="hybrid")
     found.append(Gain("predictor", f"pyorch train-predictor {path} --data FILE", "predictor" in there,
                       max(trained.decode_rate, base.decode_rate), False, False,

@@ -269,8 +269,9 @@ def _advise(
     progress.update("replaying with sidecars", len(plan), len(plan) + 1)
     fastest = compute.decode_seconds / (max(1.0, device.speed.decode) if device else 1)
     least = min(estimates[-len(asked) - 1:], key=lambda estimate: estimate.budget_bytes)
-    found = gains(model_map, estimator, estimates[-1], fastest, disk.bytes_per_second)
-    found_at_least = gains(model_map, estimator, least, fastest, disk.bytes_per_second)
+    found, found_at_least = (
+        gains(model_map, estimator, estimate, fastest, disk.bytes_per_second, machine.repacking(), n_threads)
+        for estimate in (estimates[-1], least))
     useful = [gain.sidecar for gain, at_least in zip(found, found_at_least)
               if gain.helps(estimates[-1]) or at_least.helps(least)]
     if machine.load > BUSY:

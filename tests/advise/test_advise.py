@@ -19,6 +19,7 @@ from processes import HANG_SECONDS
 from pyorch.advise import machine
 from pyorch.advise.device import DeviceSpeed, given
 from pyorch.advise.estimates import Estimator
+from pyorch.advise.gains import gains
 from pyorch.advise.machine import Compute
 from pyorch.advise.probe import Shape, read_shape, write_probe
 from pyorch.advise.routing import made_up_experts, routing_of
@@ -216,6 +217,24 @@ def test_what_is_said_of_computing_is_not_measured(
     assert (compute["decode_seconds"], compute["prefill_seconds"]) == (0.02, 0.005)
     assert main(["advise", str(small_moe), "--compute-ms", "20:x", *given]) == 2
     assert '"x" is not a number above 0' in capsys.readouterr().err
+
+
+def test_a_native_pack_spares_the_repacking_that_waiting_does_not_hide(
+    tmp_path: Path, headers, small_moe: Path, small_moe_q4: Path
+) -> None:
+    for model in (small_moe, small_moe_q4):
+        with ModelMap(model) as model_map:
+            repacked = any(role.layout != "plain" for role in model_map.layers[0].roles)
+            assert (machine.Machine(model_map, 1, print).repacking() > 0) == repacked
+    path = tmp_path / "model.gguf"
+    headers.MODELS["olmoe-1b-7b"](path).close()
+    with ModelMap(path) as model_map:
+        advisor = estimator(model_map, Compute(0.04, 0.01, 0.5), bandwidth=1e12)  # nothing is waited for
+        base = advisor.estimate("25%")
+        rates = [gains(model_map, advisor, base, 0.02, 1e12, seconds / base.bytes_per_token, 2)[0].decode_rate
+                 for seconds in (0.0, 0.02)]
+    assert rates[0] == pytest.approx(base.decode_rate)
+    assert 1 / rates[0] - 1 / rates[1] == pytest.approx(0.01, rel=0.05)  # of two cores
 
 
 def test_the_disk_of_a_header_is_measured_on_a_file_that_has_bytes(tmp_path: Path, cache: Path, quick, headers) -> None:
