@@ -70,9 +70,14 @@ def summarize(results: Results, config: Config, reference: Config | None) -> Sum
 
 def ratio(results: Results, config: Config, base: Config, value: Callable[[Measurement], float]) -> float:
     """Median over rounds of a value of config, divided by that of base in the same round."""
+    return _median(ratios(results, config, base, value))
+
+
+def ratios(results: Results, config: Config, base: Config, value: Callable[[Measurement], float]) -> list[float]:
+    """Of all rounds that measured both."""
     of_base = {run.round: run.measurement for run in results.of(base)}
     pairs = [(run.measurement, of_base.get(run.round)) for run in results.of(config)]
-    return _median(value(one) / value(other) for one, other in pairs if one is not None and other is not None)
+    return [value(one) / value(other) for one, other in pairs if one is not None and other is not None]
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Goal:
-    """reached: nan if it was not measured. at_most: it is to be below the goal, not above."""
+    """reached: nan if it was not measured. at_most: it is to be below the goal, not above. interval: where the mean of
+    what was measured several times is, with 95 %."""
 
     what: str
     goal: float
     reached: float
     at_most: bool = False
+    interval: tuple[float, float] | None = None
 
     @property
     def met(self) -> bool:
@@ -56,8 +58,9 @@ class Goal:
 
 
 def goal_table(goals: Iterable[Goal]) -> Table:
-    return Table("goals", "goals", ("goal", "", "limit", "reached", "met"), tuple(
+    return Table("goals", "goals", ("goal", "", "limit", "reached", "interval", "met"), tuple(
         (goal.what, "at most" if goal.at_most else "at least", goal.goal, goal.reached,
+         "-" if goal.interval is None else " to ".join(map(_text, goal.interval)),
          "-" if not goal.measured else "yes" if goal.met else "NO") for goal in goals
     ))
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from pyorch.bench.job import ENGINE, UNMANAGED, Config, Measurement, Phase
 from pyorch.bench.plan import RESIDENT
 from pyorch.bench.rounds import Results, Run
@@ -31,3 +35,17 @@ def test_goals_compare_with_llama_cpp_under_the_same_limits():
     assert len(set(configs)) == len(configs)
     for limit in (4 * GiB * 40 // 100, 4 * GiB * 60 // 100):
         assert {config.mode for config in configs if config.limit_bytes == limit} == {ENGINE, UNMANAGED}
+
+
+def test_a_ratio_is_of_runs_of_the_same_round_and_has_an_interval():
+    def at(config: Config, number: int, seconds: float) -> Run:
+        return replace(run_of(config, seconds), round=number)
+
+    without = next(config for config in bench_goals.goal_configs(4 * GiB, Settings())
+                   if config.label == "budget 40%, no guesses")
+    runs = (at(BUDGET, 0, 1.0), at(without, 0, 1.1), at(BUDGET, 1, 2.0), at(without, 1, 2.6), at(BUDGET, 2, 1.0))
+    goal = next(goal for goal in bench_goals.goals(Results(runs, ()), 4 * GiB, Settings())
+                if goal.what == "decode rate / that without guesses, budget 40%")
+    assert goal.met and goal.reached == pytest.approx(1.2)
+    low, high = goal.interval
+    assert low < 1.1 and high > 1.3 and (low * high) ** 0.5 == pytest.approx((1.1 * 1.3) ** 0.5)
