@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, urlsplit
 from pyorch.errors import PyorchError
 from pyorch.llama import logs, memory
 from pyorch.runtime.model_map import ModelMap
-from pyorch.serve import llama_server, pages
+from pyorch.serve import llama_server, ollama, pages
 from pyorch.serve.address import Address, free_address
 from pyorch.serve.llama_server import Flags, Root
 from pyorch.settings.budget import Budget
@@ -96,6 +96,11 @@ class Models:
                 model.busy -= 1
                 model.used = time.monotonic() if is_use else model.used
                 self._changed.notify_all()
+
+    def find(self, asked: str | None) -> str | None:
+        """The name of a model by what a request calls it; Ollama's programs add a tag."""
+        names = (asked, f"hf:{asked}", (asked or "").removesuffix(":latest"))
+        return next((name for name in names if name in self.models), None)
 
     def last_used(self) -> str | None:
         """Of those that are loaded."""
@@ -239,8 +244,10 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(200, json.dumps({"object": "list", "data": [
                 {"id": name, "object": "model", "created": int(time.time()), "owned_by": "pyorch",
                  "status": {"value": models.state(name)}} for name in models.models]}))
+        if url.path.startswith("/api/"):
+            return self._serve_ollama(url.path, body)
         asked = self._asked(url.query, body)
-        name = next((name for name in (asked, f"hf:{asked}") if name in models.models), None)
+        name = models.find(asked)
         if not asked and self._looks():
             return self._refuse(503, "no model is loaded: a request that names one loads it")
         if not asked:
@@ -255,6 +262,55 @@ class _Handler(BaseHTTPRequestHandler):
                 self._refuse(503, str(error))
 
     do_POST = do_DELETE = _serve
+
+    def _serve_ollama(self, path: str, body: bytes) -> None:
+        models = self.server.models
+        try:
+            if (self.command, path) == ("GET", "/api/version"):
+                return self._answer(200, json.dumps({"version": ollama.VERSION}))
+            if (self.command, path) == ("GET", "/api/tags"):
+                return self._answer(200, json.dumps(ollama.tags({m.name: m.path for m in models.models.values()})))
+            if self.command != "POST" or path not in ollama.PATHS:
+                return self._answer(404, json.dumps({"error": f"{path} is not served here"}))
+            asked = ollama.read(body)
+            name = models.find(asked["model"])
+            if name is None:
+                return self._answer(404, json.dumps({"error": f"model '{asked['model']}' not found"}))
+            if path == "/api/show":
+                return self._answer(200, json.dumps(ollama.show(models.models[name].path)))
+            url, request = ollama.to_openai(path, asked, name)
+        except PyorchError as error:
+            return self._answer(400, json.dumps({"error": str(error)}))
+        self.close_connection = True
+        reply, begun = ollama.Reply(path, asked["model"]), False
+        with self.server.answering(), contextlib.suppress(OSError):
+            try:
+                with models.held(name, is_use=True) as port:
+                    for part in ollama.ask(port, url, request, next(iter(self.server.keys), ""), self.connection):
+                        if not request["stream"]:
+                            return self._answer(200, json.dumps(reply.whole(part)))
+                        begun = begun or self._begin_lines()
+                        self._send_line(reply.part(part))
+            except PyorchError as error:
+                failure = {"error": str(error)}
+                status = error.status if isinstance(error, ollama.Refused) else 503
+                return self._send_line(failure) if begun else self._answer(status, json.dumps(failure))
+            if begun:
+                self._send_line(reply.end())
+            else:  # nothing was asked of the model but to be loaded
+                self._answer(200, json.dumps(reply.end()))
+
+    def _begin_lines(self) -> bool:
+        self.send_response(200)
+        for name, value in (("Content-Type", "application/x-ndjson"), ("Connection", "close"),
+                            ("Access-Control-Allow-Origin", self.headers.get("Origin", "*"))):
+            self.send_header(name, value)
+        self.end_headers()
+        return True
+
+    def _send_line(self, line: dict | None) -> None:
+        if line is not None:
+            self.wfile.write(json.dumps(line).encode() + b"\n")
 
     def _asked(self, query: str, body: bytes) -> str | None:
         """The name of the model that is asked; the only one, and for a look the one that was used last, need none."""

@@ -21,6 +21,7 @@ from servers import ServerProcess, Stream, pyorch_serve, wait_until
 
 from pyorch.llama import memory
 from pyorch.llama.memory import MemoryLimit
+from pyorch.serve import ollama
 from pyorch.serve.models import Models
 from pyorch.settings.budget import Budget
 from pyorch.sizes import GiB, MiB
@@ -232,3 +233,79 @@ def test_a_mistake_is_said(tmp_path: Path, arguments: tuple[str, ...], sentence:
     given = [str(empty) if one == "." else str(tmp_path / one) if one == "model.gguf" else one for one in arguments]
     result = pyorch("serve", *given, "--port", "0", env={**os.environ, "HF_HUB_CACHE": str(empty)})
     assert result.returncode == 2 and sentence in result.stderr, result.stderr
+
+
+def ask_as_ollama(server: ServerProcess, path: str, body: object) -> list[dict]:
+    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
+        return [json.loads(line) for line in answer]
+
+
+def test_programs_that_speak_ollama_are_answered(server: ServerProcess):
+    names = {model["name"] for model in server.get("/api/tags")["models"]}
+    assert names == {"damaged", "dense", "sparse"}
+    assert server.get("/api/version")["version"]
+    shown, = ask_as_ollama(server, "/api/show", {"model": "sparse:latest"})
+    assert shown["details"]["family"] == shown["model_info"]["general.architecture"] == "qwen2moe"
+    settings = {"temperature": 0, "num_predict": 6}
+    plain = server.client.completions.create(model="sparse", prompt=PROMPT, max_tokens=6, temperature=0)
+
+    asked = {"model": "sparse:latest", "prompt": PROMPT, "raw": True, "options": settings}
+    *parts, last = ask_as_ollama(server, "/api/generate", asked)
+    assert "".join(part["response"] for part in parts) == plain.choices[0].text
+    assert not any(part["done"] for part in parts) and last["done"] and last["done_reason"] == "length"
+    assert last["eval_count"] == 6 and last["prompt_eval_count"] == plain.usage.prompt_tokens
+    whole, = ask_as_ollama(server, "/api/generate", asked | {"stream": False})
+    assert whole["response"] == plain.choices[0].text and whole["done"] and whole["model"] == "sparse:latest"
+
+    said = [{"role": "user", "content": "Hello"}]
+    chat = server.client.chat.completions.create(model="sparse", messages=said, max_tokens=6, temperature=0)
+    asked = {"model": "sparse", "messages": said, "options": settings}
+    *parts, last = ask_as_ollama(server, "/api/chat", asked)
+    assert "".join(part["message"]["content"] for part in parts) == chat.choices[0].message.content
+    whole, = ask_as_ollama(server, "/api/chat", asked | {"stream": False})
+    assert whole["message"] == {"role": "assistant", "content": chat.choices[0].message.content}
+    loaded, = ask_as_ollama(server, "/api/generate", {"model": "dense"})
+    assert loaded["done"] and loaded["done_reason"] == "load" and states(server)["dense"] == "loaded"
+
+
+@pytest.mark.parametrize(("path", "body", "status", "sentence"), [
+    ("/api/chat", [], 400, 'an object of JSON with the name of a "model"'),
+    ("/api/chat", {"messages": []}, 400, 'an object of JSON with the name of a "model"'),
+    ("/api/chat", {"model": "absent"}, 404, "model 'absent' not found"),
+    ("/api/chat", {"model": "sparse", "messages": [{"content": "x", "images": ["AA=="]}]}, 400, "images"),
+    ("/api/chat", {"model": "sparse", "messages": "x"}, 400, "messages"),
+    ("/api/chat", {"model": "sparse", "messages": [{"content": "x"}], "options": 3}, 400, "options"),
+    ("/api/chat", {"model": "sparse", "messages": [{"content": "x"}], "options": {"temperature": "x"}}, 400, ""),
+    ("/api/generate", {"model": "damaged", "prompt": "x"}, 503, "damaged"),
+    ("/api/embed", {"model": "sparse"}, 404, "/api/embed is not served here"),
+])
+def test_what_ollama_would_refuse_is_refused_in_its_form(
+    server: ServerProcess, path: str, body: object, status: int, sentence: str
+):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask_as_ollama(server, path, body)
+    assert refused.value.code == status and sentence in json.load(refused.value)["error"]
+
+
+def test_tools_and_thoughts_come_in_ollamas_form():
+    calls = [{"function": {"name": "weather", "arguments": {"city": "Paris"}}}]
+    said = [{"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "content": "sunny", "tool_name": "weather"}]
+    path, body = ollama.to_openai("/api/chat", ollama.read(json.dumps(
+        {"name": "m", "messages": said, "format": {"type": "object"}, "options": {"num_predict": -1, "top_k": 5}}
+    ).encode()), "m")
+    call = body["messages"][0]["tool_calls"][0]
+    assert path == "/v1/chat/completions" and json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    assert body["messages"][1]["tool_call_id"] == call["id"] and "max_tokens" not in body and body["top_k"] == 5
+    assert body["response_format"]["json_schema"]["schema"] == {"type": "object"} and body["stream"] is True
+
+    reply = ollama.Reply("/api/chat", "m")
+    pieces = [{"function": {"name": "weather", "arguments": ""}}, {"function": {"arguments": '{"city": '}},
+              {"function": {"arguments": '"Paris"}'}}]
+    parts = [reply.part({"choices": [{"delta": {"reasoning_content": "hm"}}]})]
+    parts += [reply.part({"choices": [{"delta": {"tool_calls": [{"index": 0, **piece}]}}]}) for piece in pieces]
+    assert parts[0]["message"] == {"role": "assistant", "content": "", "thinking": "hm"} and parts[1:] == [None] * 3
+    assert reply.part({"choices": [{"delta": {}, "finish_reason": "tool_calls"}], "timings": {"prompt_ms": 2}}) is None
+    last = reply.end()
+    assert last["message"]["tool_calls"] == calls and last["done"] and last["prompt_eval_duration"] == 2_000_000
