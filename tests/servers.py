@@ -93,7 +93,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def pyorch_serve(model: Path | None, *options: str) -> list[str]:
-    """At a port that is free; what follows "--" is for llama-server. None: several models. No expert is in memory."""
+    """At a port that is free; what follows "--" is for llama-server. None: several models. Nothing is kept."""
     return [sys.executable, "-m", "pyorch", "serve", *([] if model is None else [str(model)]), "--port", "0", "--cold",
             *options]
 

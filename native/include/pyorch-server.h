@@ -43,8 +43,11 @@ typedef enum pyorch_server_when {
 void pyorch_server_add_route(
     const char * method, const char * path, int32_t when, pyorch_answer_fn answer, void * user);
 
-// Shows what llama-server itself answers to GET, where it has the path and runs. status and data of the exchange count.
-void pyorch_server_ask(const char * path, pyorch_answer_fn answer, void * user);
+// Shows what llama-server itself answers, where it has the path and runs. status and data of the exchange count.
+// parameters: "name=value&..." of the path and of the query, may be empty. seconds: of waiting at most; an answer that
+// takes longer is empty.
+void pyorch_server_ask(const char * path, const char * parameters, const char * body, double seconds,
+    pyorch_answer_fn answer, void * user);
 
 // Requests for this path, with --api-prefix in front, need no API key.
 void pyorch_server_make_public(const char * path);

@@ -9,7 +9,9 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <memory>
+#include <sstream>
 
 int  llama_server(int argc, char ** argv);
 void llama_server_terminate();
@@ -236,11 +238,20 @@ void pyorch_server_stop_accepting(void) {
     }
 }
 
-void pyorch_server_ask(const char * path, pyorch_answer_fn answer, void * user) {
+void pyorch_server_ask(const char * path, const char * parameters, const char * body, double seconds,
+    pyorch_answer_fn answer, void * user) {
     if (const auto own = own_handler(path)) {
-        const std::function<bool()> never = [] { return false; };
-        const server_http_req       request{ {}, {}, path, "", "", {}, never };
-        const auto                  response = own(request);
+        const auto                  begin = std::chrono::steady_clock::now();
+        const std::function<bool()> late  = [&] {
+            return std::chrono::steady_clock::now() - begin > std::chrono::duration<double>(seconds);
+        };
+        server_http_req    request{ {}, {}, path, parameters, body, {}, late };
+        std::istringstream pairs(parameters);
+        for (std::string pair; std::getline(pairs, pair, '&');) {
+            const size_t equals                    = std::min(pair.find('='), pair.size());
+            request.params[pair.substr(0, equals)] = pair.substr(std::min(equals + 1, pair.size()));
+        }
+        const auto response = own(request);
         show({ "GET", path, PYORCH_SERVER_BEHIND, answer, user }, request, *response);
     }
 }
@@ -251,7 +262,7 @@ void pyorch_server_cancel(void) {
     connections().cut(true);
     // The loop of the server must have begun, else it would not hear of its end: a route that goes through it has.
     if (own_handler("/metrics")) {
-        pyorch_server_ask("/metrics", [](void *, const pyorch_exchange *) {}, nullptr);
+        pyorch_server_ask("/metrics", "", "", 60, [](void *, const pyorch_exchange *) {}, nullptr);
         llama_server_terminate();
     }
 }

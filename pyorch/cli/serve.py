@@ -12,12 +12,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from pyorch.cli.hub import fetch_model, is_of_hub
-from pyorch.cli.numbers import number, whole
+from pyorch.cli.numbers import number, size, whole
 from pyorch.cli.options import add_command, add_model
 from pyorch.cli.settings import add_settings, given_settings, settings_arguments
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.option import CONTEXT, EXPERTS, LONG, LOSSY
+from pyorch.sizes import GiB
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -43,6 +44,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="port to listen on, 0 for any that is free (default: 8080)")
     add_settings(parser, EXPERTS, CONTEXT, LONG, LOSSY)
     parser.add_argument("--ctx-size", dest="n_ctx", help=argparse.SUPPRESS)  # as llama-server calls it
+    parser.add_argument("--prompt-cache", type=_size_or_none, default=1 * GiB, metavar="SIZE",
+                        help="keep on disk what was computed of prompts, so that it is not computed again after a "
+                             "restart: so much of all models, 0 for nothing (default: 1GiB)")
     parser.add_argument("--grace", type=number(least=0), default=10.0, metavar="SECONDS",
                         help="when it is ended, by SIGINT (Ctrl-C) or SIGTERM, requests that run have so many seconds "
                              "to end; a second signal ends it at once (default: 10)")
@@ -55,6 +59,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.set_defaults(run=run)
     take_server_flags(parser)
     return parser
+
+
+def _size_or_none(text: str) -> int:
+    return 0 if text == "0" else size(text)
 
 
 def take_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.serve.server import serve
 
     return serve(args.model, flags=flags, verbose=args.verbose, stats_every=args.stats_every, as_json=args.json,
-                 grace=args.grace, **settings)
+                 grace=args.grace, prompt_cache=args.prompt_cache, **settings)
 
 
 def _end_with_stdin() -> None:
@@ -102,7 +110,8 @@ def _end_with_stdin() -> None:
 def _serve_models(args: argparse.Namespace, flags: list[str], budget: Budget | str) -> int:
     from pyorch.serve.models import serve_models
 
-    options = [*settings_arguments(args), "--grace", str(args.grace)]
+    options = [*settings_arguments(args), "--grace", str(args.grace),
+               "--prompt-cache", str(args.prompt_cache)]
     options += ("--stats-every", str(args.stats_every)) if args.stats_every else ()
     options += [flag for flag, given in (("--json", args.json), ("--verbose", args.verbose)) if given]
     return serve_models(_named(args.models or ()), options, flags, Budget.parse(budget),

@@ -56,14 +56,17 @@ class Ending:
         self._wakeup.send(bytes([_AGAIN]))
 
     @contextlib.contextmanager
-    def serving(self, is_ready: Callable[[], bool], write: Callable[[], None]) -> Iterator[None]:
+    def serving(
+        self, is_ready: Callable[[], bool], keep: Callable[[], None], write: Callable[[], None]
+    ) -> Iterator[None]:
         """The server runs inside. REQUIRES: the main thread. May be entered once more where `again` says so.
 
         Args:
             is_ready: whether the server answers. Before, there is nothing to write, and a signal ends the process.
+            keep: what is to be done before the server ends, when all requests have.
             write: what is to be written when the server ended, for the case that it does not.
         """
-        self._is_ready, self._write, self.again = is_ready, write, False
+        self._is_ready, self._keep, self._write, self.again = is_ready, keep, write, False
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
         # Python's own handler in C writes the number of a signal there at once; that in Python, which waits until the
@@ -99,6 +102,8 @@ class Ending:
         number = self._let_end(self._grace, number)
         lib.pyorch_server_end_answers()
         number = self._let_end(_TELLING_SECONDS, number)
+        if not self.again:
+            self._keep()
         threading.Thread(target=lib.pyorch_server_cancel, daemon=True).start()
         due = time.monotonic() + _LAST_SECONDS
         while self.again or time.monotonic() < due:

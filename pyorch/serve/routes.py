@@ -72,11 +72,17 @@ def refusal(status: int, sentence: str) -> Answer:
     return as_json({"error": {"code": status, "message": sentence, "type": "invalid_request_error"}}, status)
 
 
-def own(path: str) -> str:
-    """What the server that runs answers itself to GET without a key; "" where it lacks the path."""
+def own(path: str, parameters: str = "", body: str = "", seconds: float = 60.0) -> str:
+    """What the server that runs answers itself, without a key; "" where it lacks the path, refuses, or has not answered
+    after so many seconds. parameters: "name=value&..." of path and query."""
     bodies = [""]
-    callback = ffi.callback("pyorch_answer_fn", lambda _, exchange: bodies.append(_read(exchange).own))
-    lib.pyorch_server_ask(path.encode(), callback, ffi.NULL)
+
+    def take(_: Any, exchange: Any) -> None:
+        answer = _read(exchange)
+        bodies.append(answer.own if answer.own_status == 200 else "")
+
+    callback = ffi.callback("pyorch_answer_fn", take)
+    lib.pyorch_server_ask(path.encode(), parameters.encode(), body.encode(), seconds, callback, ffi.NULL)
     return bodies[-1]
 
 

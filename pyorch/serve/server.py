@@ -29,6 +29,7 @@ from pyorch.serve.failures import GOES_ON, PATHS, explained
 from pyorch.serve.library import lib, served_context
 from pyorch.serve.llama_server import Flags, Root
 from pyorch.serve.metrics import Metrics
+from pyorch.serve.prompts import Prompts
 from pyorch.serve.residency import Residency
 from pyorch.serve.routes import Routes
 from pyorch.serve.vocabulary import TokenizerRoutes
@@ -47,6 +48,7 @@ def serve(
     stats_every: float | None = None,
     as_json: bool = False,
     grace: float = GRACE_SECONDS,
+    prompt_cache: int = 0,
     beside: Beside | None = None,
     placed: bool = False,
     **options: object,
@@ -60,6 +62,7 @@ def serve(
         stats_every: seconds between statistics; they are also printed at the end.
         as_json: statistics go to stdout, a JSON object on a line.
         grace: seconds that requests have to end, see pyorch.serve.ending.
+        prompt_cache: bytes for the prompts of all models that outlive their servers, see pyorch.serve.prompts.
         beside: a context that is entered when requests are answered, on another thread, and left before the engine
         ends.
         placed: other servers will compute experts, which is a hop for `kappa` (BuddyMoE eq. 3).
@@ -90,9 +93,12 @@ def serve(
                 server.default(llama_server.VERBOSITY, "-lv", 1)
             with planned(path, settings, server, placed) as record:
                 concurrency = Concurrency.of(record.map.layers, record.map.info.n_expert_used, server.n_slots)
-                watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside, ending.begin_again)
+                prompts = Prompts(record, server, prompt_cache)
+                watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside, ending.begin_again,
+                               prompts)
                 _routes = our_routes(record, address.prefix, server, root, concurrency)  # called until the server ended
-                with ending.serving(lambda: watch.ready, lambda: (record.save(), watch.print_last())):
+                prompts.add_to(_routes)
+                with ending.serving(lambda: watch.ready, prompts.keep, lambda: (record.save(), watch.print_last())):
                     watch.start()
                     try:
                         status = llama_server.call(server.arguments, record.device)
@@ -174,6 +180,7 @@ class _Watch(threading.Thread):
     def __init__(
         self, record: ManagedModel, address: Address, root: Root, concurrency: Concurrency,
         stats_every: float | None, as_json: bool, beside: Beside | None, on_lost: Callable[[], None],
+        prompts: Prompts,
     ) -> None:
         """on_lost: called once, when the device that computes is lost."""
         super().__init__(daemon=True)
@@ -187,6 +194,7 @@ class _Watch(threading.Thread):
         self._as_json = as_json
         self._beside = beside
         self._on_lost = on_lost
+        self._prompts = prompts
         self._contexts = contextlib.ExitStack()
         self._ended = threading.Event()
         self._began = time.monotonic()
@@ -196,6 +204,7 @@ class _Watch(threading.Thread):
         while not (served_context() and self._address.is_healthy()):
             if self._ended.wait(0.05):
                 return
+        self._prompts.restore()
         self.ready = True
         self._say(f"serving {os.path.basename(self._record.path)} at {self._address.url} ({self._budget()})")
         self._record.warm_up()
@@ -228,6 +237,7 @@ class _Watch(threading.Thread):
                 failures = n
             if time.monotonic() >= keep_at:
                 self._record.keep()
+                self._prompts.keep()
                 keep_at = time.monotonic() + _KEEP_EVERY
             if time.monotonic() >= due:
                 due += self._stats_every

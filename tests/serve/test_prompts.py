@@ -1,0 +1,108 @@
+"""Prompts that outlive the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import HANG_SECONDS
+from servers import ServerProcess
+
+TEXT = (Path(__file__).parents[2] / "pyorch/sizes.py").read_text()[:1500]
+
+Serve = Callable[..., ServerProcess]
+
+
+@pytest.fixture
+def model(small_moe: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(small_moe.read_bytes())
+    return path
+
+
+@pytest.fixture
+def prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that has them."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/pyorch/prompts"
+
+
+@pytest.fixture
+def serve(start, model: Path) -> Serve:
+    return lambda *options: start([sys.executable, "-m", "pyorch", "serve", str(model), "--port", "0", "--budget",
+                                   "60%", "--threads", "1", *options])
+
+
+def complete(server: ServerProcess) -> tuple[str, int, int]:
+    """What follows TEXT; how many of its tokens were computed, and how many were there."""
+    body = json.dumps({"prompt": TEXT, "n_predict": 12, "temperature": 0}).encode()
+    request = urllib.request.Request(server.url + "/completion", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
+        said = json.load(answer)
+    return said["content"], said["timings"]["prompt_n"], said["timings"]["cache_n"]
+
+
+def test_a_prompt_is_not_computed_again_after_a_restart(serve: Serve, prompts: Path) -> None:
+    server = serve()
+    text, n_tokens, n_known = complete(server)
+    assert n_tokens > 500 and n_known == 0
+    with pytest.raises(urllib.error.HTTPError, match="501"):  # nobody else writes there
+        urllib.request.urlopen(server.url + "/slots/0?action=save", b'{"filename":"mine"}')
+    assert server.stop()[0] == 0
+    assert [file.suffix for file in prompts.glob("*/*")] == [".kv"] and prompts.stat().st_mode & 0o077 == 0
+
+    for part in prompts.glob("*"):
+        (part / "4194305-0.part").write_bytes(b"of a process that was killed")
+    for _ in range(2):  # and what the second one keeps takes the place of what it began with
+        server = serve()
+        assert "1 prompt of the last time" in server.log.read_text()
+        assert complete(server) == (text, 1, n_tokens - 1)
+        server.stop()
+        assert [file.suffix for file in prompts.glob("*/*")] == [".kv"]
+
+
+@pytest.mark.parametrize("what", ["settings", "flags", "environment", "model", "damage", "off", "cold", "lossy"])
+def test_what_would_be_computed_otherwise_is_computed(
+    serve: Serve, model: Path, prompts: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = serve()
+    n_tokens = complete(server)[1]
+    server.stop()
+    file, = prompts.glob("*/*.kv")
+    options: tuple[str, ...] = {
+        "settings": ("--ubatch", "64"), "flags": ("--", "-ctk", "f32"), "off": ("--prompt-cache", "0"),
+        "cold": ("--cold",), "lossy": ("--lossy", "heaviest"),
+    }.get(what, ())
+    if what == "environment":
+        monkeypatch.setenv("LLAMA_ARG_CACHE_TYPE_K", "f32")
+    if what == "model":
+        os.utime(model)
+    if what == "damage":
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    server = serve(*options)
+    assert ("is damaged, and removed" in server.log.read_text()) == (what == "damage")
+    assert file.exists() == (what != "damage")
+    assert complete(server)[1:] == (n_tokens, 0)
+
+
+def test_all_files_stay_under_the_limit(serve: Serve, prompts: Path) -> None:
+    server = serve("--prompt-cache", "100KiB")
+    complete(server)
+    assert server.stop()[0] == 0
+    assert prompts.is_dir() and not list(prompts.glob("*/*"))
+
+
+def test_lossy_text_is_not_kept(serve: Serve, prompts: Path) -> None:
+    """Where a client made the server lossy while it ran."""
+    server = serve()
+    body = json.dumps({"substitution": "heaviest"}).encode()
+    urllib.request.urlopen(server.url + "/residency", body, timeout=HANG_SECONDS)
+    complete(server)
+    server.stop()
+    assert not list(prompts.glob("*/*.kv"))
