@@ -109,7 +109,9 @@ def test_stream_says_the_same_as_the_whole_answer(server: ServerProcess):
     assert len(pieces) > 2 and "".join(pieces) == whole
 
 
-def test_greedy_answer_equals_that_of_load(server: ServerProcess, small_moe: Path):
+def test_greedy_answer_equals_that_of_load(start, small_moe: Path):
+    # A server of its own: how far the KV cache is filled, by other slots too, says how attention sums up.
+    server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "2"))
     with small_model(small_moe, "40%") as model:
         tokens = model.llama.tokenize(PROMPT.encode(), add_bos=False)
         expected = "".join(model.generate(tokens, max_tokens=24, temperature=0))
