@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 N_TABLES = 3
-STEP, BIAS_SHARE, FEATURE_STEP, DISCOUNT = 0.02, 0.3, 0.25, 0.7
+STEP, BIAS_SHARE, FEATURE_STEP, DISCOUNT = 0.02, 0.3, 0.25, 0.85
 
 
 class LearnedValue:
@@ -65,7 +65,7 @@ def hit_rate(used: np.ndarray, request: np.ndarray, n_expert: int, capacity: int
             over = resident.sum() - capacity
             if over > 0:
                 turn = (np.arange(n_layers) - layer - 1) % n_layers + 1
-                worth = np.where(resident, learned.value / np.sqrt(turn)[:, None], np.inf)
+                worth = np.where(resident, learned.value * DISCOUNT ** (turn / n_layers)[:, None], np.inf)
                 worth[layer, need] = np.inf
                 resident.ravel()[np.argsort(worth, axis=None)[:over]] = False
             learned.visit(layer, need, continues)

@@ -83,11 +83,11 @@ void Values::end_forecast(int layer) {
     }
 }
 
-// How near the turn of a layer is, as policies count it: 1 / root(d).
+// How near the turn of a layer is, as policies count it: a token passes all layers once.
 void Values::measure_turns() {
     nearness.assign(n_executed_ + 1, 0);
     for (int d = 1; d <= n_executed_; ++d) {
-        nearness[d] = 1 / std::sqrt((double) d);
+        nearness[d] = std::pow(DISCOUNT, (double) d / n_executed_);
     }
 }
 

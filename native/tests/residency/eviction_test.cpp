@@ -180,7 +180,15 @@ static void what_is_there_stays_unless_another_is_clearly_better() {
     CHECK(lfu->settled(lfu->value(once, 0)) < lfu->value(thrice, 0));
     lfu->used(once, 1);
     CHECK(lfu->settled(lfu->value(once, 0)) > lfu->value(thrice, 0));
-    CHECK(learned->settled(0.2) > 0.7 && learned->settled(0.2) < 0.9 && lru->settled(7) == 7);
+    CHECK(learned->settled(0.2) > 0.4 && learned->settled(0.2) < 0.6 && lru->settled(7) == 7);
+}
+
+static void a_value_is_discounted_by_the_wait_for_its_layer() {
+    Values values({ 8, 8, 8, 8 }, HOST, policy_list(), PYORCH_LEARNED);
+    values.passes(1);
+    CHECK(std::abs(values.worth(1, 0.5) - 0.5 * DISCOUNT) < 1e-12); // its turn was just now
+    CHECK(std::abs(values.worth(3, 0.5) - 0.5 * std::sqrt(DISCOUNT)) < 1e-12);
+    CHECK(values.worth(2, 0.5) > values.worth(3, 0.5) && values.worth(3, 0.5) > values.worth(0, 0.5));
 }
 
 static void a_policy_that_is_not_known_is_refused() {
@@ -216,6 +224,7 @@ int main(int argc, char ** argv) {
             experts_that_the_router_asks_for_count_as_used_whatever_took_their_place,
             what_a_tier_above_has_goes_first_and_not_before_it_must,
             what_is_there_stays_unless_another_is_clearly_better,
+            a_value_is_discounted_by_the_wait_for_its_layer,
             a_policy_that_is_not_known_is_refused,
         });
 }

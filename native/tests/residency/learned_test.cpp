@@ -27,6 +27,8 @@ static void what_follows_what_is_learned_and_valued() {
         CHECK(e == next || e == next + 1 || value[e] < value[next]);
     }
     CHECK(value[next] > 0.8);
+    const int after = (next + 2) % N; // used a token later
+    CHECK(std::abs(value[after] - DISCOUNT * value[next]) < 0.05);
 }
 
 static void what_does_not_follow_on_teaches_no_table() {

@@ -7,7 +7,6 @@ namespace pyorch {
 namespace {
 
 constexpr float HALF_LIVES[] = { 12, 48, 400 }; // visits
-constexpr float DISCOUNT     = 0.7f;            // of the next visit's value in the target
 constexpr float BIAS_SHARE   = 0.3f;            // of the tables' step, for the bias
 constexpr float FEATURE_STEP = 0.25f;           // Adagrad's, for the weights
 constexpr float FIRST_AGE    = 20;
@@ -112,7 +111,7 @@ void sigmoid(float * __restrict to, const float * __restrict logit, int n) {
 void differ(float * __restrict error, const float * __restrict past, const float * __restrict hit,
     const float * __restrict value, int n) {
     for (int i = 0; i < n; ++i) {
-        error[i] = past[i] - (hit[i] + (1 - hit[i]) * DISCOUNT * value[i]);
+        error[i] = past[i] - (hit[i] + (1 - hit[i]) * (float) DISCOUNT * value[i]);
     }
 }
 

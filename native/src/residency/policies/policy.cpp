@@ -59,7 +59,7 @@ public:
 
     double value(const Usage & usage, float) const override { return usage.learned; }
 
-    double settled(double value) const override { return 4 * value; }
+    double settled(double value) const override { return 2.5 * value; }
 
     bool counts_turns() const override { return true; }
 };
