@@ -1,6 +1,7 @@
 # Written by `python -m scripts.write_signatures` from the options in pyorch/settings/settings.py, for editors.
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from pyorch.llama.model import Model
 from pyorch.runtime.callbacks import Source
 from pyorch.settings.budget import Budget
 from pyorch.settings.device import DeviceMisses
+from pyorch.settings.mirrors import Mirrors
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
@@ -25,6 +27,7 @@ def load(
     policy: str | None = None,
     prefetch: str | Prefetch = "auto",
     reads: str | Reads = "auto",
+    mirror: str | Path | Sequence[str | Path] | Mirrors | None = None,
     direct_io: bool = True,
     packed: bool = True,
     pools: str | Pools | None = None,
@@ -59,6 +62,8 @@ def load(
         prefetch: what guesses the experts to read ahead while decoding: none, auto, or
             NAME[:DISTANCE:PRECISION] of none, quasi-hidden, estimator, hybrid or expert-map
         reads: what reads experts: auto, or READER[:DEPTH:SIZE] such as io_uring:8:512KiB or threads:4:4MiB
+        mirror: read from another disk too: a copy of the file that experts are read from, or the folder that
+            has it
         direct_io: False: read through the page cache of the system, not around it
         packed: False: read the model itself, even where a pack lies beside it
         pools: shares of memory for the forms of a compressed pack: full, compressed, signs and mantissas,
@@ -105,6 +110,7 @@ class manage(interception.manage):
         policy: str | None = None,
         prefetch: str | Prefetch = "auto",
         reads: str | Reads = "auto",
+        mirror: str | Path | Sequence[str | Path] | Mirrors | None = None,
         direct_io: bool = True,
         packed: bool = True,
         pools: str | Pools | None = None,

@@ -23,6 +23,7 @@ _HEAD = '''\
 # Written by `python -m scripts.write_signatures` from the options in pyorch/settings/settings.py, for editors.
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from pyorch.llama.model import Model
 from pyorch.runtime.callbacks import Source
 from pyorch.settings.budget import Budget
 from pyorch.settings.device import DeviceMisses
+from pyorch.settings.mirrors import Mirrors
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads

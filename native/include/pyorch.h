@@ -157,6 +157,14 @@ void          pyorch_model_map_free(pyorch_model_map * map); // engines keep the
 // damaged, for other kernels, or does not hold these experts.
 pyorch_status pyorch_model_map_attach_pack(pyorch_model_map * map, const char * path);
 
+// Other disks that hold copies, at most.
+#define PYORCH_MAX_COPIES 16
+
+// Engines that are made of the map afterwards read a file of it from this copy too: each request goes to the disk that
+// is expected to end it first. file: a shard of the model, or behind them, its pack. disk: 1 to PYORCH_MAX_COPIES. The
+// caller has compared the two; engines compare samples.
+pyorch_status pyorch_model_map_add_copy(pyorch_model_map * map, int32_t file, int32_t disk, const char * path);
+
 // XXH3 with 64 bits: the checksum that a pack has of each matrix.
 uint64_t pyorch_checksum(const void * data, size_t size);
 

@@ -40,7 +40,7 @@ def add_settings(
         if name not in _EVERYDAY and option.group in groups and isinstance(parser, argparse.ArgumentParser):
             group = titled.get(option.group) or titled.setdefault(
                 option.group, parser.add_argument_group(*_TITLES.get(option.group, (option.group,))))
-        _add(group, option, name in lists, (defaults or {}).get(name), name in repeated)
+        _add(group, option, name in lists, (defaults or {}).get(name), name in repeated or option.repeated)
 
 
 _EVERYDAY = ("budget",)
@@ -98,7 +98,8 @@ def settings_arguments(args: argparse.Namespace) -> list[str]:
     for name in args.settings_flags:
         value, option = getattr(args, name), OPTIONS[name]
         if value is not None:
-            arguments += [option.long_flag, *([] if option.metavar is None else [str(value)])]
+            text = str(option.parse(value) if option.repeated else value)
+            arguments += [option.long_flag, *([] if option.metavar is None else [text])]
     return arguments
 
 

@@ -7,6 +7,8 @@ model: on which device. What is decided lies in the plan; managed.py makes an en
 from __future__ import annotations
 
 import os
+import sys
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ from pyorch.llama.device import host_dense_bytes, place
 from pyorch.llama.measure import NARROW_UBATCH
 from pyorch.runtime.devices import Device, find_device, rates_for
 from pyorch.runtime.disk import reads_for
+from pyorch.runtime.mirrors import add_mirrors
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, RESIDENT
 from pyorch.settings.device import NONE, DeviceMisses
@@ -152,7 +155,9 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
     buddies = find_buddies(settings.substitution, settings.buddies, sidecars)
     reads = settings.reads
     if settings.source is None:
-        reads = reads_for(model_map, reads, settings.direct_io)
+        reads = reads_for(model_map, reads, settings.direct_io)  # of one disk: each further one gets as much
+        if settings.mirror is not None:
+            add_mirrors(model_map, settings.mirror.paths, _Compared())
     kept, refusal = _kept(plan)
     expert_bytes, device_bytes, device_misses = model_map.info.expert_bytes, 0, settings.device_misses
     notes = (*plan.notes, refusal)
@@ -176,6 +181,20 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         uses=_uses(plan),
         notes=notes,
     )
+
+
+class _Compared:
+    """Says now and then how far the comparison of a copy is, which takes as long as reading both."""
+
+    SECONDS = 5.0
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not logs.is_quiet() and time.monotonic() - self._said >= self.SECONDS:
+            self._said = time.monotonic()
+            print(f"pyorch: {what}: {done / total:.0%}", file=sys.stderr)
 
 
 def _history(plan: EnginePlan) -> ExpertMaps | None:

@@ -125,6 +125,11 @@ class ModelMap:
         self.pack = Path(path)
         self._read_sizes()
 
+    def add_copy(self, file: int, disk: int, path: str | os.PathLike[str]) -> None:
+        """Engines made of this map read a file of it, a shard or behind them the pack, from this copy too, which is on
+        another disk: 1, 2, ... See pyorch.runtime.mirrors, which compares the two."""
+        check(lib.pyorch_model_map_add_copy(self.handle, file, disk, os.fsencode(path)))
+
     @property
     def handle(self):
         """The pyorch_model_map *, owned by this object."""

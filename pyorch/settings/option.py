@@ -27,7 +27,7 @@ class Option:
     mean. kind: what it must be, for the sentence that refuses it. flag: of commands; a flag without a metavar takes no
     value, and turns the default round. default_text: what commands say is done without the flag. plain: the name for
     those who have not read the paper, where the field has that of the paper's symbol. type: that of the value, as the
-    field is annotated.
+    field is annotated. repeated: commands take the flag several times, and read() a list.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Option:
     default_text: str
     plain: str = ""
     type: str = ""
+    repeated: bool = False
 
     @property
     def long_flag(self) -> str:
@@ -73,9 +74,11 @@ class Option:
 def option(
     default: Any, read: Callable[[Any], Any], kind: str = "", *, group: str = EXPERTS, help: str, flag: str = "",
     metavar: str | None = None, default_text: str = "", plain: str = "",
+    repeated: bool = False,
 ) -> Any:
     """A field that is an option."""
-    declared = Option("", default, read, kind, group, help, flag, metavar, default_text, plain)
+    declared = Option("", default, read, kind, group, help, flag, metavar, default_text, plain,
+                      repeated=repeated)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 

@@ -15,6 +15,7 @@ from pyorch.settings.cpus import ANY as CPUS_ANY
 from pyorch.settings.cpus import AUTO as CPUS_AUTO
 from pyorch.settings.cpus import cpu_list, cpu_numbers
 from pyorch.settings.device import MAX_AHEAD, NONE, DeviceMisses, device_name, vram_budget
+from pyorch.settings.mirrors import MAX_MIRRORS, Mirrors
 from pyorch.settings.option import CONTEXT, DEVICE, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import AUTO as PREFETCH_AUTO
@@ -61,6 +62,10 @@ class Settings:
     reads: Reads = option(
         Reads(), Reads.parse, "text or a Reads", metavar="HOW",
         help="what reads experts: auto, or READER[:DEPTH:SIZE] such as io_uring:8:512KiB or threads:4:4MiB",
+    )
+    mirror: Mirrors | None = option(
+        None, Mirrors.parse, f"1 to {MAX_MIRRORS} paths", metavar="PATH", repeated=True,
+        help="read from another disk too: a copy of the file that experts are read from, or the folder that has it",
     )
     direct_io: bool = option(
         True, flag, "true or false", flag="--buffered",

@@ -5,6 +5,8 @@
 
 #include "llama-hparams.h"
 
+#include <algorithm>
+
 namespace pyorch {
 
 static_assert(
@@ -35,6 +37,19 @@ void pyorch_model_map_free(pyorch_model_map * map) { delete map; }
 
 pyorch_status pyorch_model_map_attach_pack(pyorch_model_map * map, const char * path) {
     return guarded([&] { map->map.attach_pack(path); });
+}
+
+pyorch_status pyorch_model_map_add_copy(pyorch_model_map * map, int32_t file, int32_t disk, const char * path) {
+    return guarded([&] {
+        auto & files = map->map.files;
+        if (file < 0 || (size_t) file >= files.size() || disk < 1 || disk > PYORCH_MAX_COPIES) {
+            throw Failure(PYORCH_INVALID,
+                format("a model of %zu files has no file %d that copy %d is of", files.size(), file, disk));
+        }
+        auto & copies = files[file].copies;
+        copies.resize(std::max(copies.size(), (size_t) disk));
+        copies[disk - 1] = path;
+    });
 }
 
 uint64_t pyorch_checksum(const void * data, size_t size) { return checksum(data, size); }

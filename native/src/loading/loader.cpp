@@ -211,7 +211,7 @@ bool Loader::pop(ReadRequest & request) {
     // Who waits in a queue for memory has it next: nothing more is begun behind it.
     const bool any = take(demanded, read_bytes, request) || take(ahead, read_bytes, request) ||
         (demanded.empty() && ahead.empty() && orders.order_ahead() && take(ahead, read_bytes, request)) ||
-        (n_reading == 0 &&
+        (n_reading < source->n_disks() &&
             (take(guessed, guess_bytes(), request) ||
                 (demanded.empty() && ahead.empty() && guessed.empty() && orders.order_guess() &&
                     take(guessed, guess_bytes(), request))));

@@ -22,8 +22,8 @@
 // second, then all third, experts ascending, as mul_mat_id goes through them. Where small matrices lie together, one
 // request reads several. What is read ahead is asked for only when a reader has nothing better to do
 // (Orders::order_ahead), and guesses last. A guess is read into time in which the disk would idle: it delays what is
-// demanded after it by no more than the request of it that is under way, so that is small, and begins only while no
-// other is under way, of whatever kind.
+// demanded after it by no more than the request of it that is under way, so that is small, and begins only while a disk
+// has no other under way, of whatever kind.
 //
 // The mutex is that of who orders. Functions for the readers take it, the others REQUIRE it; it is never held
 // across a read or a decode.

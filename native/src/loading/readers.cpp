@@ -113,12 +113,13 @@ ReadPlan plan_reads(const pyorch_config & config) {
 }
 
 std::unique_ptr<Reader> make_reader(Loader & loader, const ReadPlan & plan) {
+    const int n_disks = loader.bytes().n_disks(); // each has as much under way as one alone
     if (plan.io_uring) {
-        if (auto reader = UringReader::create(loader, plan.depth)) {
+        if (auto reader = UringReader::create(loader, plan.depth * n_disks)) {
             return reader;
         }
     }
-    return std::make_unique<ReaderThreads>(loader, plan.io_uring ? default_threads() : plan.depth);
+    return std::make_unique<ReaderThreads>(loader, (plan.io_uring ? default_threads() : plan.depth) * n_disks);
 }
 
 } // namespace pyorch

@@ -2,7 +2,11 @@
 
 #include "base/callback.h"
 #include "base/checksum.h"
+#include "base/status.h"
+#include "loading/disks.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
@@ -44,33 +48,141 @@ uint64_t sample(int fd, uint64_t size) {
 
 class FileSource : public Source {
 public:
-    FileSource(const ModelMap & map, bool direct_io) : n_shards(map.n_shards) {
+    FileSource(const ModelMap & map, bool direct_io) : n_shards(map.n_shards), disks(n_copies(map)) {
         for (const auto & f : map.files) {
-            files.push_back(std::make_unique<File>());
-            File & file = *files.back();
-            file.fd     = open(f.path.c_str(), O_RDONLY | O_CLOEXEC);
-            if (file.fd < 0 || fstat(file.fd, &file.opened) != 0) {
-                throw Failure(PYORCH_IO, format("%s: %s", f.path.c_str(), strerror(errno)));
-            }
-            file.sampled = sample(file.fd, (uint64_t) file.opened.st_size);
-            if (direct_io && O_DIRECT != 0) {
-                // Some file systems accept the flag and refuse the read, so try one.
-                file.direct_fd = open(f.path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-                alignas(4096) static thread_local char page[4096];
-                if (file.direct_fd >= 0 && pread(file.direct_fd, page, sizeof(page), 0) < 0) {
-                    close(file.direct_fd);
-                    file.direct_fd = -1;
+            auto & copies = files.emplace_back();
+            copies.push_back(open_copy(f.path, direct_io));
+            for (const std::string & path : f.copies) {
+                copies.push_back(path.empty() ? nullptr : open_copy(path, direct_io));
+                const File * copy = copies.back().get();
+                if (copy && (copy->bytes != copies[0]->bytes || copy->sampled != copies[0]->sampled)) {
+                    throw Failure(
+                        PYORCH_FORMAT, format("%s is no copy of %s: their bytes differ", path.c_str(), f.path.c_str()));
                 }
+            }
+            copies.resize(disks.count());
+        }
+    }
+
+    int n_disks() const override { return disks.count(); }
+
+    // Half of an expert from before a change and half from after it would be silent garbage, where nothing has
+    // checksums. Of a pack it matters while another copy has the bytes.
+    int check(int file, int disk) override {
+        return (file < n_shards || has_other(file, disk)) && changed(*files[file][disk]) ? -ESTALE : 0;
+    }
+
+    bool changed(int file) const override { return changed(*files[file][0]); }
+
+    int descriptor(int file, bool direct, int disk) const override {
+        const File * f = files[file][disk].get();
+        return !f ? -1 : direct && f->direct_fd >= 0 ? f->direct_fd : direct && disk == 0 ? -1 : f->fd;
+    }
+
+    int begin(int file, uint64_t size) override {
+        return disks.begin(size, [&](int disk) { return usable(file, disk); });
+    }
+
+    bool end(int file, int disk, uint64_t size, uint64_t needed, int64_t result) override {
+        disks.end(disk, size, result);
+        if (result >= (int64_t) needed) {
+            return false;
+        }
+        std::lock_guard<std::mutex> lock(leaving);
+        if (!has_other(file, disk)) {
+            return false;
+        }
+        File & failed = *files[file][disk];
+        if (!failed.left_out.exchange(true)) {
+            notice(
+                format("note: cannot read %s: %s; it is left out, and the other copies are read", failed.path.c_str(),
+                    result == -ESTALE ? "the file was changed after it was loaded" :
+                        result < 0    ? strerror((int) -result) :
+                                        "the file ends before an expert"));
+        }
+        return true;
+    }
+
+    int64_t read(int file, uint64_t offset, void * buf, uint64_t size) override {
+        // A direct read is widened to pages, which the end of the file may cut.
+        const uint64_t bytes  = files[file][0]->bytes;
+        const uint64_t there  = bytes > offset ? bytes - offset : 0;
+        const uint64_t needed = std::min(size, there);
+        for (;;) {
+            const int     disk   = begin(file, size);
+            const int     error  = check(file, disk);
+            const int64_t result = error ? error : read(*files[file][disk], offset, buf, size);
+            if (!end(file, disk, size, needed, result)) {
+                return result;
             }
         }
     }
 
-    // Half of an expert from before a change and half from after it would be silent garbage, where nothing has
-    // checksums.
-    int check(int file) override { return file < n_shards && changed(file) ? -ESTALE : 0; }
+    bool direct(int file) const override { return files[file][0]->direct_fd >= 0; }
 
-    bool changed(int file) const override {
-        File &                      f = *files[file];
+private:
+    struct File {
+        std::string path;
+        int         fd        = -1;
+        int         direct_fd = -1;
+        // What was said of it when its bytes were the sampled ones, and when they were not.
+        struct stat       opened = {}, refused = {};
+        uint64_t          bytes   = 0;
+        uint64_t          sampled = 0;
+        std::mutex        mutex;
+        std::atomic<bool> left_out{ false };
+
+        ~File() {
+            for (int open_fd : { fd, direct_fd }) {
+                if (open_fd >= 0) {
+                    close(open_fd);
+                }
+            }
+        }
+    };
+
+    static int n_copies(const ModelMap & map) {
+        size_t n = 0;
+        for (const MapFile & file : map.files) {
+            n = std::max(n, file.copies.size());
+        }
+        return (int) n + 1;
+    }
+
+    static std::unique_ptr<File> open_copy(const std::string & path, bool direct_io) {
+        auto   opened = std::make_unique<File>();
+        File & file   = *opened;
+        file.path     = path;
+        file.fd       = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        if (file.fd < 0 || fstat(file.fd, &file.opened) != 0) {
+            throw Failure(PYORCH_IO, format("%s: %s", path.c_str(), strerror(errno)));
+        }
+        file.bytes   = (uint64_t) file.opened.st_size;
+        file.sampled = sample(file.fd, file.bytes);
+        if (direct_io && O_DIRECT != 0) {
+            // Some file systems accept the flag and refuse the read, so try one.
+            file.direct_fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+            alignas(4096) static thread_local char page[4096];
+            if (file.direct_fd >= 0 && pread(file.direct_fd, page, sizeof(page), 0) < 0) {
+                close(file.direct_fd);
+                file.direct_fd = -1;
+            }
+        }
+        return opened;
+    }
+
+    bool usable(int file, int disk) const { return files[file][disk] && !files[file][disk]->left_out; }
+
+    bool has_other(int file, int disk) const {
+        for (int other = 0; other < disks.count(); ++other) {
+            if (other != disk && usable(file, other)) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    static bool changed(File & f) {
         struct stat                 now;
         std::lock_guard<std::mutex> lock(f.mutex);
         if (fstat(f.fd, &now) != 0 || now.st_size != f.opened.st_size) {
@@ -87,16 +199,10 @@ public:
         return !same(now, f.opened);
     }
 
-    int descriptor(int file, bool direct) const override { return direct ? files[file]->direct_fd : files[file]->fd; }
-
-    int64_t read(int file, uint64_t offset, void * buf, uint64_t size) override {
-        if (const int error = check(file)) {
-            return error;
-        }
-        const File & f       = *files[file];
-        const bool   aligned = (offset | size | (uintptr_t) buf) % 4096 == 0;
-        const int    fd      = f.direct_fd >= 0 && aligned ? f.direct_fd : f.fd;
-        uint64_t     done    = 0;
+    static int64_t read(const File & f, uint64_t offset, void * buf, uint64_t size) {
+        const bool aligned = (offset | size | (uintptr_t) buf) % 4096 == 0;
+        const int  fd      = f.direct_fd >= 0 && aligned ? f.direct_fd : f.fd;
+        uint64_t   done    = 0;
         while (done < size) {
             const ssize_t n = pread(fd, (char *) buf + done, size - done, (off_t) (offset + done));
             if (n < 0 && errno == EINTR) {
@@ -114,28 +220,10 @@ public:
         return (int64_t) done;
     }
 
-    bool direct(int file) const override { return files[file]->direct_fd >= 0; }
-
-private:
-    struct File {
-        int fd        = -1;
-        int direct_fd = -1;
-        // What was said of it when its bytes were the sampled ones, and when they were not.
-        struct stat opened = {}, refused = {};
-        uint64_t    sampled = 0;
-        std::mutex  mutex;
-
-        ~File() {
-            for (int open_fd : { fd, direct_fd }) {
-                if (open_fd >= 0) {
-                    close(open_fd);
-                }
-            }
-        }
-    };
-
-    const int                          n_shards;
-    std::vector<std::unique_ptr<File>> files;
+    const int                                       n_shards;
+    Disks                                           disks;
+    std::mutex                                      leaving; // the last copy of a file stays
+    std::vector<std::vector<std::unique_ptr<File>>> files;   // [n_files][n_disks], null where a disk lacks one
 };
 
 class CallSource : public Source {

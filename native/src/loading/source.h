@@ -13,19 +13,30 @@ class Source {
 public:
     virtual ~Source() = default;
 
-    // Up to size bytes of a file of the map, from offset. Returns how many were read, fewer only at
-    // the end of the file, or a negative errno. Called by several threads at once.
+    // Disks with copies of files of the map: a request of each can be under way without delaying the others.
+    virtual int n_disks() const { return 1; }
+
+    // Up to size bytes of a file of the map, from offset, from the copy that is expected to end first. Returns how many
+    // were read, fewer only at the end of the file, or a negative errno. Called by several threads at once.
     virtual int64_t read(int file, uint64_t offset, void * buf, uint64_t size) = 0;
 
     // Direct reads want page-aligned offset, buf and size.
     virtual bool direct(int file) const = 0;
 
-    // The open file, for a reader that starts reads itself: around the page cache if direct. It calls check() before
-    // each. -1: only read() brings the bytes.
-    virtual int descriptor(int, bool) const { return -1; }
+    // For a reader that starts reads itself: the open copy of a file on a disk, around the page cache if direct. -1:
+    // there is none; on disk 0, only read() brings the bytes.
+    virtual int descriptor(int /*file*/, bool /*direct*/, int /*disk*/ = 0) const { return -1; }
 
-    // Whether a file may still be read: 0, or the negative errno with which read() would fail.
-    virtual int check(int) { return 0; }
+    // Such a reader asks with begin() which disk is to read, calls check() before it starts, and end() after it, also
+    // where check() refused. needed: of the bytes, without which the read has failed. True: that copy failed, and is
+    // left out from now on; another has the bytes, so the request begins again.
+    virtual int  begin(int /*file*/, uint64_t /*size*/) { return 0; }
+    virtual bool end(int /*file*/, int /*disk*/, uint64_t /*size*/, uint64_t /*needed*/, int64_t /*result*/) {
+        return false;
+    }
+
+    // Whether a copy may still be read: 0, or the negative errno with which read() would fail.
+    virtual int check(int /*file*/, int /*disk*/ = 0) { return 0; }
 
     // Whether a file is no longer what it was when it was opened.
     virtual bool changed(int) const { return false; }

@@ -27,16 +27,16 @@ static int make_bell() {
 #endif
 }
 
-static int file_index(const ReadRequest & request) { return 2 * request.file + request.direct; }
-
 std::unique_ptr<UringReader> UringReader::create(Loader & loader, int depth) {
     std::vector<int> files;
-    for (int file = 0; file < loader.n_files(); ++file) {
-        files.push_back(loader.bytes().descriptor(file, false));
-        if (files.back() < 0) {
-            return nullptr;
+    for (int disk = 0; disk < loader.bytes().n_disks(); ++disk) {
+        for (int file = 0; file < loader.n_files(); ++file) {
+            files.push_back(loader.bytes().descriptor(file, false, disk));
+            if (disk == 0 && files.back() < 0) {
+                return nullptr;
+            }
+            files.push_back(loader.bytes().direct(file) ? loader.bytes().descriptor(file, true, disk) : -1);
         }
-        files.push_back(loader.bytes().direct(file) ? loader.bytes().descriptor(file, true) : -1);
     }
     std::unique_ptr<Ring> ring = Ring::open((unsigned) depth);
     const int             bell = ring ? make_bell() : -1;
@@ -158,11 +158,7 @@ bool UringReader::start_one() {
     idle.pop_back();
     // Who first touches a page of fresh memory waits for it: not this thread, but some of the kernel's, side by side.
     u = { request, 0, buffer_of(request), loader.slot_of(request).fresh };
-    if (const int error = loader.bytes().check(request.file)) {
-        end(u, error);
-    } else {
-        start(u);
-    }
+    choose_disk(u);
     return true;
 }
 
@@ -187,9 +183,20 @@ int UringReader::buffer_of(const ReadRequest & request) {
     return buffers[slot];
 }
 
+void UringReader::choose_disk(UnderWay & u) {
+    u.done = 0;
+    u.disk = loader.bytes().begin(u.request.file, u.request.size);
+    if (const int error = loader.bytes().check(u.request.file, u.disk)) {
+        end(u, error);
+    } else {
+        start(u);
+    }
+}
+
 void UringReader::start(UnderWay & u) {
     const ReadRequest & r    = u.request;
-    const int           file = registered_files ? file_index(r) : loader.bytes().descriptor(r.file, r.direct);
+    const int           file = registered_files ? 2 * (u.disk * loader.n_files() + r.file) + r.direct :
+                                                  loader.bytes().descriptor(r.file, r.direct, u.disk);
     ring->queue({ file, r.offset + u.done, r.buf + u.done, (uint32_t) (r.size - u.done), u.buffer, u.may_block },
         (uint64_t) (&u - under_way.data()));
 }
@@ -214,13 +221,17 @@ void UringReader::ended(UnderWay & u, int32_t value) {
 }
 
 void UringReader::end(UnderWay & u, int64_t result) {
-    ReadRequest    request = u.request;
-    const uint64_t now     = clock_ns();
-    const uint64_t cpu     = thread_cpu_ns();
-    const uint64_t ns      = now - last_ns;
-    const uint64_t cpu_ns  = cpu - last_cpu;
-    last_ns                = now;
-    last_cpu               = cpu;
+    ReadRequest request = u.request;
+    if (loader.bytes().end(request.file, u.disk, request.size, request.needed, result)) {
+        choose_disk(u);
+        return;
+    }
+    const uint64_t now    = clock_ns();
+    const uint64_t cpu    = thread_cpu_ns();
+    const uint64_t ns     = now - last_ns;
+    const uint64_t cpu_ns = cpu - last_cpu;
+    last_ns               = now;
+    last_cpu              = cpu;
     idle.push_back((int) (&u - under_way.data()));
     if (loader.read(request, result, ns, cpu_ns)) {
         hand_over(request);

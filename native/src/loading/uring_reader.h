@@ -37,6 +37,7 @@ private:
         uint64_t    done;
         int         buffer;
         bool        may_block;
+        int         disk = 0; // that has the copy of the file which is read
     };
 
     UringReader(Loader & loader, int depth, std::unique_ptr<Ring> ring, int bell);
@@ -60,6 +61,7 @@ private:
     void run();
     void listen();
     bool start_one();
+    void choose_disk(UnderWay & u);
     void start(UnderWay & u);
     int  buffer_of(const ReadRequest & request);
     void ended(UnderWay & u, int32_t value);

@@ -93,6 +93,8 @@ struct MapFile {
     std::string path;
     uint64_t    bytes;
     uint64_t    span; // to the end of the last tensor; of a slim file, more than it has
+
+    std::vector<std::string> copies = {}; // on other disks, with the same content
 };
 
 struct TensorRange {

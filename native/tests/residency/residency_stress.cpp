@@ -116,9 +116,9 @@ public:
     }
 
     bool direct(int file) const override { return files->direct(file); }
-    int  descriptor(int file, bool direct) const override { return files->descriptor(file, direct); }
+    int  descriptor(int file, bool direct, int) const override { return files->descriptor(file, direct); }
 
-    int check(int file) override {
+    int check(int file, int) override {
         const unsigned n = count.fetch_add(1);
         return n % 997 == 996 ? -EIO : files->check(file);
     }

@@ -72,8 +72,8 @@ public:
     }
 
     bool direct(int file) const override { return files->direct(file); }
-    int  descriptor(int file, bool direct) const override { return files->descriptor(file, direct); }
-    int  check(int file) override { return files->check(file); }
+    int  descriptor(int file, bool direct, int) const override { return files->descriptor(file, direct); }
+    int  check(int file, int) override { return files->check(file); }
 
 private:
     std::unique_ptr<Source> files;

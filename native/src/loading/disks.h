@@ -1,0 +1,86 @@
+// Disks that hold copies of the same files: which of them ends a request first.
+//
+// A disk is expected to end a request when all that is under way there, and the request, have been read at the speed
+// that was measured lately. So of two disks the faster one gets more requests, and both end at the same time.
+// Thread-safe.
+
+#pragma once
+
+#include "base/cpu_time.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace pyorch {
+
+class Disks {
+public:
+    explicit Disks(int n) : disks(n) {}
+
+    int count() const { return (int) disks.size(); }
+
+    // The disk that a request of so many bytes goes to, one of those for which usable(disk) holds, of which there is
+    // one at least.
+    template <typename Usable>
+    int begin(uint64_t size, Usable usable) {
+        std::lock_guard<std::mutex> lock(mutex);
+        const uint64_t              now     = clock_ns();
+        double                      fastest = 0;
+        for (Disk & disk : disks) {
+            // A disk that was slow once is tried again, now and then.
+            if (disk.under_way == 0 && now - disk.last_ns > FORGET_NS) {
+                disk.bytes = disk.ns = 0;
+            }
+            fastest = std::max(fastest, disk.speed());
+        }
+        int    best     = -1;
+        double best_end = 0;
+        for (int i = 0; i < count(); ++i) {
+            const double speed = disks[i].ns > 0 ? disks[i].speed() : fastest; // one that is not known is as good
+            const double end   = (double) (disks[i].under_way + size) / (speed > 0 ? speed : 1);
+            // Where none is sooner, one that was not measured yet is.
+            if (usable(i) && (best < 0 || end < best_end || (end == best_end && disks[i].ns == 0))) {
+                best     = i;
+                best_end = end;
+            }
+        }
+        Disk & chosen = disks[best];
+        if (chosen.under_way == 0) {
+            chosen.last_ns = now;
+        }
+        chosen.under_way += size;
+        return best;
+    }
+
+    void end(int disk, uint64_t size, int64_t result) {
+        std::lock_guard<std::mutex> lock(mutex);
+        Disk &                      ended = disks[disk];
+        const uint64_t              now   = clock_ns();
+        if (result > 0) {
+            ended.bytes += (double) result - FADE * ended.bytes;
+            ended.ns += (double) (now - ended.last_ns) - FADE * ended.ns;
+        }
+        ended.last_ns = now;
+        ended.under_way -= size;
+    }
+
+private:
+    static constexpr double   FADE      = 0.02;
+    static constexpr uint64_t FORGET_NS = 5'000'000'000;
+
+    struct Disk {
+        uint64_t under_way = 0; // bytes
+        uint64_t last_ns   = 0; // when a request ended there, or began while no other was under way
+        double   bytes     = 0; // fading sums, of the time in which requests were under way
+        double   ns        = 0;
+
+        double speed() const { return ns > 0 ? bytes / ns : 0; }
+    };
+
+    std::mutex        mutex;
+    std::vector<Disk> disks;
+};
+
+} // namespace pyorch

@@ -1,0 +1,93 @@
+"""Copies of the model on other disks, from which experts are read too.
+
+The first time, every byte of a copy is compared with the original; that they were equal is kept in the user's cache
+directory, for as long as neither file changes. Each engine compares samples (native/src/loading/source.cpp).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pyorch.errors import FormatError
+from pyorch.runtime import kept
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sizes import MiB
+
+_CHUNK = 8 * MiB
+
+# Told what is compared, how many bytes were, and of how many.
+OnCompared = Callable[[str, int, int], None]
+
+
+def add_mirrors(model_map: ModelMap, mirrors: Sequence[Path], on_compared: OnCompared) -> None:
+    """Has engines made of the map read from these too, each a file or a folder on a disk of its own.
+
+    FormatError for one that is missing, is the model itself, or has other content.
+    """
+    shards = [Path(os.fsdecode(path)) for path in model_map.shards]
+    # Where there is a pack, the model is read only for what is damaged there.
+    files = {len(shards): model_map.pack} if model_map.pack is not None else dict(enumerate(shards))
+    for disk, mirror in enumerate(mirrors, 1):
+        for file, copy in _copies(files, mirror).items():
+            if os.path.samefile(files[file], copy):
+                raise FormatError(f"{copy} is the file that experts are read from, and no copy of it")
+            _compare(files[file], copy, on_compared)
+            model_map.add_copy(file, disk, copy)
+
+
+def _copies(files: dict[int, Path], mirror: Path) -> dict[int, Path]:
+    """Of which file a mirror has what copy."""
+    names = ", ".join(path.name for path in files.values())
+    if mirror.is_dir():
+        found = {file: mirror / path.name for file, path in files.items() if (mirror / path.name).is_file()}
+        if not found:
+            raise FormatError(f"{mirror} has no copy of what experts are read from: {names}")
+        return found
+    if not mirror.is_file():
+        raise FormatError(f"{mirror} is to be a copy of {names}, and there is no such file")
+    size = mirror.stat().st_size
+    alike = {file: mirror for file, path in files.items() if path.stat().st_size == size}
+    if not alike:
+        sizes = ", ".join(f"{path} of {path.stat().st_size}" for path in files.values())
+        raise FormatError(f"{mirror} has {size} bytes, and is no copy of what experts are read from: {sizes}")
+    named = {file: mirror for file in alike if files[file].name == mirror.name} or alike
+    return dict([next(iter(named.items()))])
+
+
+def _identity(path: Path) -> tuple[int, int, int, int]:
+    now = path.stat()
+    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
+
+
+def _compare(original: Path, copy: Path, on_compared: OnCompared) -> None:
+    both = _identity(original), _identity(copy)
+    name = kept.name_of("copy", both)
+    if kept.read(name) is True:
+        return
+    total, done = both[0][2], 0
+    if both[1][2] != total:
+        raise FormatError(f"{copy} has {both[1][2]} bytes, and is no copy of {original}, which has {total}")
+    try:
+        with open(original, "rb", buffering=0) as one, open(copy, "rb", buffering=0) as other:
+            while done < total:
+                size = min(_CHUNK, total - done)
+                if _read(one, size) != _read(other, size):
+                    raise FormatError(f"{copy} is no copy of {original}: their bytes differ, within {size} bytes from "
+                                      f"{done}")
+                done += size
+                on_compared(f"comparing {copy} with {original}, this once", done, total)
+    except OSError as error:
+        raise FormatError(f"{copy} cannot be compared with {original}: {error.strerror}") from None
+    if (_identity(original), _identity(copy)) == both:
+        kept.keep(name, True)
+
+
+def _read(file, size: int) -> bytes:
+    """All of it, unless the file ends."""
+    parts = []
+    while size > 0 and (part := file.read(size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)

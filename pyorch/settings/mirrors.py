@@ -1,0 +1,31 @@
+"""Copies of the model on other disks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_MIRRORS = 16  # PYORCH_MAX_COPIES
+
+
+@dataclass(frozen=True)
+class Mirrors:
+    """paths: for each further disk a file that is a copy, or a folder with copies. As text a colon is between them."""
+
+    paths: tuple[Path, ...] = ()
+
+    @classmethod
+    def parse(cls, given: str | Path | Sequence[str | Path] | Mirrors) -> Mirrors:
+        """From one path, several joined by a colon, or a list. ValueError for an empty path, or too many."""
+        if isinstance(given, Mirrors):
+            return given
+        several: Sequence[str | Path] = [given] if isinstance(given, (str, Path)) else list(given)
+        texts = [part for one in several for part in os.fspath(one).split(os.pathsep)]
+        if not all(texts) or not 1 <= len(texts) <= MAX_MIRRORS:
+            raise ValueError(given)
+        return cls(tuple(map(Path, texts)))
+
+    def __str__(self) -> str:
+        return os.pathsep.join(map(str, self.paths))
