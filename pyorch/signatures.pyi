@@ -62,10 +62,9 @@ def load(
         prefetch: what guesses the experts to read ahead while decoding: none, auto, or
             NAME[:DISTANCE:PRECISION] of none, quasi-hidden, estimator, hybrid or expert-map
         reads: what reads experts: auto, or READER[:DEPTH:SIZE] such as io_uring:8:512KiB or threads:4:4MiB
-        mirror: read from another disk too: a copy of the file that experts are read from, or the folder that
-            has it
-        direct_io: False: read through the page cache of the system, not around it
-        packed: False: read the model itself, even where a pack lies beside it
+        mirror: read from this copy of the model on another disk, or in this folder, too
+        direct_io: False: read through the page cache of the system
+        packed: False: read the model itself, also where it has a pack
         pools: shares of memory for the forms of a compressed pack: full, compressed, signs and mantissas,
             exponents (default: by MODEL.plan.json, else planned when the model is loaded)
         device: compute dense layers on this device, and experts that lie in its memory: none, auto, a name

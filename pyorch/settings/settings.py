@@ -65,15 +65,15 @@ class Settings:
     )
     mirror: Mirrors | None = option(
         None, Mirrors.parse, f"1 to {MAX_MIRRORS} paths", metavar="PATH", repeated=True,
-        help="read from another disk too: a copy of the file that experts are read from, or the folder that has it",
+        help="read from this copy of the model on another disk, or in this folder, too",
     )
     direct_io: bool = option(
         True, flag, "true or false", flag="--buffered",
-        help="read through the page cache of the system, not around it",
+        help="read through the page cache of the system",
     )
     packed: bool = option(
         True, flag, "true or false", flag="--no-pack",
-        help="read the model itself, even where a pack lies beside it",
+        help="read the model itself, also where it has a pack",
     )
     pools: Pools | None = option(
         None, Pools.parse, "text or a Pools", metavar="F,C,S,E",
