@@ -42,7 +42,8 @@ _SECONDS = 30.0  # for a slot
 _NOT_WITH = re.compile(r"--?(slot-save-path|spec|md$|model-draft|mm$|mmproj|embedding|rerank|no-cache-prompt).*")
 
 # Settings that change no bit of what is computed.
-_FREE = {"budget", "policy", "prefetch", "reads", "direct_io", "packed", "pools", "maps", "learned", "warm", "cpus"}
+_FREE = {"budget", "policy", "prefetch", "reads", "direct_io", "packed", "pools", "maps", "learned", "mirror", "warm",
+         "cpus"}
 
 
 class Prompts:
