@@ -172,7 +172,7 @@ def serve(kind: str, model: str, budget: str, libraries: str, given: Sequence[st
     """What the tests take for llama-server. libraries: their directory; nothing of pyorch is imported here."""
     wanted, rest = server_arguments(given)
     if kind == BUDGET and wanted:
-        command = [sys.executable, "-m", "pyorch", "serve", model, "--budget", budget, "--", *rest]
+        command = [sys.executable, "-m", "pyorch", "serve", model, "--cold", "--budget", budget, "--", *rest]
         os.execv(sys.executable, command)
     if wanted:
         rest += ["--model", model]

@@ -36,10 +36,11 @@ from pyorch.sizes import counted
 LEAST_TOKENS = 64  # of a prompt that is worth a file
 
 _SLOT = "/slots/:id_slot"
-_SECONDS = 30.0  # for a slot
+_SECONDS = {"save": 5.0, "restore": 30.0}  # for a slot: who ends a server does not wait for long
 
 # With which a slot is more than tokens and their KV, or is saved by somebody else.
-_NOT_WITH = re.compile(r"--?(slot-save-path|spec|md$|model-draft|mm$|mmproj|embedding|rerank|no-cache-prompt).*")
+_NOT_WITH = re.compile(r"--?(slot-save-path|spec|md$|model-draft|mm$|mmproj|embedding|rerank|no-cache-prompt|lora"
+                       r"|control-vector).*")
 
 # Settings that change no bit of what is computed.
 _FREE = {"budget", "policy", "prefetch", "reads", "direct_io", "packed", "pools", "maps", "learned", "mirror", "warm",
@@ -60,6 +61,8 @@ class Prompts:
         cache = kept.directory()
         settings = record.plan.settings
         if cache is None or not limit or not settings.warm or settings.lossy or _is_more(server):
+            return
+        if record.device is not None:  # who computes an expert there, and how it rounds, depends on what it had
             return
         with contextlib.suppress(OSError):
             directory = cache / "prompts" / _key(record, server)
@@ -82,12 +85,11 @@ class Prompts:
                 part.unlink(missing_ok=True)
         for slot, file in enumerate(_newest(self._directory.glob("*.kv"))[: self._n_slots]):
             with contextlib.suppress(OSError):
-                intact = _digest(file) == file.stem
-                if intact and self._ask(slot, "restore", file.name).get("n_restored"):
-                    self._files[slot] = file
-                else:
-                    fatal.notice(f"note: {file} is {'of another server' if intact else 'damaged'}, and removed")
+                if _digest(file) != file.stem:
+                    fatal.notice(f"note: {file} is damaged, and removed")
                     file.unlink(missing_ok=True)
+                elif self._ask(slot, "restore", file.name).get("n_restored"):
+                    self._files[slot] = file
         if self._files:
             fatal.notice(f"{counted(len(self._files), 'prompt')} of the last time need not be computed again")
 
@@ -100,7 +102,10 @@ class Prompts:
             check_free_space(self._directory, self._limit)
             for slot in range(self._n_slots):
                 part = self._directory / f"{os.getpid()}-{slot}.part"
-                if self._ask(slot, "save", part.name).get("n_saved", 0) >= LEAST_TOKENS:
+                saved = self._ask(slot, "save", part.name)
+                if not saved:  # it computes on, or the disk is slow
+                    break
+                if saved.get("n_saved", 0) >= LEAST_TOKENS and not self._was_lossy():
                     file, before = self._directory / f"{_digest(part)}.kv", self._files.get(slot)
                     os.replace(part, file)
                     self._files[slot] = file
@@ -115,7 +120,8 @@ class Prompts:
         return engine is not None and bool(engine.substitution_stats().tokens or engine.speculation_stats().tokens)
 
     def _ask(self, slot: int, action: str, name: str) -> dict:
-        answer = routes.own(_SLOT, f"id_slot={slot}&action={action}", json.dumps({"filename": name}), _SECONDS)
+        answer = routes.own(_SLOT, f"id_slot={slot}&action={action}", json.dumps({"filename": name}),
+                            _SECONDS[action])
         return json.loads(answer or "{}")
 
     def _prune(self) -> None:
@@ -161,9 +167,10 @@ def _key(record: ManagedModel, server: Flags) -> str:
         llama_cpp.__version__))
 
 
-def _state(file: str | Path) -> tuple[int, int]:
+def _state(file: str | Path) -> tuple[int, ...]:
+    """That of the inode cannot be set back by who copies over it."""
     status = os.stat(file)
-    return status.st_size, status.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _processor() -> str:

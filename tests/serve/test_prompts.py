@@ -67,7 +67,8 @@ def test_a_prompt_is_not_computed_again_after_a_restart(serve: Serve, prompts: P
         assert [file.suffix for file in prompts.glob("*/*")] == [".kv"]
 
 
-@pytest.mark.parametrize("what", ["settings", "flags", "environment", "model", "damage", "off", "cold", "lossy"])
+@pytest.mark.parametrize("what", ["settings", "flags", "environment", "model", "copied", "damage", "off", "cold",
+                                  "lossy", "adapter"])
 def test_what_would_be_computed_otherwise_is_computed(
     serve: Serve, model: Path, prompts: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,12 +78,16 @@ def test_what_would_be_computed_otherwise_is_computed(
     file, = prompts.glob("*/*.kv")
     options: tuple[str, ...] = {
         "settings": ("--ubatch", "64"), "flags": ("--", "-ctk", "f32"), "off": ("--prompt-cache", "0"),
-        "cold": ("--cold",), "lossy": ("--lossy", "heaviest"),
+        "cold": ("--cold",), "lossy": ("--lossy", "heaviest"), "adapter": ("--", "--lora-init-without-apply"),
     }.get(what, ())
     if what == "environment":
         monkeypatch.setenv("LLAMA_ARG_CACHE_TYPE_K", "f32")
     if what == "model":
         os.utime(model)
+    if what == "copied":  # over it, with its time
+        times = model.stat()
+        model.write_bytes(model.read_bytes())
+        os.utime(model, ns=(times.st_atime_ns, times.st_mtime_ns))
     if what == "damage":
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     server = serve(*options)

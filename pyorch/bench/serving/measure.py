@@ -9,7 +9,7 @@ import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pyorch.bench import rounds
@@ -141,6 +141,7 @@ def _arguments(load: Load, served: Served) -> Iterator[str]:
     config = served.config
     longest = max(arrival.n_prompt + arrival.n_tokens for arrival in load.arrivals)
     settings = config.settings if config.mode == ENGINE else Settings(budget=RESIDENT)
+    settings = replace(settings, warm=False)  # each server begins as the first one did
     yield load.model
     for name, option in options(Settings).items():
         value = getattr(settings, name)
