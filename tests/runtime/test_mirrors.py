@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ggufs import split
 from models import assert_same_bits, small_model
 from processes import python
 
 from pyorch.cli import main
 from pyorch.convert import pack as packing
+from pyorch.convert.slim import write_slim
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
@@ -21,6 +23,7 @@ from pyorch.runtime import mirrors
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.mirrors import Mirrors
+from pyorch.sidecars import container, packs
 
 READS = ("io_uring:2:64KiB", "threads:2:64KiB")
 LEFT_OUT = "pyorch: note: cannot read {}: the file was changed after it was loaded; it is left out"
@@ -105,15 +108,35 @@ def test_the_last_copy_that_fails_fails_the_request(original: Path, prompt_token
             ctx.decode(prompt_tokens)
 
 
-@pytest.mark.parametrize("reads", READS)
-def test_a_pack_has_copies_too(original: Path, prompt_tokens: list[int], expected: np.ndarray, reads: str) -> None:
-    packing.pack(original)
-    pack = original.with_name("model.experts.gguf")
-    mirror = copy_of(pack, "one")
-    actual, lines = logits_without(original, pack, prompt_tokens, mirror=str(mirror.parent), reads=reads)
+def files_of(kind: str, small_moe: Path, folder: Path) -> tuple[Path, list[Path]]:
+    """A model, and all files that its experts are read from."""
+    if kind == "split":
+        shards = split(small_moe, folder / "model.gguf", max_tensors=20)
+        return shards[0], shards
+    model = Path(shutil.copy(small_moe, folder / "model.gguf"))
+    if kind == "slim":
+        slim = folder / "slim.gguf"
+        made = packing.pack(model, container.default_path(slim, packs.KIND))
+        with ModelMap(model) as model_map:
+            write_slim(model_map, slim)
+        model.unlink()
+        return slim, [made.path]
+    made = packing.pack(model, layout="native" if kind == "native pack" else "plain",
+                        codec="table" if kind == "compressed pack" else "none")
+    return model, [made.path]
+
+
+@pytest.mark.parametrize("kind", ["split", "slim", "pack", "native pack", "compressed pack"])
+def test_whatever_experts_are_read_from_has_copies(
+    small_moe: Path, tmp_path: Path, prompt_tokens: list[int], expected: np.ndarray, kind: str
+) -> None:
+    path, files = files_of(kind, small_moe, tmp_path)
+    mirror = [copy_of(file, "one") for file in files][0].parent
+    assert len(files) > 1 or kind != "split"
+    actual, lines = logits_without(path, files[-1], prompt_tokens, mirror=str(mirror))
     for one in actual:
         assert_same_bits(one, expected)
-    assert len(lines) == 1 and lines[0].startswith(LEFT_OUT.format(pack))
+    assert len(lines) == 1 and lines[0].startswith(LEFT_OUT.format(files[-1]))
 
 
 @pytest.mark.parametrize("place", [0, 0.37, 0.999999])

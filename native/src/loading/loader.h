@@ -196,9 +196,10 @@ public:
     // The same in small requests, behind everything else.
     void guess(Load & load) { start(load, guessed, guess_bytes()); }
 
-    // Of a request of a guess at most.
+    // Of a request of a guess at most: whole pages, as direct reads want them.
     uint64_t guess_bytes() const {
-        return std::min(read_bytes, std::max(LEAST_GUESS_BYTES, (uint64_t) (0.5e-3 * bytes_per_second())));
+        const auto half_a_millisecond = (uint64_t) (0.5e-3 * bytes_per_second());
+        return std::min(read_bytes, std::max(LEAST_GUESS_BYTES, half_a_millisecond / PAGE * PAGE));
     }
 
     // The next load of an expert takes its matrices from here and reads nothing, unless it is in a pack. bytes: of all

@@ -20,19 +20,18 @@ static constexpr uint64_t SMALL_REQUEST = 512u << 10;
 struct House {
     static constexpr int N_EXPERT = 4;
 
-    explicit House(int budget_in_experts) :
+    explicit House(int budget_in_experts, std::unique_ptr<Source> source = call_source(touch_pages, nullptr)) :
             map(synthetic_map(path, 3, N_EXPERT, [](int) { return 32768; })),
             table(map, std::make_unique<HostBank>(map, budget_in_experts * map.layers[0].slot_bytes()),
-                call_source(touch_pages, nullptr), plain_codec(), {}),
+                std::move(source), plain_codec(), {}),
             disk(table.loader()) {}
 
     struct Disk : Reader {
         using Reader::Reader;
 
         bool take(ReadRequest & request) { return loader.try_next(request); }
-        void end(
-            const ReadRequest & request) { // a nanosecond a byte: half a millisecond are less than the least request
-            loader.finish(request, (int64_t) request.size, (int64_t) request.size);
+        void end(const ReadRequest & request) {
+            loader.finish(request, (int64_t) request.size, (uint64_t) ((double) request.size * ns_per_byte));
         }
         int layer_of(const ReadRequest & request) { return request.load->layer; }
 
@@ -44,6 +43,7 @@ struct House {
         }
 
         std::function<void()> while_short;
+        double                ns_per_byte = 1; // half a millisecond are less than the least request
     };
 
     const ModelMap map;
@@ -112,6 +112,27 @@ static void a_guess_is_read_one_small_request_at_a_time_on_an_idle_disk() {
     CHECK(house.disk.take(guessed) && house.disk.layer_of(guessed) == 1);
     house.disk.end(guessed);
     CHECK(house.table.release(house.owner));
+}
+
+// Of a file system that wants whole pages.
+struct Direct : Source {
+    int64_t read(int, uint64_t, void *, uint64_t) override { return -1; }
+    bool    direct(int) const override { return true; }
+};
+
+static void requests_of_guesses_are_whole_pages_however_fast_the_disk_is() {
+    for (const double ns_per_byte : { 1.0, 0.7, 0.51, 0.33, 0.1, 0.01 }) {
+        House house(12, std::make_unique<Direct>());
+        house.disk.ns_per_byte = ns_per_byte;
+        house.pass(house.owner, 0, { 0 });
+        house.guess(house.owner, 1, 1);
+        int n = 0;
+        for (ReadRequest guessed; house.disk.take(guessed); ++n) {
+            CHECK(guessed.direct && (guessed.offset | guessed.size | (uintptr_t) guessed.buf) % PAGE == 0);
+            house.disk.end(guessed);
+        }
+        CHECK(n > 0 && house.resident(1, 1));
+    }
 }
 
 static void a_demand_waits_for_one_small_request_of_a_guess_at_most() {
@@ -223,6 +244,7 @@ int main(int argc, char ** argv) {
     return run(argc, argv,
         {
             a_guess_is_read_one_small_request_at_a_time_on_an_idle_disk,
+            requests_of_guesses_are_whole_pages_however_fast_the_disk_is,
             a_demand_waits_for_one_small_request_of_a_guess_at_most,
             a_guess_whose_pass_went_without_it_is_read_no_further,
             an_abandoned_guess_goes_on_for_who_needs_it_after_all,
