@@ -96,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
                     "runs": runs})
         return 0
     show([Facts(_header(args, load)), "", Table(_COLUMNS, [_row(summary) for summary in summaries], left=("server",)),
-          "", *(_sentence(label, summary, summaries) for label, summary in advice)])
+          "", *map(_lost, (summary for summary in summaries if summary.n_answered and summary.failure)),
+          *(_sentence(label, summary, summaries) for label, summary in advice)])
     return 0
 
 
@@ -136,6 +137,11 @@ def _sentence(label: str, best: Summary, summaries: list[Summary]) -> str:
     if widest is not best and widest.throughput == widest.throughput:
         text += f", {widest.throughput:.2f} with -np {most}"
     return text
+
+
+def _lost(summary: Summary) -> str:
+    lost = summary.n_requests - summary.n_answered
+    return f"{summary.served.label}: {lost} of {summary.n_requests} have no answer: {summary.failure}"
 
 
 def _header(args: argparse.Namespace, load: Load) -> list[tuple[str, str]]:

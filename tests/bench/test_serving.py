@@ -66,8 +66,10 @@ def test_what_is_not_answered_in_time_is_given_up(small_moe: Path, tmp_path: Pat
     arrivals.write_text('{"seconds": 0, "prompt_tokens": 4, "tokens": 2}\n{"seconds": 100000}\n')
     assert main(["bench", "serve", str(small_moe), "--budget", "40%", "--np", "1", "--arrivals", str(arrivals),
                  "--max-seconds", "600", "--tokens", "2", "--json", "--threads", "1"]) == 0
-    answers = json.loads(capfd.readouterr().out)["runs"][0]["answers"]
+    out, progress = capfd.readouterr()
+    answers = json.loads(out)["runs"][0]["answers"]
     assert [answer["failure"] for answer in answers] == ["", "not sent in time"]
+    assert "1 of 2 answered: not sent in time" in progress
 
 
 @pytest.mark.parametrize("arguments, sentence", [
@@ -155,6 +157,7 @@ def test_a_summary_counts_what_was_answered():
                  Answer(8, 0, float("nan"), float("nan"), float("nan"), "not sent in time"))
     summary = summarize([run], served(2))
     assert (summary.n_requests, summary.n_answered, summary.hit_rate) == (3, 2, 0.75)
+    assert summary.failure == "not sent in time"
     assert summary.ttft[0] == 2.0 and summary.tpot == (0.1, 0.1, 0.1)
     assert summary.throughput == 11 / 5 and summary.bytes_per_token == 800 / 11
 

@@ -131,9 +131,9 @@ def test_whatever_experts_are_read_from_has_copies(
     small_moe: Path, tmp_path: Path, prompt_tokens: list[int], expected: np.ndarray, kind: str
 ) -> None:
     path, files = files_of(kind, small_moe, tmp_path)
-    mirror = [copy_of(file, "one") for file in files][0].parent
+    copies = [copy_of(file, "one") for file in files]
     assert len(files) > 1 or kind != "split"
-    actual, lines = logits_without(path, files[-1], prompt_tokens, mirror=str(mirror))
+    actual, lines = logits_without(path, files[-1], prompt_tokens, mirror=str(copies[0].parent))
     for one in actual:
         assert_same_bits(one, expected)
     assert len(lines) == 1 and lines[0].startswith(LEFT_OUT.format(files[-1]))

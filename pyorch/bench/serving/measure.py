@@ -74,7 +74,8 @@ class Run:
 class Summary:
     """Of all rounds of a server. ttft, tpot: seconds, at PERCENTILES, over all answered requests.
 
-    throughput: generated tokens in a second, until the last one came; of the median round. nan: nothing was measured.
+    failure: why a round, or else a request, was not answered: the first. throughput: generated tokens in a second,
+    until the last one came; of the median round. nan: nothing was measured.
     """
 
     served: Served
@@ -168,9 +169,10 @@ def summarize(runs: Iterable[Run], served: Served) -> Summary:
     uses = sum(run.hits + run.misses for run in runs)
     tokens = sum(answer.n_tokens for answer in answered)
     peaks = [run.peak_group_bytes for run in runs if run.peak_group_bytes is not None]
+    failures = [run.failure for run in runs] + [answer.failure for answer in answers]
     nan = float("nan")
     return Summary(
-        served, len(answers), len(answered), next((run.failure for run in runs if run.failure), ""),
+        served, len(answers), len(answered), next(filter(None, failures), ""),
         tuple(percentile([answer.ttft_seconds for answer in answered], p) for p in PERCENTILES),
         tuple(percentile([answer.tpot_seconds for answer in answered], p) for p in PERCENTILES),
         statistics.median(rates) if rates else nan, sum(run.hits for run in runs) / uses if uses else nan,
@@ -213,5 +215,6 @@ def suitable(summaries: Sequence[Summary]) -> Summary | None:
 def _outcome(summary: Summary) -> str:
     if not summary.n_answered:
         return summary.failure
+    lost = f": {summary.failure}" if summary.failure else ""
     return (f"{summary.throughput:.2f} tok/s, first token after {summary.ttft[0]:.2f} s, "
-            f"{summary.n_answered} of {summary.n_requests} answered")
+            f"{summary.n_answered} of {summary.n_requests} answered{lost}")
