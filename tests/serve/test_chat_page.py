@@ -42,6 +42,13 @@ def test_a_question_is_answered_and_the_live_view_stays_where_it_is(start, small
         page.open(f"{server.url}/pyorch")
         page.wait_for("document.title.startsWith('pyorch') && document.getElementById('state').textContent == 'live'")
         assert page.value("document.querySelector('header a').getAttribute('href')") == "./"
+        # It takes the theme of the system, on a phone too.
+        for dark in (True, False):
+            page.look(390, 740, dark)
+            page.open(f"{server.url}/")
+            page.wait_for("document.querySelector('textarea')")
+            page.wait_for(f"document.documentElement.classList.contains('dark') == {str(dark).lower()}")
+            page.wait_for("document.documentElement.scrollWidth <= 390")
 
 
 @built

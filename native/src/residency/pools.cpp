@@ -18,6 +18,10 @@ static constexpr uint64_t RANKING_TOKENS = 8;
 // size.
 static constexpr double TOLERANCE = 0.05;
 
+// Whose stored parts are given up has them read again when it is no longer full. So who comes into the pool of full
+// experts has been used a fifth more than the first behind it (log2), and near ties change nothing.
+static constexpr double MARGIN = 0.25;
+
 // Of the budget at most, the memory through which experts come, if that is enough for the fewest.
 static constexpr double STAGING_SHARE = 1.0 / 16;
 
@@ -85,6 +89,7 @@ void Pools::used(int layer, int expert, uint64_t now) {
     before[layer][expert]   = h;
     h                       = fading_use(h, (double) now / half_life());
     const uint64_t n_layers = map.layers.size();
+    latest                  = now;
     if (now >= ranked + std::min(RANKING_TOKENS, 1 + ranked / n_layers / 4) * n_layers) {
         ranked = now;
         rank();
@@ -119,7 +124,7 @@ void Pools::rank() {
         const double size = (double) of_ranks / bytes[(int) form];
         last += size;
         // Ranks r < tau, from 1 on. Who has one of them is, without its last use, still no colder than the next.
-        const double n_ranks = std::ceil(last + TOLERANCE * size) - 1;
+        const double n_ranks = std::ceil(form == Form::FULL ? last : last + TOLERANCE * size) - 1;
         if (n_ranks >= (double) all.size()) {
             next = -INFINITY;
             continue;
@@ -135,8 +140,10 @@ void Pools::rank() {
 
 Form Pools::form_of(int layer, int expert, bool comes) const {
     const double uses = (comes ? heat : before)[layer][expert];
+    // Of experts that are used as ever, heat has grown since it was ranked.
+    const double full = least[(int) Form::FULL] + (double) (latest - ranked) / half_life() + MARGIN;
     for (const Form form : HIERARCHY) {
-        if (limit(form) > 0 && uses >= least[(int) form]) {
+        if (limit(form) > 0 && uses >= (form == Form::FULL ? full : least[(int) form])) {
             return form;
         }
     }

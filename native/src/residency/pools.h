@@ -27,7 +27,7 @@ public:
     explicit Pools(const ModelMap & map);
 
     // A model without compressed experts has full ones only. fewest: bytes that full experts get in any case; passing:
-    // of these, what a layer needs at once: no rank has them, for what was there would go whenever a layer comes.
+    // of these, what layers need that come: no rank has them, for what was there would go whenever a layer comes.
     // REQUIRES: the budget has room for them, and for the fewest experts on their way
     void divide(uint64_t budget, uint64_t fewest, const PoolShares & shares, uint64_t passing = 0);
 
@@ -60,6 +60,7 @@ private:
     std::vector<std::vector<double>>      heat;         // by layer and expert: log2 of its uses, fading
     std::vector<std::vector<double>>      before;       // the same without its last use
     uint64_t                              ranked = 0;   // when ranks were last looked at
+    uint64_t                              latest = 0;   // the last use
     std::vector<std::unique_ptr<Victims>> lists;        // of the forms from COMPRESSED on
 
     double half_life() const; // in layers computed

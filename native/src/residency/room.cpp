@@ -266,8 +266,8 @@ void Room::set_shares(const PoolShares & wanted) {
 // REQUIRES: the budget is enough for what is reserved
 void Room::divide_budget(uint64_t bytes) {
     const uint64_t needed  = needed_budget(reserved());
-    const uint64_t at_once = std::min(width.most, bytes - stored.least());
-    stored.pools.divide(bytes, std::max(needed, at_once), shares, at_once > needed ? at_once : 0);
+    const uint64_t at_once = std::max(needed, std::min(width.most, bytes - stored.least()));
+    stored.pools.divide(bytes, at_once, shares, at_once);
     bank.set_budget(bytes, stored.pools.stored_limit());
     stored.trim();
     keep_budget();
