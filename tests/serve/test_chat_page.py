@@ -46,7 +46,7 @@ def test_a_question_is_answered_and_the_live_view_stays_where_it_is(start, small
         for dark in (True, False):
             page.look(390, 740, dark)
             page.open(f"{server.url}/")
-            page.wait_for("document.querySelector('textarea')")
+            page.wait_for("document.querySelector('textarea') != null")
             page.wait_for(f"document.documentElement.classList.contains('dark') == {str(dark).lower()}")
             page.wait_for("document.documentElement.scrollWidth <= 390")
 
