@@ -6,18 +6,32 @@ Threads meet at every operation: one on a slow core would make all others wait, 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from pyorch.library.bindings import check, lib
+from pyorch.llama import control_groups
 from pyorch.settings.cpus import ANY, AUTO, cpu_numbers
 from pyorch.settings.settings import Settings
 
 
 def physical_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use, of the fast kind where a processor has several."""
-    return len(_fast_cores(root)[0])
+    """Cores that this process may use, of the fast kind where a processor has several; no more than its control groups
+    give it the time of: threads beyond that would stop, all of them, in each period."""
+    return max(1, min([len(_fast_cores(root)[0]), *map(math.ceil, _quotas(root))]))
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Processors that a control group has the time of, such as docker's --cpus; of each group that says so."""
+    for group in control_groups.of_process("cpu", root):
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if group.v1 else ("cpu.max",)
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            quota, period = " ".join((group.directory / name).read_text() for name in names).split()
+            if quota not in ("max", "-1"):
+                yield int(quota) / int(period)
 
 
 def compute_cpus(settings: Settings, n_threads: int, root: Path = Path("/")) -> list[int]:
@@ -82,6 +96,13 @@ def _fast_cpus(devices: Path) -> set[int]:
     with contextlib.suppress(OSError, ValueError):
         for path in devices.glob("system/cpu/cpu[0-9]*/cpu_capacity"):
             found[int(path.parent.name[3:])] = int(path.read_text())
-        return {cpu for cpu, capacity in found.items() if capacity >= _FAST * max(found.values())} or set(
-            cpu_numbers((devices / "cpu_core/cpus").read_text()))
+        return _faster(found) or set(cpu_numbers((devices / "cpu_core/cpus").read_text()))
     return set()
+
+
+def _faster(capacities: dict[int, int]) -> set[int]:
+    """Those about as fast as the fastest; but where these are fewer than half of all that are not of the slowest kind,
+    as a single prime core is, all of the latter."""
+    fast = {cpu for cpu, capacity in capacities.items() if capacity >= _FAST * max(capacities.values())}
+    above = {cpu for cpu, capacity in capacities.items() if capacity > min(capacities.values())}
+    return fast if 2 * len(fast) >= len(above) else above

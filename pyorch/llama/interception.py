@@ -142,7 +142,7 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
         params.n_outputs_max = settings.n_outputs_max
     if settings.n_threads:
         params.n_threads = params.n_threads_batch = settings.n_threads
-    cores.place(settings, params.n_threads)
+    cores.place(settings, max(params.n_threads, params.n_threads_batch))
     n_ubatch = settings.n_ubatch or (default_ubatch(managed) if settings.widen else None)
     if n_ubatch is not None:
         params.n_ubatch = min(n_ubatch, params.n_batch)

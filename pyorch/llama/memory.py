@@ -13,9 +13,10 @@ import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from pyorch.errors import BudgetError
+from pyorch.llama import control_groups
 from pyorch.runtime.model_map import MapInfo
 from pyorch.sizes import Amount, KiB, MiB, format_bytes
 
@@ -71,43 +72,10 @@ _V2 = _Hierarchy(("memory.max", "memory.high"), "memory.current", ("inactive_fil
 
 
 def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
-    """The limits of the process's cgroup and of each ancestor that is mounted here."""
-    try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return
-    for membership in memberships:
-        _, controllers, path = membership.split(":", 2)
-        v1 = "memory" in controllers.split(",")
-        if not v1 and controllers:
-            continue
-        for mount_root, mount_point in _mounts(mounts, v1):
-            for group in _ancestry(PurePosixPath(path), mount_root):
-                directory = root / str(mount_point).lstrip("/") / group
-                limit = _read_group(directory, _V1 if v1 else _V2, f"cgroup {mount_point / group}")
-                if limit is not None:
-                    yield limit
-
-
-def _mounts(mountinfo: list[str], v1: bool) -> Iterator[tuple[PurePosixPath, PurePosixPath]]:
-    """Root and mount point of each mount of the hierarchy that limits memory, see proc(5)."""
-    for line in mountinfo:
-        fields, _, after = line.partition(" - ")
-        fs_type, _, options = after.split(" ", 2)
-        if fs_type == ("cgroup" if v1 else "cgroup2") and (not v1 or "memory" in options.split(",")):
-            yield PurePosixPath(fields.split()[3]), PurePosixPath(fields.split()[4])
-
-
-def _ancestry(group: PurePosixPath, mount_root: PurePosixPath) -> Iterator[PurePosixPath]:
-    """The group and its ancestors, relative to the mount point."""
-    # In a container the group's path may be the host's, while only the group itself is mounted.
-    below = group.relative_to(mount_root) if group.is_relative_to(mount_root) else PurePosixPath(".")
-    if ".." in below.parts:
-        below = PurePosixPath(".")
-    yield below
-    if below != PurePosixPath("."):
-        yield from below.parents
+    for group in control_groups.of_process("memory", root):
+        limit = _read_group(group.directory, _V1 if group.v1 else _V2, f"cgroup {group.name}")
+        if limit is not None:
+            yield limit
 
 
 def _read_group(directory: Path, names: _Hierarchy, source: str) -> MemoryLimit | None:

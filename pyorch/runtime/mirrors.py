@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
 
 from pyorch.errors import FormatError
@@ -24,8 +25,9 @@ OnCompared = Callable[[str, int, int], None]
 def add_mirrors(model_map: ModelMap, mirrors: Sequence[Path], on_compared: OnCompared) -> None:
     """Has engines made of the map read from these too, each a file or a folder on a disk of its own.
 
-    FormatError for one that is missing, is the model itself, or has other content.
+    FormatError for one that is missing, is the model itself or was named before, or has other content.
     """
+    taken: dict[int, list[Path]] = {}
     shards = [Path(os.fsdecode(path)) for path in model_map.shards]
     # Where there is a pack, the model is read only for what is damaged there.
     files = {len(shards): model_map.pack} if model_map.pack is not None else dict(enumerate(shards))
@@ -33,6 +35,9 @@ def add_mirrors(model_map: ModelMap, mirrors: Sequence[Path], on_compared: OnCom
         for file, copy in _copies(files, mirror).items():
             if os.path.samefile(files[file], copy):
                 raise FormatError(f"{copy} is the file that experts are read from, and no copy of it")
+            if any(os.path.samefile(other, copy) for other in taken.setdefault(file, [])):
+                raise FormatError(f"{copy} was named before: each mirror is a copy of its own")
+            taken[file].append(copy)
             _compare(files[file], copy, on_compared)
             model_map.add_copy(file, disk, copy)
 
@@ -56,9 +61,9 @@ def _copies(files: dict[int, Path], mirror: Path) -> dict[int, Path]:
     return dict([next(iter(named.items()))])
 
 
-def _identity(path: Path) -> tuple[int, int, int, int]:
+def _identity(path: Path) -> tuple[int, ...]:
     now = path.stat()
-    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns
+    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
 
 
 def _compare(original: Path, copy: Path, on_compared: OnCompared) -> None:
@@ -71,20 +76,37 @@ def _compare(original: Path, copy: Path, on_compared: OnCompared) -> None:
         raise FormatError(f"{copy} has {both[1][2]} bytes, and is no copy of {original}, which has {total}")
     try:
         with open(original, "rb", buffering=0) as one, open(copy, "rb", buffering=0) as other:
+            for file in (one, other):
+                _from_disk(file)
             while done < total:
                 size = min(_CHUNK, total - done)
                 if _read(one, size) != _read(other, size):
                     raise FormatError(f"{copy} is no copy of {original}: their bytes differ, within {size} bytes from "
                                       f"{done}")
                 done += size
+                for file in (one, other):
+                    _forget(file, done)
                 on_compared(f"comparing {copy} with {original}, this once", done, total)
     except OSError as error:
         raise FormatError(f"{copy} cannot be compared with {original}: {error.strerror}") from None
-    if (_identity(original), _identity(copy)) == both:
-        kept.keep(name, True)
+    if (_identity(original), _identity(copy)) != both:
+        raise FormatError(f"{copy} or {original} was changed while they were compared")
+    kept.keep(name, True)
 
 
-def _read(file, size: int) -> bytes:
+def _from_disk(file: FileIO) -> None:
+    """What was just copied is read as the disk has it, not from the page cache."""
+    os.fsync(file.fileno())
+    _forget(file, 0)
+
+
+def _forget(file: FileIO, end: int) -> None:
+    """The page cache is not filled with what was read up to here; 0: with any of it."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, end, os.POSIX_FADV_DONTNEED)
+
+
+def _read(file: FileIO, size: int) -> bytes:
     """All of it, unless the file ends."""
     parts = []
     while size > 0 and (part := file.read(size)):

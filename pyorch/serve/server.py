@@ -143,7 +143,8 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
     params.n_gpu_layers = 0  # on the processor, unless a device is named
     with loading(path, ModelMap(path), settings, params, placed) as record:
         server.place(settings.device, record.device)
-        cores.place(settings, server.number(llama_server.THREADS, 0))
+        cores.place(settings, max(server.number(option, 0)
+                                  for option in (llama_server.THREADS, llama_server.THREADS_BATCH)))
         try:
             ubatch = default_ubatch(record)
             params = server.context_params()

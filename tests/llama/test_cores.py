@@ -53,6 +53,8 @@ def test_a_second_hardware_thread_is_no_core(machine: Machine) -> None:
     ({}, range(24), 16, []),
     ({f"system/cpu/cpu{cpu}/cpu_capacity": f"{1024 if cpu < 4 else 446}\n" for cpu in range(24)}, range(24), 2, [0, 2]),
     ({f"system/cpu/cpu{cpu}/cpu_capacity": "1024\n" for cpu in range(24)}, range(24), 16, []),
+    ({f"system/cpu/cpu{cpu}/cpu_capacity": f"{(1024 if cpu < 2 else 720) if cpu < 8 else 300}\n"
+      for cpu in range(24)}, range(24), 4, [0, 2, 4, 6]),  # one of them is faster than all others
 ])
 def test_threads_compute_on_cores_of_the_fast_kind(
     machine: Machine, kinds: dict[str, str], allowed: Iterable[int], n: int, kept: list[int]
@@ -60,6 +62,31 @@ def test_threads_compute_on_cores_of_the_fast_kind(
     root = machine(HYBRID, allowed, kinds)
     assert cores.physical_cores(root) == n
     assert cores.compute_cpus(Settings(), n, root) == kept
+
+
+@pytest.mark.parametrize(("files", "n"), [
+    ({"cpu.max": "250000 100000\n"}, 3),
+    ({"cpu.max": "max 100000\n"}, 16),
+    ({"cpu.max": "50000 100000\n"}, 1),
+    ({"cpu.max": "6400000 100000\n"}, 16),
+    ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}, 4),
+    ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 16),
+])
+def test_there_are_no_more_threads_than_a_control_group_has_the_time_of(
+    machine: Machine, files: dict[str, str], n: int
+) -> None:
+    root = machine(HYBRID, range(24), {})
+    v1 = "cpu.max" not in files
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text("4:cpu,cpuacct:/job/a\n" if v1 else "0::/job/a\n")
+    (root / "proc/self/mountinfo").write_text(
+        "36 25 0:31 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n" if v1 else
+        "30 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n")
+    group = root / "sys/fs/cgroup" / ("cpu/job" if v1 else "job")  # an ancestor's holds too
+    group.mkdir(parents=True)
+    for name, text in files.items():
+        (group / name).write_text(text)
+    assert cores.physical_cores(root) == n
 
 
 def test_what_was_said_of_places_stands(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,11 +173,26 @@ def test_all_is_compared_once_and_again_where_a_copy_was_changed(original: Path)
         assert len(compared) == 2 * once
 
 
+def test_a_copy_that_changes_while_it_is_compared_is_refused(original: Path) -> None:
+    mirror = copy_of(original, "one")
+
+    def change(*_: object) -> None:
+        os.utime(mirror, (1, 1))
+
+    with ModelMap(original) as model_map, pytest.raises(FormatError, match="changed while they were compared"):
+        mirrors.add_mirrors(model_map, [mirror], change)
+
+
 def test_what_is_no_copy_is_refused_in_a_sentence(original: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     short = copy_of(original, "one")
     os.truncate(short, 4096)
+    link = tmp_path / "link.gguf"
+    twice = copy_of(original, "two")
+    link.symlink_to(twice)
+    with pytest.raises(FormatError, match=f"{link} was named before"):
+        small_model(original, "20%", mirror=[twice, link])
     for path, sentence in {
         empty: "has no copy of what experts are read from: model.gguf",
         short: "has 4096 bytes, and is no copy",

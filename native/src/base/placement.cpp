@@ -20,6 +20,9 @@ static cpu_set_t  computing; // empty: nothing was named
 
 void set_compute_cpus(const std::vector<int> & cpus) {
     std::lock_guard<std::mutex> lock(mutex);
+    if (placement::version == 0 && cpus.empty()) {
+        return;
+    }
     if (placement::version == 0 && sched_getaffinity(0, sizeof(allowed), &allowed) != 0) {
         throw Failure(PYORCH_IO, "the system does not say which processors this process may use");
     }

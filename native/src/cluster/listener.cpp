@@ -1,5 +1,6 @@
 #include "cluster/listener.h"
 
+#include "base/placement.h"
 #include "base/status.h"
 
 #include <cstring>
@@ -120,6 +121,7 @@ bool Listener::send(Session & session, const Frame & frame) {
 }
 
 void Listener::serve(const std::shared_ptr<Session> & session) {
+    place_thread(false);
     std::string why;
     try {
         why = join(*session);
@@ -227,6 +229,7 @@ std::string Listener::converse(const std::shared_ptr<Session> & session) {
 
 void Listener::compute_all() {
     for (;;) {
+        place_thread(true);
         Request request;
         {
             std::unique_lock<std::mutex> lock(mutex);

@@ -1,5 +1,6 @@
 #include "cluster/peer.h"
 
+#include "base/placement.h"
 #include "base/status.h"
 
 #include <algorithm>
@@ -133,6 +134,7 @@ void Peer::flush() {
 
 void Peer::run() {
     while (!stopping) {
+        place_thread(false);
         std::string why;
         try {
             why = live();

@@ -38,6 +38,10 @@ public:
         int    best     = -1;
         double best_end = 0;
         for (int i = 0; i < count(); ++i) {
+            // One that may be slow gets one request at a time, until it has ended one: others have to wait for it.
+            if (disks[i].ns == 0 && disks[i].under_way > 0 && fastest > 0) {
+                continue;
+            }
             const double speed = disks[i].ns > 0 ? disks[i].speed() : fastest; // one that is not known is as good
             const double end   = (double) (disks[i].under_way + size) / (speed > 0 ? speed : 1);
             // Where none is sooner, one that was not measured yet is.
@@ -45,6 +49,9 @@ public:
                 best     = i;
                 best_end = end;
             }
+        }
+        for (int i = 0; best < 0; ++i) {
+            best = usable(i) ? i : best;
         }
         Disk & chosen = disks[best];
         if (chosen.under_way == 0) {

@@ -15,6 +15,9 @@
 #include <unistd.h>
 #include <vector>
 
+#ifndef EREMOTEIO
+#define EREMOTEIO EIO // not on this system
+#endif
 #ifndef O_DIRECT
 #define O_DIRECT 0 // not on this system: reads are buffered
 #endif
@@ -62,9 +65,10 @@ public:
             }
             copies.resize(disks.count());
         }
+        n_usable = count_usable();
     }
 
-    int n_disks() const override { return disks.count(); }
+    int n_disks() const override { return n_usable; }
 
     // Half of an expert from before a change and half from after it would be silent garbage, where nothing has
     // checksums. Of a pack it matters while another copy has the bytes.
@@ -76,7 +80,7 @@ public:
 
     int descriptor(int file, bool direct, int disk) const override {
         const File * f = files[file][disk].get();
-        return !f ? -1 : direct && f->direct_fd >= 0 ? f->direct_fd : direct && disk == 0 ? -1 : f->fd;
+        return !f ? -1 : direct && f->direct_fd >= 0 ? f->direct_fd : f->fd;
     }
 
     int begin(int file, uint64_t size) override {
@@ -85,15 +89,21 @@ public:
 
     bool end(int file, int disk, uint64_t size, uint64_t needed, int64_t result) override {
         disks.end(disk, size, result);
+        File & failed = *files[file][disk];
         if (result >= (int64_t) needed) {
+            failed.in_a_row.store(0, std::memory_order_relaxed);
             return false;
         }
         std::lock_guard<std::mutex> lock(leaving);
         if (!has_other(file, disk)) {
             return false;
         }
-        File & failed = *files[file][disk];
+        // Where it was not the disk, memory was short perhaps, another copy may have it this once.
+        if (result < 0 && !is_of_disk((int) -result) && ++failed.in_a_row < MAX_IN_A_ROW) {
+            return true;
+        }
         if (!failed.left_out.exchange(true)) {
+            n_usable = count_usable();
             notice(
                 format("note: cannot read %s: %s; it is left out, and the other copies are read", failed.path.c_str(),
                     result == -ESTALE ? "the file was changed after it was loaded" :
@@ -118,9 +128,14 @@ public:
         }
     }
 
-    bool direct(int file) const override { return files[file][0]->direct_fd >= 0; }
+    bool direct(int file) const override {
+        return std::any_of(files[file].begin(), files[file].end(),
+            [](const std::unique_ptr<File> & copy) { return copy && copy->direct_fd >= 0; });
+    }
 
 private:
+    static constexpr int MAX_IN_A_ROW = 3;
+
     struct File {
         std::string path;
         int         fd        = -1;
@@ -131,6 +146,7 @@ private:
         uint64_t          sampled = 0;
         std::mutex        mutex;
         std::atomic<bool> left_out{ false };
+        std::atomic<int>  in_a_row{ 0 }; // requests that failed
 
         ~File() {
             for (int open_fd : { fd, direct_fd }) {
@@ -169,6 +185,23 @@ private:
             }
         }
         return opened;
+    }
+
+    static bool is_of_disk(int error) {
+        return error == EIO || error == ESTALE || error == ENXIO || error == ENODEV || error == EREMOTEIO ||
+            error == EBADMSG || error == ENOTCONN || error == ETIMEDOUT;
+    }
+
+    int count_usable() const {
+        int n = 0;
+        for (int disk = 0; disk < disks.count(); ++disk) {
+            bool any = false;
+            for (int file = 0; file < (int) files.size(); ++file) {
+                any = any || usable(file, disk);
+            }
+            n += any;
+        }
+        return n;
     }
 
     bool usable(int file, int disk) const { return files[file][disk] && !files[file][disk]->left_out; }
@@ -221,6 +254,7 @@ private:
     }
 
     const int                                       n_shards;
+    std::atomic<int>                                n_usable{ 1 }; // disks
     Disks                                           disks;
     std::mutex                                      leaving; // the last copy of a file stays
     std::vector<std::vector<std::unique_ptr<File>>> files;   // [n_files][n_disks], null where a disk lacks one

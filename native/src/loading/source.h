@@ -13,7 +13,8 @@ class Source {
 public:
     virtual ~Source() = default;
 
-    // Disks with copies of files of the map: a request of each can be under way without delaying the others.
+    // Disks with copies of files of the map that can be read: a request of each can be under way without delaying the
+    // others.
     virtual int n_disks() const { return 1; }
 
     // Up to size bytes of a file of the map, from offset, from the copy that is expected to end first. Returns how many
@@ -23,8 +24,8 @@ public:
     // Direct reads want page-aligned offset, buf and size.
     virtual bool direct(int file) const = 0;
 
-    // For a reader that starts reads itself: the open copy of a file on a disk, around the page cache if direct. -1:
-    // there is none; on disk 0, only read() brings the bytes.
+    // For a reader that starts reads itself: the open copy of a file on a disk, around the page cache if direct and its
+    // file system can. -1: there is none; on disk 0, only read() brings the bytes.
     virtual int descriptor(int /*file*/, bool /*direct*/, int /*disk*/ = 0) const { return -1; }
 
     // Such a reader asks with begin() which disk is to read, calls check() before it starts, and end() after it, also

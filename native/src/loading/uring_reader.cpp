@@ -213,7 +213,12 @@ void UringReader::ended(UnderWay & u, int32_t value) {
     }
     u.done += (uint64_t) value;
     // A direct read that stops off a page boundary has met the end of the file.
-    if (value > 0 && u.done < u.request.size && !(u.request.direct && u.done % PAGE != 0)) {
+    const int  file   = u.request.file;
+    const auto direct = [&] {
+        return u.request.direct &&
+            loader.bytes().descriptor(file, true, u.disk) != loader.bytes().descriptor(file, false, u.disk);
+    };
+    if (value > 0 && u.done < u.request.size && (u.done % PAGE == 0 || !direct())) {
         start(u);
         return;
     }

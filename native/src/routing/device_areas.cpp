@@ -1,5 +1,7 @@
 #include "routing/device_areas.h"
 
+#include "base/placement.h"
+
 namespace pyorch {
 
 DeviceAreas::DeviceAreas(Table & table, DeviceBank & bank) : table(table), bank(bank), areas(bank.n_areas()) {
@@ -98,6 +100,7 @@ void DeviceAreas::wait_idle() {
 void DeviceAreas::work() {
     std::unique_lock<std::mutex> lock(mutex);
     while (!ending) {
+        place_thread(false);
         if (ahead >= 0) {
             bring_ahead(lock, ahead);
         } else {

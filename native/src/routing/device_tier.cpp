@@ -1,5 +1,7 @@
 #include "routing/device_tier.h"
 
+#include "base/placement.h"
+
 #include <algorithm>
 #include <iterator>
 
@@ -373,6 +375,7 @@ void DeviceTier::bring_behind(const Owner & owner, RoutedBatch & batch) {
 void DeviceTier::work() {
     std::unique_lock<std::mutex> lock(mutex);
     while (true) {
+        place_thread(false);
         wanted.wait(lock, [&] { return stopping || !queue.empty(); });
         if (queue.empty()) {
             return;

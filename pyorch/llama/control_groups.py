@@ -1,0 +1,54 @@
+"""The control groups that a process is in, of version 1 and 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True)
+class ControlGroup:
+    """directory: where its files are. name: its path for users."""
+
+    directory: Path
+    name: PurePosixPath
+    v1: bool
+
+
+def of_process(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
+    """Those that may limit this process by a controller, such as memory: its own and each ancestor that is mounted
+    here. Tests pass a root with a proc and a sys of their own."""
+    try:
+        memberships = (root / "proc/self/cgroup").read_text().splitlines()
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return
+    for membership in memberships:
+        _, controllers, path = membership.split(":", 2)
+        v1 = controller in controllers.split(",")
+        if not v1 and controllers:
+            continue
+        for mount_root, mount_point in _mounts(mounts, controller, v1):
+            for group in _ancestry(PurePosixPath(path), mount_root):
+                yield ControlGroup(root / str(mount_point).lstrip("/") / group, mount_point / group, v1)
+
+
+def _mounts(mountinfo: list[str], controller: str, v1: bool) -> Iterator[tuple[PurePosixPath, PurePosixPath]]:
+    """Root and mount point of each mount of the controller's hierarchy, see proc(5)."""
+    for line in mountinfo:
+        fields, _, after = line.partition(" - ")
+        fs_type, _, options = after.split(" ", 2)
+        if fs_type == ("cgroup" if v1 else "cgroup2") and (not v1 or controller in options.split(",")):
+            yield PurePosixPath(fields.split()[3]), PurePosixPath(fields.split()[4])
+
+
+def _ancestry(group: PurePosixPath, mount_root: PurePosixPath) -> Iterator[PurePosixPath]:
+    """The group and its ancestors, relative to the mount point."""
+    # In a container the group's path may be the host's, while only the group itself is mounted.
+    below = group.relative_to(mount_root) if group.is_relative_to(mount_root) else PurePosixPath(".")
+    if ".." in below.parts:
+        below = PurePosixPath(".")
+    yield below
+    if below != PurePosixPath("."):
+        yield from below.parents
