@@ -161,8 +161,7 @@ def _default_text() -> Path:
         raise PyorchError("there is no place to keep a text in: give one with --data FILE, like what the model will be "
                           "used for")
     path = directory / "default-text.jsonl"
-    if not path.exists():
-        write_default_text(path)
+    write_default_text(path)
     return path
 
 

@@ -103,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _end_with_stdin() -> None:
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 4096):  # not of sys.stdin, whose lock the interpreter takes when it ends
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 

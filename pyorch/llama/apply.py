@@ -6,9 +6,10 @@ import math
 import os
 from typing import TYPE_CHECKING
 
-from pyorch.errors import PyorchError
+from pyorch.errors import FormatError, PyorchError
 from pyorch.library import choices
 from pyorch.library.choices import Needs, predictors
+from pyorch.runtime import fatal
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.prefetch import AUTO, DISTANCE, Prefetch
@@ -41,16 +42,17 @@ def best_predictor(file: PredictorFile) -> str:
 def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: int | None = None) -> None:
     """Sets it for all layers, or for one, which under "auto" gets the predictor that all have.
 
-    Raises as check_prefetch() does; PyorchError where a predictor lacks what it needs; FormatError if a sidecar is
-    damaged or another model's.
+    Raises as check_prefetch() does; PyorchError where a predictor lacks what it needs; FormatError if a sidecar that it
+    names is damaged or another model's.
     """
     n_layers = len(engine.n_expert)
     check_prefetch(prefetch, n_layers)
-    predictor = best_predictor(sidecars.predictor) if prefetch.predictor == AUTO else prefetch.predictor
+    file = _usable_predictor(sidecars) if prefetch.predictor == AUTO else None
+    predictor = prefetch.predictor if file is None else best_predictor(file)
     distance = prefetch.distance
     choice = predictors()[predictor]
     if (Needs.ESTIMATOR | Needs.DEFAULT_VECTORS) & (choice.needs | choice.uses):
-        file = sidecars.predictor
+        file = file or sidecars.predictor
         if Needs.ESTIMATOR & choice.needs and file.estimator is None:
             raise PyorchError(
                 f"the predictor {predictor} needs an estimator, and {sidecars.map.path} has none beside it: "
@@ -63,6 +65,17 @@ def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: i
         engine.set_history(sidecars.new_maps(distance))
     of = -1 if il is None else il
     engine.set_prefetch(predictor, distance, prefetch.min_precision, prefetch.predictor == AUTO, of)
+
+
+def _usable_predictor(sidecars: Sidecars) -> PredictorFile:
+    """For who named no predictor: a file that is damaged is left out with a line, no bit depends on it."""
+    try:
+        return sidecars.predictor
+    except FormatError as error:
+        from pyorch.sidecars.predictor import PredictorFile
+
+        fatal.notice(f"note: {error}; until then experts are foreseen without it")
+        return PredictorFile()
 
 
 def set_uses(engine: Engine, model_map: ModelMap, uses: np.ndarray | None) -> None:

@@ -129,12 +129,24 @@ def _free_model(free: Callable, model: int) -> None:
         managed.engine.close()
 
 
+# The first process with a context. Of OpenMP's threads a child has none, and waits for them.
+_computing: int | None = None
+FORKED_BEFORE = (
+    "this process was forked from one that computes with a model, and threads are not copied: load models in a process "
+    'that starts anew, such as one of multiprocessing.get_context("spawn")'
+)
+
+
 def _init_context(init: Callable, model: int, params: llama.llama_context_params) -> int | None:
     managed = find(model)
     if managed is None:
         return init(model, params)
     if managed.forked:
         raise PyorchError(FORKED)
+    global _computing
+    if _computing not in (None, os.getpid()):
+        raise PyorchError(FORKED_BEFORE)
+    _computing = os.getpid()
     settings = _settings() or Settings()
     if settings.flash_attn_type is not None:
         params.flash_attn_type = settings.flash_attn_type

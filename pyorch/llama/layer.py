@@ -49,7 +49,9 @@ class LayerSettings:
         try:
             pinned = frozenset(map(operator.index, self.pinned))
         except TypeError:
-            raise PyorchError(f"pinned is {self.pinned}, and must be numbers of experts") from None
+            pinned = frozenset([-1])
+        if not all(0 <= expert < MAX_EXPERTS for expert in pinned):
+            raise PyorchError(f"pinned is {self.pinned}, and must be numbers of experts")
         substitution = None if self.substitution is None else Substitution.parse(self.substitution)
         if self.prefetch is not None and Prefetch.parse(self.prefetch).predictor == AUTO:
             raise PyorchError('prefetch "auto" weighs what predictions take and save, so it is for all layers: name a '

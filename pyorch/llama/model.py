@@ -64,6 +64,7 @@ class Model:
         self.llama = model
         self._in_use = threading.RLock()
         self._closing = False
+        self._text = object()  # that was begun last
         self.map: ModelMap = record.map
         self.engine = record.engine
         self._record = record
@@ -124,6 +125,8 @@ class Model:
         """
         if len(prompt) == 0 and not self.llama.tokenize(b""):
             raise PyorchError("the prompt is empty, and this model has no token that begins a text: give some text")
+        if not isinstance(prompt, str) and any(not 0 <= token < self.llama.n_vocab() for token in prompt):
+            raise PyorchError(f"the prompt has numbers of tokens that are not from 0 to {self.llama.n_vocab() - 1}")
         try:
             for chunk in self._step_by_step(self.llama.create_completion(
                 prompt if isinstance(prompt, str) else list(prompt),
@@ -152,11 +155,17 @@ class Model:
             raise self._refusal(error) from error
 
     def _step_by_step(self, chunks: Iterator[Any]) -> Iterator[Any]:
-        """While one is computed, no other thread frees the model."""
+        """While one is computed, no other thread frees the model. One text at a time: what llama_cpp has computed is of
+        the last one that was begun."""
+        mine = object()
+        self._text = mine
         while True:
             with self._in_use:
                 if self._closing:
                     raise PyorchError(CLOSED)
+                if self._text is not mine:
+                    raise PyorchError("another text was begun with this model, and this one cannot go on: end one before "
+                                      "the next, or load the model twice")
                 chunk = next(chunks, None)
             if chunk is None:
                 return

@@ -242,7 +242,10 @@ class Engine:
         self._order(lib.pyorch_evict, il, experts)
 
     def _order(self, function, il: int, experts: Iterable[int]) -> None:
-        ids = np.fromiter(experts, np.int32)
+        try:
+            ids = np.fromiter(experts, np.int32)
+        except (OverflowError, TypeError, ValueError):
+            raise PyorchError(f"experts of layer {il} are said by their numbers") from None
         check(function(self.handle, il, array("int32_t", ids), ids.size))
 
     def offer(self, il: int, expert: int, matrices: bytes) -> None:

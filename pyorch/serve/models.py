@@ -36,6 +36,7 @@ from pyorch.sizes import counted, format_bytes
 _READY = re.compile(r"pyorch: serving .* at http://[^/\s]*:(\d+)")
 _ERROR = re.compile(r"pyorch: error: (.*)")
 _LOOPBACK = ("127.", "::1", "::ffff:127.")
+_MAX_BODY_BYTES = 256 << 20
 
 
 @dataclass
@@ -237,6 +238,9 @@ class _Handler(BaseHTTPRequestHandler):
         if "Transfer-Encoding" in self.headers or not length.isdigit():
             self.close_connection = True
             return self._refuse(411, "a request needs the length of its body")
+        if len(length) > 12 or int(length) > _MAX_BODY_BYTES:
+            self.close_connection = True
+            return self._refuse(413, f"a request has at most {_MAX_BODY_BYTES} bytes")
         body = self.rfile.read(int(length))
         if is_open:
             return self._answer(200, '{"status":"ok"}')
@@ -281,6 +285,8 @@ class _Handler(BaseHTTPRequestHandler):
             url, request = ollama.to_openai(path, asked, name)
         except PyorchError as error:
             return self._answer(400, json.dumps({"error": str(error)}))
+        except (AttributeError, TypeError, ValueError):
+            return self._answer(400, json.dumps({"error": "a part of the request is of another kind than it has to be"}))
         self.close_connection = True
         reply, begun = ollama.Reply(path, asked["model"]), False
         with self.server.answering(), contextlib.suppress(OSError):

@@ -6,11 +6,15 @@ server that would compute the same begins with it.
 KEY is of everything that changes what a KV cache holds; a file is named by the digest of its bytes. llama-server itself
 compares the tokens with those of a request. Nothing is kept where a setting is lossy, or was: what is computed then
 depends on the experts that were in memory.
+
+Who reads or writes there holds a lock, so a file that is being written, or tried, while nobody holds it was left by a
+process that ended over it: both are removed, for llama.cpp ends the process over a file that it cannot make sense of.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -23,7 +27,7 @@ import llama_cpp
 
 from pyorch import _libs
 from pyorch.errors import PyorchError
-from pyorch.files import check_free_space
+from pyorch.files import check_free_space, replace
 from pyorch.llama.managed import ManagedModel
 from pyorch.runtime import disk, fatal, kept
 from pyorch.serve import llama_server, routes
@@ -80,16 +84,17 @@ class Prompts:
         """Fills the slots of a server that has not answered yet."""
         if self._directory is None:
             return
-        for part in self._directory.glob("*.part"):
-            if not _is_process(part.name.partition("-")[0]):
-                part.unlink(missing_ok=True)
-        for slot, file in enumerate(_newest(self._directory.glob("*.kv"))[: self._n_slots]):
-            with contextlib.suppress(OSError):
-                if _digest(file) != file.stem:
-                    fatal.notice(f"note: {file} is damaged, and removed")
-                    file.unlink(missing_ok=True)
-                elif self._ask(slot, "restore", file.name).get("n_restored"):
-                    self._files[slot] = file
+        with contextlib.suppress(OSError), _locked(self._directory.parent):
+            for slot, file in enumerate(_newest(self._directory.glob("*.kv"))[: self._n_slots]):
+                with contextlib.suppress(OSError):
+                    if _digest(file) != file.stem:
+                        fatal.notice(f"note: {file} is damaged, and removed")
+                        file.unlink(missing_ok=True)
+                        continue
+                    tried = file.replace(file.with_suffix(".trying"))
+                    if self._ask(slot, "restore", tried.name).get("n_restored"):
+                        self._files[slot] = file
+                    tried.replace(file)
         if self._files:
             fatal.notice(f"{counted(len(self._files), 'prompt')} of the last time need not be computed again")
 
@@ -97,21 +102,25 @@ class Prompts:
         """Writes what slots hold that compute nothing. No error where it cannot."""
         if self._directory is None or self._was_lossy():
             return
-        with self._lock, contextlib.suppress(OSError, PyorchError):
+        with self._lock, contextlib.suppress(OSError, PyorchError), _locked(self._directory.parent):
             self._directory.mkdir(parents=True, exist_ok=True)  # another server may have removed it
             check_free_space(self._directory, self._limit)
             for slot in range(self._n_slots):
-                part = self._directory / f"{os.getpid()}-{slot}.part"
-                saved = self._ask(slot, "save", part.name)
-                if not saved:  # it computes on, or the disk is slow
-                    break
-                if saved.get("n_saved", 0) >= LEAST_TOKENS and not self._was_lossy():
-                    file, before = self._directory / f"{_digest(part)}.kv", self._files.get(slot)
-                    os.replace(part, file)
-                    self._files[slot] = file
-                    if before not in (None, *self._files.values()):  # the same, and perhaps more
-                        before.unlink(missing_ok=True)
-                part.unlink(missing_ok=True)
+                part = self._directory / f"{slot}.part"
+                try:
+                    saved = self._ask(slot, "save", part.name)
+                    if not saved:  # it computes on, or the disk is slow
+                        break
+                    # llama.cpp does not ask whether its last bytes were written.
+                    is_whole = part.stat().st_size == saved.get("n_written")
+                    if is_whole and saved["n_saved"] >= LEAST_TOKENS and not self._was_lossy():
+                        file, before = self._directory / f"{_digest(part)}.kv", self._files.get(slot)
+                        replace(part, file)
+                        self._files[slot] = file
+                        if before not in (None, *self._files.values()):  # the same, and perhaps more
+                            before.unlink(missing_ok=True)
+                finally:
+                    part.unlink(missing_ok=True)
             self._prune()
 
     def _was_lossy(self) -> bool:
@@ -126,6 +135,8 @@ class Prompts:
 
     def _prune(self) -> None:
         """Leaves as many files as this server has slots, and of all of them the newest that the limit has room for."""
+        for left in (*self._directory.parent.glob("*/*.part"), *self._directory.parent.glob("*/*.trying")):
+            left.unlink(missing_ok=True)
         own = _newest(self._directory.glob("*.kv"))
         for file in own[self._n_slots :]:
             file.unlink(missing_ok=True)
@@ -196,9 +207,13 @@ def _digest(file: Path) -> str:
     return digest.hexdigest()
 
 
-def _is_process(number: str) -> bool:
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """OSError where the file system has no locks."""
+    descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        os.kill(int(number), 0)
-    except (OSError, ValueError):
-        return False
-    return True
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

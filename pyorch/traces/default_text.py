@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,9 +16,13 @@ _MODULES = ("argparse", "textwrap", "statistics", "heapq", "csv", "difflib", "ta
 
 
 def write_default_text(path: Path) -> None:
-    """Writes some 700 KB of it into a file of documents, as pyorch.traces.data reads them."""
+    """Writes some 700 KB of it into a file of documents, as pyorch.traces.data reads them. One that has them stays."""
     pieces = filter(None, chain.from_iterable(zip_longest(_prose(), _programs())))
-    write_text(path, "".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+    text = "".join(json.dumps({"text": piece}) + "\n" for piece in pieces)
+    with contextlib.suppress(OSError, ValueError):
+        if path.read_text(encoding="utf-8") == text:
+            return
+    write_text(path, text)
 
 
 def _prose() -> Iterator[str]:

@@ -249,7 +249,11 @@ def test_a_damaged_sidecar_is_blamed_and_not_the_model(refused, tiny_moe: Path, 
         sidecar.write_bytes(whole.replace(b"predictor.n_tokens", b"predictor.n_token\xff"))
     else:
         sidecar.write_bytes(set_metadata(whole, "length of predictor.hybrid", 2**40))
-    assert refused("run", tiny_moe, "-p", "x", "--budget", "60%") == f"{sidecar} is damaged or cut off: make it again"
+    sentence = f"{sidecar} is damaged or cut off: make it again"
+    assert refused("run", tiny_moe, "-p", "x", "--budget", "60%", "--prefetch", "quasi-hidden") == sentence
+    # Who named no predictor is told, and goes on.
+    done = pyorch("run", tiny_moe, "-p", "x", "-n", "1", "--budget", "60%")
+    assert done.returncode == 0 and f"pyorch: note: {sentence}" in done.stderr
 
 
 @pytest.mark.parametrize("budget", ["1%", "1KiB", "0"])

@@ -40,6 +40,7 @@ def main() -> None:
         attempt("context", lambda: Context(model.llama.model, n_ctx=64))
         attempt("decode", lambda: used.decode([2]))
         attempt("decode in Llama's context", lambda: model.llama.eval([2]))
+        attempt("load anew", lambda: pyorch.load(sys.argv[1], budget="50%", n_ctx=64, n_threads=2))
         used.close()
         model.close()
         attempt("closed", lambda: text(model))

@@ -105,3 +105,15 @@ def test_closing_waits_for_what_another_thread_computes(small_moe: Path) -> None
     done = python("-c", _CLOSING, small_moe)
     assert done.returncode == 0, (done.returncode, done.stderr)
     assert done.stdout.splitlines() == ["the model was closed: load it again"] * 5
+
+
+def test_a_text_that_another_one_interrupted_goes_on_no_more(small_moe: Path) -> None:
+    with small_model(small_moe, "40%") as model:
+        first = model.generate("def get(", max_tokens=8, temperature=0)
+        next(first)
+        expected = list(model.generate("class A", max_tokens=8, temperature=0))
+        with pytest.raises(PyorchError, match="another text was begun with this model"):
+            next(first)
+        assert list(model.generate("class A", max_tokens=8, temperature=0)) == expected
+        with pytest.raises(PyorchError, match="numbers of tokens that are not from 0 to"):
+            next(model.generate([10**9]))

@@ -66,8 +66,11 @@ def test_logits_from_a_file_and_a_folder_on_other_disks_are_those_of_the_residen
         assert_same_bits(logits(model, prompt_tokens), expected)
 
 
-def logits_without(original: Path, failing: Path, tokens: list[int], **options: object) -> tuple[np.ndarray, list[str]]:
-    """Of a model, one of whose files is cut short after it was opened; and what the library says, which goes to the
+def logits_without(
+    original: Path, failing: Path, tokens: list[int], harm: str = "os.truncate(path, os.path.getsize(path) // 2)",
+    **options: object,
+) -> tuple[np.ndarray, list[str]]:
+    """Of a model, one of whose files is harmed after it was opened; and what the library says, which goes to the
     stderr that its process began with."""
     saved = original.with_name("logits.npy")
     program = f"""
@@ -77,7 +80,8 @@ import numpy as np
 from models import small_model
 from test_mirrors import logits
 with small_model({str(original)!r}, "30%", **{options!r}) as model:
-    os.truncate({str(failing)!r}, os.path.getsize({str(failing)!r}) // 2)
+    path = {str(failing)!r}
+    {harm}
     first, again = logits(model, {tokens!r}), logits(model, {tokens!r})
     np.save({str(saved)!r}, np.stack([first, again]))
 """
@@ -97,6 +101,16 @@ def test_a_copy_that_fails_is_left_out_with_one_line_and_nothing_is_lost(
     for one in actual:
         assert_same_bits(one, expected)
     assert len(lines) == 1 and lines[0].startswith(LEFT_OUT.format(failing))
+
+
+def test_a_copy_that_was_written_to_is_not_read_on_whatever_its_samples_say(
+    original: Path, prompt_tokens: list[int], expected: np.ndarray
+) -> None:
+    mirror = copy_of(original, "one")
+    actual, lines = logits_without(original, mirror, prompt_tokens, "os.utime(path)", mirror=str(mirror))
+    for one in actual:
+        assert_same_bits(one, expected)
+    assert len(lines) == 1 and lines[0].startswith(LEFT_OUT.format(mirror))
 
 
 def test_the_last_copy_that_fails_fails_the_request(original: Path, prompt_tokens: list[int]) -> None:

@@ -102,6 +102,14 @@ def test_an_idle_model_is_unloaded_and_loaded_again(start, folder: Path):
         assert complete(server, "dense").choices[0].text is not None
         wait_until(lambda n=n: server.log.read_text().count("pyorch: unloaded dense, idle for 0 s") == n)
     assert states(server)["dense"] == "unloaded" and children(server.process.pid) == []
+    assert "Fatal" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("length", [10**12, 10**20])
+def test_a_body_that_no_memory_has_room_for_is_refused(server: ServerProcess, length: int):
+    request = urllib.request.Request(f"{server.url}/v1/completions", b"{}", {"Content-Length": str(length)})
+    with pytest.raises(urllib.error.HTTPError, match="413"):
+        urllib.request.urlopen(request, timeout=HANG_SECONDS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -277,6 +285,9 @@ def test_programs_that_speak_ollama_are_answered(server: ServerProcess):
     ("/api/chat", {"model": "sparse", "messages": "x"}, 400, "messages"),
     ("/api/chat", {"model": "sparse", "messages": [{"content": "x"}], "options": 3}, 400, "options"),
     ("/api/chat", {"model": "sparse", "messages": [{"content": "x"}], "options": {"temperature": "x"}}, 400, ""),
+    ("/api/chat", {"model": "sparse", "messages": [{"content": "x"}], "options": {"num_predict": [1]}}, 400, "kind"),
+    ("/api/chat", {"model": "sparse", "messages": [{"content": "x", "tool_calls": 3}]}, 400, "kind"),
+    ("/api/chat", {"model": "sparse", "messages": [{"content": "x", "tool_calls": [3]}]}, 400, "kind"),
     ("/api/generate", {"model": "damaged", "prompt": "x"}, 503, "damaged"),
     ("/api/embed", {"model": "sparse"}, 404, "/api/embed is not served here"),
 ])

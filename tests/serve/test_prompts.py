@@ -57,8 +57,10 @@ def test_a_prompt_is_not_computed_again_after_a_restart(serve: Serve, prompts: P
     assert server.stop()[0] == 0
     assert [file.suffix for file in prompts.glob("*/*")] == [".kv"] and prompts.stat().st_mode & 0o077 == 0
 
-    for part in prompts.glob("*"):
-        (part / "4194305-0.part").write_bytes(b"of a process that was killed")
+    other = prompts / "of another model"
+    other.mkdir()
+    for left in ("0.part", "1.trying"):
+        (other / left).write_bytes(b"of a process that was killed")
     for _ in range(2):  # and what the second one keeps takes the place of what it began with
         server = serve()
         assert "1 prompt of the last time" in server.log.read_text()
@@ -94,6 +96,35 @@ def test_what_would_be_computed_otherwise_is_computed(
     assert ("is damaged, and removed" in server.log.read_text()) == (what == "damage")
     assert file.exists() == (what != "damage")
     assert complete(server)[1:] == (n_tokens, 0)
+
+
+def test_a_file_whose_end_was_not_written_is_not_kept(start, serve: Serve, model: Path, prompts: Path) -> None:
+    server = serve()
+    text, n_tokens, _ = complete(server)
+    server.stop()
+    file, = prompts.glob("*/*.kv")
+    n_kib = file.stat().st_size // 1024
+    assert file.stat().st_size > n_kib * 1024
+    file.unlink()
+    command = f'ulimit -f {n_kib}; exec "$@"'
+    server = start(["bash", "-c", command, "bash", sys.executable, "-m", "pyorch", "serve", str(model), "--port", "0",
+                    "--budget", "60%", "--threads", "1"])
+    assert complete(server)[:2] == (text, n_tokens)
+    server.stop()
+    assert not list(prompts.glob("*/*"))
+    assert complete(serve()) == (text, n_tokens, 0)
+
+
+def test_a_file_that_ends_its_server_is_tried_once(serve: Serve, prompts: Path) -> None:
+    server = serve()
+    n_tokens = complete(server)[1]
+    server.stop()
+    file, = prompts.glob("*/*.kv")
+    file.rename(file.with_suffix(".trying"))
+    server = serve()
+    assert complete(server)[1] == n_tokens
+    server.stop()
+    assert [file.suffix for file in prompts.glob("*/*")] == [".kv"]
 
 
 def test_all_files_stay_under_the_limit(serve: Serve, prompts: Path) -> None:

@@ -57,7 +57,10 @@ public:
             copies.push_back(open_copy(f.path, direct_io));
             for (const std::string & path : f.copies) {
                 copies.push_back(path.empty() ? nullptr : open_copy(path, direct_io));
-                const File * copy = copies.back().get();
+                File * copy = copies.back().get();
+                if (copy) {
+                    copy->is_mirror = true;
+                }
                 if (copy && (copy->bytes != copies[0]->bytes || copy->sampled != copies[0]->sampled)) {
                     throw Failure(
                         PYORCH_FORMAT, format("%s is no copy of %s: their bytes differ", path.c_str(), f.path.c_str()));
@@ -142,8 +145,9 @@ private:
         int         direct_fd = -1;
         // What was said of it when its bytes were the sampled ones, and when they were not.
         struct stat       opened = {}, refused = {};
-        uint64_t          bytes   = 0;
-        uint64_t          sampled = 0;
+        uint64_t          bytes     = 0;
+        uint64_t          sampled   = 0;
+        bool              is_mirror = false;
         std::mutex        mutex;
         std::atomic<bool> left_out{ false };
         std::atomic<int>  in_a_row{ 0 }; // requests that failed
@@ -219,6 +223,10 @@ private:
         struct stat                 now;
         std::lock_guard<std::mutex> lock(f.mutex);
         if (fstat(f.fd, &now) != 0 || now.st_size != f.opened.st_size) {
+            return true;
+        }
+        // Of a copy nothing is read that could be another's: the original has it.
+        if (f.is_mirror && !same(now.st_mtim, f.opened.st_mtim)) {
             return true;
         }
         // Who touches, moves, links or deletes a file, or another one into its place, changes none of its bytes; who
