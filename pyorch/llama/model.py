@@ -164,8 +164,8 @@ class Model:
                 if self._closing:
                     raise PyorchError(CLOSED)
                 if self._text is not mine:
-                    raise PyorchError("another text was begun with this model, and this one cannot go on: end one before "
-                                      "the next, or load the model twice")
+                    raise PyorchError("another text was begun with this model, and this one cannot go on: end one "
+                                      "before the next, or load the model twice")
                 chunk = next(chunks, None)
             if chunk is None:
                 return

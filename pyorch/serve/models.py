@@ -286,7 +286,7 @@ class _Handler(BaseHTTPRequestHandler):
         except PyorchError as error:
             return self._answer(400, json.dumps({"error": str(error)}))
         except (AttributeError, TypeError, ValueError):
-            return self._answer(400, json.dumps({"error": "a part of the request is of another kind than it has to be"}))
+            return self._answer(400, json.dumps({"error": "a part of the request is of another kind than it must be"}))
         self.close_connection = True
         reply, begun = ollama.Reply(path, asked["model"]), False
         with self.server.answering(), contextlib.suppress(OSError):

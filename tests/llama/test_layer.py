@@ -59,7 +59,8 @@ def test_what_a_layer_reads_ahead_is_taken_back(model: Model) -> None:
 
 @pytest.mark.parametrize(("settings", "said"), [
     ({"substitution": "nonsense"}, "nonsense"), ({"pinned": ["1"]}, "must be numbers of experts"),
-    ({"pinned": 3}, "must be numbers of experts"), ({"pinned": [2**40]}, "must be numbers of experts"), ({"max_experts": 10**12}, "max_experts is 1000000000000"),
+    ({"pinned": 3}, "must be numbers of experts"), ({"pinned": [2**40]}, "must be numbers of experts"),
+    ({"max_experts": 10**12}, "max_experts is 1000000000000"),
     ({"min_experts": -1}, "min_experts is -1"), ({"min_on_device": 1.5}, "must be a number of experts"),
     ({"prefetch": "auto"}, "name a predictor for one"), ({"prefetch": "x:y"}, "prefetch"),
 ])
