@@ -1,5 +1,14 @@
 #include "base/barrier.h"
 
+#include <thread>
+
+static std::atomic<int> n_meeting{ 1 };
+
+bool pyorch::processors_to_spare() {
+    static const int n_processors = (int) std::thread::hardware_concurrency(); // 0: not known
+    return n_processors == 0 || n_meeting.load(std::memory_order_relaxed) < n_processors;
+}
+
 #ifdef __linux__
 
 #include "base/cpu_time.h"
@@ -84,6 +93,9 @@ void futex(int * word, int operation, int value) {
 
 void meet(int * arrived, int * passed, int n_threads) {
     place_thread(true);
+    if (n_meeting.load(std::memory_order_relaxed) != n_threads) {
+        n_meeting.store(n_threads, std::memory_order_relaxed);
+    }
     const int before = __atomic_load_n(passed, __ATOMIC_RELAXED) & ~ASLEEP; // it cannot go on without this thread
     if (__atomic_fetch_add(arrived, 1, __ATOMIC_SEQ_CST) == n_threads - 1) {
         __atomic_store_n(arrived, 0, __ATOMIC_RELAXED);

@@ -39,6 +39,11 @@ private:
 // of their own.
 using Barrier = void (*)(int * arrived, int * passed, int n_threads);
 
+// Whether threads that read, decode and predict have processors beside those of the threads that met lately. Where they
+// have none, each stops a thread that computes, and with it all others at their next barrier: then work that threads can
+// do while they wait is theirs. True where nobody met.
+bool processors_to_spare();
+
 // Null where there is none: not Linux, or PYORCH_BARRIER=openmp leaves threads to the runtime of OpenMP.
 Barrier adaptive_barrier();
 

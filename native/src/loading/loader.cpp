@@ -1,5 +1,6 @@
 #include "loading/loader.h"
 
+#include "base/barrier.h"
 #include "base/cpu_time.h"
 #include "base/status.h"
 #include "loading/readers.h"
@@ -361,7 +362,8 @@ Loader::Decoding Loader::decoding_of(const ReadRequest & request, int role) cons
     const MoeLayer & layer   = map.layers[request.load->layer];
     const bool       recover = request.from_pack && is_compressed(layer);
     const bool       share   = layer.tensors[role].stride >= MIN_SHARED_BYTES;
-    return { request, role, recover && share ? Codec::recovery_steps(layer, role, request.load->expert) : 1 };
+    const int        n_steps = recover && share ? Codec::recovery_steps(layer, role, request.load->expert) : 1;
+    return { request, role, n_steps, clock_ns() };
 }
 
 // False: it is damaged.
@@ -477,7 +479,8 @@ bool Loader::decode_next(std::unique_lock<std::mutex> & lock) {
     }
     const int step = matrix->begun++;
     lock.unlock();
-    const bool intact = decode_step(*matrix, step);
+    const uint64_t cpu    = thread_cpu_ns();
+    const bool     intact = decode_step(*matrix, step);
     lock.lock();
     matrix->damaged |= !intact;
     if (++matrix->ended == matrix->n_steps) {
@@ -486,18 +489,34 @@ bool Loader::decode_next(std::unique_lock<std::mutex> & lock) {
         lock.unlock();
         end_decoding(whole, lock);
     }
+    recent_cpu += (double) (thread_cpu_ns() - cpu);
     return true;
 }
 
+// What nobody took for so long is not waited for: a guess, or what is read while nothing is computed.
+static constexpr auto PATIENCE = std::chrono::milliseconds(20);
+
 bool Loader::decode_next() {
     std::unique_lock<std::mutex> lock(mutex);
-    while (!decode_next(lock)) {
+    for (;;) {
+        uint64_t oldest = UINT64_MAX;
+        for (const Decoding & matrix : decoding) {
+            oldest = matrix.begun < matrix.n_steps ? std::min(oldest, matrix.since) : oldest;
+        }
+        const std::chrono::steady_clock::time_point due(std::chrono::nanoseconds(oldest) + PATIENCE);
+        const bool is_due = !decodes || processors_to_spare() || std::chrono::steady_clock::now() >= due;
+        if (is_due && decode_next(lock)) {
+            return true;
+        }
         if (!decodes) {
             return false;
         }
-        decode_work.wait(lock);
+        if (oldest == UINT64_MAX) {
+            decode_work.wait(lock);
+        } else {
+            decode_work.wait_until(lock, due);
+        }
     }
-    return true;
 }
 
 void Loader::stop_decoding() {

@@ -161,8 +161,8 @@ public:
     }
     void stop();
 
-    // For threads that decode: a step of what was left to them, what is needed first. Sleeps while there is none; false
-    // when stop_decoding() was called and nothing is left.
+    // For threads that decode: a step of what was left to them, what is needed first. Sleeps while there is none, or who
+    // waits for it does it better; false when stop_decoding() was called and nothing is left.
     bool decode_next();
     void stop_decoding();
 
@@ -266,6 +266,7 @@ private:
         ReadRequest request; // the last one of it
         int         role;
         int         n_steps;
+        uint64_t    since;
         int         begun   = 0;
         int         ended   = 0;
         bool        damaged = false;

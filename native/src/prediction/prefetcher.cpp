@@ -1,5 +1,6 @@
 #include "prediction/prefetcher.h"
 
+#include "base/barrier.h"
 #include "base/cpu_time.h"
 #include "base/placement.h"
 
@@ -111,7 +112,12 @@ bool Prefetcher::wants(int & reach) {
 void Prefetcher::routed(const void * context, RoutedLayer && layer) {
     const bool collecting = needs() & NEEDS_PROBS;
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        std::unique_lock<std::mutex> lock(mutex);
+        // A router takes less time than waking the thread, which would stop one that computes.
+        if (layer.decode && !collecting && !processors_to_spare() && queue.empty() && !predicting) {
+            predict(context, std::move(layer), lock);
+            return;
+        }
         if (count<RoutedLayer>() >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
             queue.erase(std::find_if(queue.begin(), queue.end(),
                 [](const auto & queued) { return std::holds_alternative<RoutedLayer>(queued.second); }));
@@ -169,25 +175,29 @@ void Prefetcher::run() {
         }
         const auto [context, event] = std::move(queue.front());
         queue.pop_front();
-        predicting = context;
-        lock.unlock();
         place_thread(false);
-        const uint64_t began = thread_cpu_ns();
-        {
-            std::lock_guard<std::mutex> state_lock(state_mutex);
-            if (const auto * layer = std::get_if<RoutedLayer>(&event)) {
-                planner.routed(context, *layer);
-            } else {
-                planner.begin(context, std::get<IterationBegin>(event));
-            }
-        }
-        const double took = 1e-9 * (double) (thread_cpu_ns() - began);
-        lock.lock();
-        spent += took;
-        allowance.spend(took);
-        predicting = nullptr;
-        settled.notify_all();
+        predict(context, event, lock);
     }
+}
+
+void Prefetcher::predict(const void * context, const Event & event, std::unique_lock<std::mutex> & lock) {
+    predicting = context;
+    lock.unlock();
+    const uint64_t began = thread_cpu_ns();
+    {
+        std::lock_guard<std::mutex> state_lock(state_mutex);
+        if (const auto * layer = std::get_if<RoutedLayer>(&event)) {
+            planner.routed(context, *layer);
+        } else {
+            planner.begin(context, std::get<IterationBegin>(event));
+        }
+    }
+    const double took = 1e-9 * (double) (thread_cpu_ns() - began);
+    lock.lock();
+    spent += took;
+    allowance.spend(took);
+    predicting = nullptr;
+    settled.notify_all();
 }
 
 } // namespace pyorch

@@ -1,4 +1,5 @@
-// The prefetch planner on a thread of its own, beside the compute threads that tell it what is routed.
+// The prefetch planner on a thread of its own, beside the compute threads that tell it what is routed, or on one of
+// them.
 
 #pragma once
 
@@ -47,7 +48,8 @@ public:
     // layers ahead; 0: only to know which guesses came true.
     bool wants(int & reach);
 
-    // By compute threads: a layer was routed and its demand is queued. Returns at once.
+    // By compute threads: a layer was routed and its demand is queued. Returns at once, or predicts itself where the
+    // thread would have no processor.
     void routed(const void * context, RoutedLayer && layer);
 
     // By compute threads: sleeps until nothing of the context waits for a prediction.
@@ -95,6 +97,7 @@ private:
     void drop_iteration();
     void changed();
     void run();
+    void predict(const void * context, const Event & event, std::unique_lock<std::mutex> & lock);
 };
 
 } // namespace pyorch

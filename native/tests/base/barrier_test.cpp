@@ -41,6 +41,7 @@ void nobody_passes_early(int n_threads, int n_barriers) {
         thread.join();
     }
     CHECK(n_early == 0);
+    CHECK(processors_to_spare() == (n_threads < (int) std::thread::hardware_concurrency()));
 }
 
 void contention_is_known_and_forgotten() {
@@ -58,6 +59,7 @@ void contention_is_known_and_forgotten() {
 
 int main() {
     contention_is_known_and_forgotten();
+    CHECK(processors_to_spare()); // nobody met
     for (const int n_threads : { 2, 3, 16 }) {
         nobody_passes_early(n_threads, 400);
     }

@@ -6,6 +6,11 @@
 
 #include "residency/house.h"
 
+#include "base/barrier.h"
+#include "loading/readers.h"
+
+#include <thread>
+
 using namespace pyorch;
 
 class Damaged : public Codec {
@@ -28,9 +33,42 @@ static void an_expert_that_does_not_decode_fails_its_layer_with_a_sentence() {
     CHECK(house.stats().resident_experts == 0 && house.stats().failures == 1);
 }
 
+// As many threads meet as there are processors, so those that decode have none beside them.
+static void leave_no_processor_to_spare() {
+    const Barrier            barrier = adaptive_barrier();
+    const int                n       = std::max(2, (int) std::thread::hardware_concurrency());
+    alignas(64) int          arrived = 0;
+    alignas(64) int          passed  = 0;
+    std::vector<std::thread> threads;
+    for (int i = 0; barrier && i < n; ++i) {
+        threads.emplace_back([&] { barrier(&arrived, &passed, n); });
+    }
+    for (std::thread & thread : threads) {
+        thread.join();
+    }
+}
+
+static void what_nobody_waits_for_is_decoded_all_the_same() {
+    leave_no_processor_to_spare();
+    House         house(2, 1);
+    DecodeThreads threads(house.table.loader(), 1);
+    house.pass(0, { 0 });
+    house.want(house.owner, 1, 0, { 5 });
+    for (ReadRequest request; house.table.loader().try_next(request);) {
+        const int64_t n = house.table.loader().bytes().read(request.file, request.offset, request.buf, request.size);
+        if (house.table.loader().read(request, n, 1)) {
+            house.table.loader().decode_later(request);
+        }
+    }
+    while (!house.resident(1, 5)) {
+        std::this_thread::yield();
+    }
+}
+
 int main(int argc, char ** argv) {
     return run(argc, argv,
         {
             an_expert_that_does_not_decode_fails_its_layer_with_a_sentence,
+            what_nobody_waits_for_is_decoded_all_the_same,
         });
 }
