@@ -18,7 +18,7 @@ WORKERS ?= 2
 NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
 .PHONY: demo test lint test-vulkan test-cuda-build chat-page wheel test-wheel setup clean
-.PHONY: bench bench-residency bench-prediction bench-codecs bench-ghosts bench-reads
+.PHONY: bench bench-disks bench-residency bench-prediction bench-codecs bench-ghosts bench-reads
 .DELETE_ON_ERROR:
 
 # Where nothing is built yet: what running a model needs, which is half of it.
@@ -71,6 +71,10 @@ bench-residency: setup
 # How experts are read from a disk that is fast by construction: a file system in memory. Needs root.
 bench-reads: setup
 	@$(BIN)/python scripts/bench_reads.py
+
+# Whether defaults gain on disks of 0.3, 1 and 3 GiB/s, made of memory. Needs root, and memory for the model twice.
+bench-disks: setup build/bench/bench.gguf
+	@$(BIN)/python -m scripts.bench_disks build/bench/bench.gguf
 
 # What predictors cost at the shapes of large models, likewise.
 bench-prediction: setup

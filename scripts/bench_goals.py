@@ -76,24 +76,24 @@ def goal_configs(file_bytes: int, settings: Settings) -> list[Config]:
     """All that goals() compares."""
     configs = [RESIDENT]
     for budget in _HITS:
-        ours = _with_budget(settings, budget)
-        configs += (ours, _without_guesses(ours), *([_lossy(ours)] if budget == _LOSSY else []))
-    configs += (_with_budget(settings, "100%"), STOCK)
+        ours = with_budget(settings, budget)
+        configs += (ours, without_guesses(ours), *([lossy(ours)] if budget == _LOSSY else []))
+    configs += (with_budget(settings, "100%"), STOCK)
     for ours, theirs in _limited_pairs(file_bytes, settings):
         configs += (ours, theirs)
     return configs
 
 
-def _with_budget(settings: Settings, budget: str) -> Config:
+def with_budget(settings: Settings, budget: str) -> Config:
     return budget_config(replace(settings, budget=budget))
 
 
-def _without_guesses(config: Config) -> Config:
+def without_guesses(config: Config) -> Config:
     settings = replace(config.settings, prefetch=Prefetch(NONE))
     return replace(config, label=f"{config.label}, no guesses", settings=settings)
 
 
-def _lossy(config: Config) -> Config:
+def lossy(config: Config) -> Config:
     heaviest = replace(config.settings, substitution=Substitution.parse("heaviest"))
     return replace(config, label=f"{config.label}, lossy heaviest", settings=heaviest)
 
@@ -110,23 +110,23 @@ def goals(results: Results, file_bytes: int, settings: Settings) -> Iterator[Goa
         value: Callable[[Measurement], float] = lambda measurement: measurement.decode.rate,
     ) -> Goal:
         each = ratios(results, config, base, value)
-        return Goal(what, goal, statistics.median(each) if each else math.nan, interval=_interval(each))
+        return Goal(what, goal, statistics.median(each) if each else math.nan, interval=interval(each))
 
     for budget, hits in _HITS.items():
-        ours = _with_budget(settings, budget)
+        ours = with_budget(settings, budget)
         summary = summarize(results, ours, RESIDENT)
         yield Goal(f"decode, hits, budget {budget}", hits, summary.decode_hit_rate)
         yield Goal(f"decode, fraction of the roofline, budget {budget}", 0.90, summary.decode_roofline)
         yield Goal(f"prefill, fraction of the roofline, budget {budget}", 0.80, summary.prefill_roofline)
-        yield paired(f"decode rate / that without guesses, budget {budget}", 1.0, ours, _without_guesses(ours))
+        yield paired(f"decode rate / that without guesses, budget {budget}", 1.0, ours, without_guesses(ours))
         if budget == _LOSSY:
-            yield paired(f"decode rate, lossy heaviest / lossless, budget {budget}", 1.8, _lossy(ours), ours)
+            yield paired(f"decode rate, lossy heaviest / lossless, budget {budget}", 1.8, lossy(ours), ours)
     for ours, theirs in _limited_pairs(file_bytes, settings):
         where = f"memory limited to {ours.limit_bytes * 100 / file_bytes:.0f}% of the file"
         yield paired(f"decode rate / llama.cpp mmap's, {where}", 20.0, ours, theirs)
         yield paired(f"llama.cpp mmap's time to the first token / ours, {where}", 1.0, theirs, ours,
                      lambda measurement: measurement.ttft_seconds)
-    for ours in (RESIDENT, _with_budget(settings, "100%")):
+    for ours in (RESIDENT, with_budget(settings, "100%")):
         yield paired(f"decode rate / llama.cpp's, {ours.label}", 0.97, ours, STOCK)
         yield paired(f"prefill rate / llama.cpp's, {ours.label}", 0.97, ours, STOCK,
                      lambda measurement: measurement.prefill.rate)
@@ -134,7 +134,7 @@ def goals(results: Results, file_bytes: int, settings: Settings) -> Iterator[Goa
                  lambda measurement: measurement.ttft_seconds)
 
 
-def _interval(each: list[float]) -> tuple[float, float] | None:
+def interval(each: list[float]) -> tuple[float, float] | None:
     """Of the geometric mean, two standard errors to both sides."""
     if len(each) < 2:
         return None

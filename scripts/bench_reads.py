@@ -11,12 +11,9 @@ Needs root, and Linux. With --model MODEL.gguf experts of that file are read, wh
 from __future__ import annotations
 
 import argparse
-import contextlib
+import os
 import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -26,6 +23,7 @@ from pyorch.runtime import disk
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.reads import Reads
 from pyorch.sizes import Amount, MiB, format_bytes
+from scripts.disk_in_memory import disk_in_memory
 
 WIDTH = 2048  # of a matrix, in weights
 N_EXPERT = 128
@@ -52,30 +50,6 @@ def write_model(path: Path, matrix_bytes: int, total_bytes: int) -> None:
     for _ in names:
         writer.write_tensor_data(np.frombuffer(rng.bytes(N_EXPERT * n_rows * row), np.uint8).reshape(shape))
     writer.close()
-
-
-@contextlib.contextmanager
-def file_system_in_memory(n_bytes: int) -> Iterator[Path]:
-    """The directory of an ext4 file system whose device is a file in memory."""
-    with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
-        memory, mounted = Path(directory) / "memory", Path(directory) / "mounted"
-        for path in (memory, mounted):
-            path.mkdir()
-        _run("mount", "-t", "tmpfs", "-o", f"size={n_bytes + 16 * MiB}", "tmpfs", memory)
-        stack.callback(_run, "umount", "--lazy", memory)  # the device lets go of it a little later
-        image = memory / "image"
-        with image.open("wb") as file:
-            file.truncate(n_bytes)
-        device = _run("losetup", "--find", "--show", "--direct-io=on", image)
-        stack.callback(_run, "losetup", "--detach", device)
-        _run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0", device)
-        _run("mount", device, mounted)
-        stack.callback(_run, "umount", "--lazy", mounted)
-        yield mounted
-
-
-def _run(*command: str | Path) -> str:
-    return subprocess.run([str(word) for word in command], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def compare(model: Path, ways: list[Reads], n_rounds: int, seconds: float) -> None:
@@ -116,10 +90,10 @@ def main() -> None:
     if args.model:
         compare(args.model, ways, args.rounds, args.seconds)
         return
-    with file_system_in_memory(args.size + MARGIN) as directory:
-        write_model(directory / "model.gguf", args.matrix, args.size)
-        _run("sync")
-        compare(directory / "model.gguf", ways, args.rounds, args.seconds)
+    with disk_in_memory(args.size + MARGIN) as fast:
+        write_model(fast.path / "model.gguf", args.matrix, args.size)
+        os.sync()
+        compare(fast.path / "model.gguf", ways, args.rounds, args.seconds)
 
 
 if __name__ == "__main__":

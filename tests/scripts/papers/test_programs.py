@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PROGRAMS = sorted(path for path in (*(ROOT / "scripts/papers").rglob("*.py"), ROOT / "scripts/bench_goals.py",
-                             ROOT / "scripts/write_signatures.py")
+PROGRAMS = sorted(path for path in (*(ROOT / "scripts/papers").rglob("*.py"), ROOT / "scripts/bench_disks.py",
+                             ROOT / "scripts/bench_goals.py", ROOT / "scripts/write_signatures.py")
                   if "__main__" in path.read_text() and path.name != "measure_network.py")
 
 
