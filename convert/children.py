@@ -67,8 +67,8 @@ def run_converter(jobs: list[dict], *, verbose: bool = False, on_progress: OnPro
         if failure.kind == "pre-tokenizer":
             raise PyorchError(
                 "llama.cpp's converter does not recognize this checkpoint's tokenizer: say with --pre-tokenizer NAME "
-                "how it splits text before BPE, such as gpt-2, qwen2 or llama-bpe (a name that there is not gets the "
-                f"list of all {len(architectures.known_pre_tokenizers())})"
+                "how it splits text before BPE, such as gpt-2, qwen2 or llama-bpe (--pre-tokenizer list shows all "
+                f"{len(architectures.known_pre_tokenizers())})"
             ) from None
         if failure.kind == "write":
             raise WriteError(failure.message) from None

@@ -27,6 +27,15 @@ else:
 SPARE_BYTES = 32 << 20
 
 
+def docs_dir() -> Path | None:
+    """The directory of the documentation: of the installed package, or of the checkout."""
+    for home in map(Path, sys.modules["pyorch"].__path__):
+        for found in (home / "docs", home.parent / "docs"):
+            if (found / "quickstart.md").is_file():
+                return found
+    return None
+
+
 def check_target(target: Path) -> None:
     """Raises PyorchError if no file can be written at `target`."""
     directory = target.parent

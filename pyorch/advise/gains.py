@@ -66,7 +66,7 @@ def gains(
     trained = estimator.estimate(base.budget, base.vram_budget, predictor="hybrid")
     found.append(Gain("predictor", f"pyorch train-predictor {path} --data FILE", "predictor" in there,
                       max(trained.decode_rate, base.decode_rate), False, False,
-                      "more experts that are read ahead are needed"))
+                      "guesses more of the experts that are needed, which are then read ahead"))
     found.append(Gain("maps", f"pyorch maps {path} TRACE", "maps" in there, None, False, False,
                       "use counts: pools of a compressed pack begin with them, and two predictors search them"))
     found.append(Gain("buddies", f"pyorch buddies {path} --trace TRACE", "buddies" in there,

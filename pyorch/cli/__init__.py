@@ -251,6 +251,15 @@ class _Parser(argparse.ArgumentParser):
         self.configuration.apply(self, model)
         return super().parse_known_args(args, namespace)
 
+    def format_help(self) -> str:
+        text = super().format_help()
+        if " " not in self.prog:  # a path is not wrapped
+            from pyorch.files import docs_dir
+
+            if (docs := docs_dir()) is not None:
+                text += f"\nDocumentation: {docs / 'README.md'}\n"
+        return text
+
     def refuse(self, unknown: Sequence[str], hint: str = "") -> NoReturn:
         """Says what was probably meant by arguments that are not known."""
         import difflib

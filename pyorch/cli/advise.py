@@ -55,7 +55,7 @@ class Advice:
     least_budget: str
     gains_at_least: list[Gain]
     useful: list[str]
-    command: str
+    command: str | None
     notes: list[str]
     plot: Path | None
 
@@ -281,7 +281,8 @@ def _advise(
         notes.append(f"how fast the device is was assumed: uploads at {device.speed.link / 1e9:.3g} GB/s "
                      f"({'as given' if wanted.link else 'PCIe 4 with 16 lanes'}), weights read at "
                      f"{(wanted.bandwidth or TYPICAL_BANDWIDTH) / 1e9:.3g} GB/s: say --link-bandwidth and "
-                     "--vram-bandwidth if you know better")
+                     "--vram-bandwidth if you know better; what a device takes for each layer to be told what to do is "
+                     "not in these estimates, and with small experts is most of the time")
     if wanted is not None and (wanted.name or "").startswith(REMOTE):
         notes.append("a device of another process is asked several times for each layer: those trips, which with small "
                      "experts take most of the time, are not in these estimates")
@@ -303,7 +304,7 @@ def _advise(
         prompt_tokens=args.prompt_tokens, estimates=estimates, budget_names=[name for _, name, _ in plan], gains=found,
         least_budget=next(name for (_, name, _), estimate in zip(plan, estimates) if estimate is least),
         gains_at_least=found_at_least, useful=useful,
-        command=_command(args, model_map, left, wanted), notes=notes, plot=plot,
+        command=_command(args, model_map, left, wanted) if left is not None else None, notes=notes, plot=plot,
     )
 
 
@@ -349,13 +350,13 @@ def _missing(model_map: ModelMap, memory: MemoryLimit, n_other_bytes: int) -> st
 
 
 def _command(
-    args: argparse.Namespace, model_map: ModelMap, left: int | None, wanted: _WantedDevice | None
+    args: argparse.Namespace, model_map: ModelMap, left: int, wanted: _WantedDevice | None
 ) -> str:
     """A budget is named only where "auto" would take another: for a machine that is not this one."""
     from pyorch.sizes import as_option
 
     words = ["pyorch", "run", model_map.path, "--ctx", str(args.ctx)]
-    if left is not None and args.memory is not None:
+    if args.memory is not None:
         words += ["--budget", as_option(left - left % (1 << 20))]
     if wanted is not None:
         words += ["--device", wanted.name or "auto"]
@@ -403,7 +404,7 @@ def _parts(advice: Advice) -> list[str | Table | Facts]:
         Facts(reasons), "",
         *[f"note: {note}" for note in advice.notes],
         *([f"picture: {advice.plot}"] if advice.plot is not None else []),
-        f"run it with: {advice.command}",
+        *([f"run it with: {advice.command}"] if advice.command is not None else []),
     ]
 
 
@@ -418,9 +419,13 @@ def _facts_of_device(advice: Advice, context: str) -> list[tuple[str, str]]:
                   f"{format_bytes(advice.estimates[-1].vram_bytes)} for experts")
     return [
         ("device", f"{advice.device.name or 'one that is not here'}{': ' if memory else ''}{memory}"),
-        ("its speed", f"uploads {speed.link / 1e9:.3g} GB/s, a token {speed.decode:.3g} times as fast as on the "
-                      f"processor, a prompt {speed.prefill:.3g} times ({speed.how})"),
+        ("its speed", f"uploads {speed.link / 1e9:.3g} GB/s, a token {_ratio(speed.decode)} times as fast as on the "
+                      f"processor, a prompt {_ratio(speed.prefill)} times ({speed.how})"),
     ]
+
+
+def _ratio(ratio: float) -> str:
+    return f"{float(f'{ratio:.3g}'):g}"  # 3010, not 3.01e+03
 
 
 def _table_of_budgets(advice: Advice) -> Table:

@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(subparsers, "completion", summary, 'eval "$(pyorch completion bash)"')
     parser.description += f" {_WHERE}."
     parser.add_argument("shell", choices=(*_SCRIPTS, "words"), metavar="bash|zsh|fish", help="the shell")
-    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
     parser.set_defaults(run=run)
     return parser
 

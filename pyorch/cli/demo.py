@@ -116,7 +116,8 @@ def _default_checkpoint() -> Path:
         checkpoint = Path(home).parent / "tests" / "fixtures" / "small-moe"
         if (checkpoint / "config.json").is_file():
             return checkpoint
-    raise PyorchError("the demo's checkpoint is in the source tree only: name one, as in `pyorch demo HF_DIR`")
+    raise PyorchError("the demo's checkpoint is in the source tree only: name one, as in `pyorch demo HF_DIR`; "
+                      "`pyorch run hf:ORG/NAME:Q4_K_M` fetches a model of the Hugging Face hub")
 
 
 def _table(model) -> Table:

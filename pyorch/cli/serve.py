@@ -18,7 +18,6 @@ from pyorch.cli.settings import add_settings, given_settings, settings_arguments
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.option import CONTEXT, EXPERTS, LONG, LOSSY
-from pyorch.sizes import GiB
 
 
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
@@ -44,7 +43,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="port to listen on, 0 for any that is free (default: 8080)")
     add_settings(parser, EXPERTS, CONTEXT, LONG, LOSSY)
     parser.add_argument("--ctx-size", dest="n_ctx", help=argparse.SUPPRESS)  # as llama-server calls it
-    parser.add_argument("--prompt-cache", type=_size_or_none, default=1 * GiB, metavar="SIZE",
+    parser.add_argument("--prompt-cache", type=_size_or_none, default="1GiB", metavar="SIZE",
                         help="keep on disk what was computed of prompts, so that it is not computed again after a "
                              "restart: so much of all models, 0 for nothing (default: 1GiB)")
     parser.add_argument("--grace", type=number(least=0), default=10.0, metavar="SECONDS",

@@ -16,6 +16,7 @@ JSON = "application/json; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 SCRIPT = "text/javascript; charset=utf-8"
 STYLE = "text/css; charset=utf-8"
+TEXT = "text/plain; charset=utf-8"
 
 _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 

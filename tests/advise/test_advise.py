@@ -281,6 +281,11 @@ def test_command_advises_from_a_trace_and_draws(
     tables = out[out.index("\nbudget  ") :].splitlines()[: 2 * 6]  # that of budgets, that of sidecars
     assert any(line.startswith("sidecar") for line in tables) and max(map(len, tables)) <= 80
 
+    # What does not fit is not recommended, either.
+    assert main([*begin, "--read-bandwidth", "1GB/s", "--memory", "8MiB"]) == 0
+    out = capsys.readouterr().out
+    assert "note: the model does not fit into the memory that is free" in out and "run it with" not in out
+
     # What gains nothing is not recommended, what gains much is.
     for bandwidth, worth in (("100GB/s", False), ("1MB/s", True)):
         assert main([*begin, "--budget", "30%", "--read-bandwidth", bandwidth]) == 0
@@ -311,6 +316,7 @@ def test_command_advises_from_a_trace_and_draws(
     assert main([*begin, "--budget", "30%", "--vram", "1GiB"]) == 0
     out = capsys.readouterr().out
     assert "uploads 25 GB/s" in out and "(assumed)" in out and "(PCIe 4 with 16 lanes), weights read at 250 GB/s" in out
+    assert "e+" not in out and "to be told what to do is not in these estimates" in out
     assert main([*begin, "--vram", "200MiB", "--link-bandwidth", "1GB/s", "--vram-bandwidth", "1GB/s"]) == 2
     assert "200 MiB of device memory leave nothing for experts" in capsys.readouterr().err
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from processes import HANG_SECONDS
 
-from pyorch.cli import COMMANDS, make_parser, with_nested
+from pyorch.cli import COMMANDS, _parse, make_parser, with_nested
 from pyorch.cli.completion import candidates
+from pyorch.errors import PyorchError
 
 # Completes the words behind it in a shell that is no terminal: a candidate in each line.
 ASK = {
@@ -32,6 +33,8 @@ def test_commands_and_flags_are_completed() -> None:
     assert set(names("run", "m.gguf", "--bu")) == {"--buddies-file", "--budget", "--buffered"}
     assert names("pack", "m.gguf", "--layout", "") == ["plain", "native"]
     assert dict(candidates(["run", "--policy"]))["--policy"] == "which experts leave memory first (eviction policy)"
+    with pytest.raises(PyorchError, match=r"required: bash\|zsh\|fish; pyorch completion --help"):
+        _parse(["completion"])
     for words, _ in with_nested(make_parser(COMMANDS)):
         assert not words or "--help" in names(*words, "--")
 

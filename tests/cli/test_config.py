@@ -139,5 +139,6 @@ def test_without_a_file_all_is_as_declared(tmp_path: Path, monkeypatch: pytest.M
     assert main(["config", "serve", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["from"] for row in rows} == {"default"} and {"name": "grace", "value": 10.0, "from": "default"} in rows
+    assert {"name": "prompt-cache", "value": "1GiB", "from": "default"} in rows
     with pytest.raises(PyorchError, match="is not a command"):
         _parse(["confg"])

@@ -96,6 +96,9 @@ def test_it_moves_while_the_server_decodes_and_its_slider_sets_the_budget(server
             assert page.value("document.getElementById('ttft-of').title").startswith("time to the first token")
             assert page.value("[...document.querySelectorAll('.terms dt')].every("
                               "(term) => document.getElementById(term.dataset.of).title)")
+        assert page.value("[...document.querySelectorAll('header a')].map((a) => a.textContent).join()") == "chat,docs"
+        docs = "fetch(document.querySelector('header a:last-child').href).then((answer) => answer.text())"
+        assert page.value(docs).startswith("# Serving")
         assert page.console == []
     assert server.process.poll() is None
 

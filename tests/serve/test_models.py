@@ -227,6 +227,23 @@ def test_the_chat_page_offers_them(server: ServerProcess):
         page.wait_for("document.querySelector('.error')?.textContent.includes('damaged GGUF')")
 
 
+@pytest.mark.skipif(chromium.find() is None, reason="needs a browser: apt-get install chromium")
+def test_a_message_that_is_sent_before_the_models_are_known_waits_for_them(server: ServerProcess):
+    late = ("const ask = fetch; const told = new Promise((go) => { window.tell = go; });"
+            "window.fetch = async (path, ...rest) => (path === 'v1/models' && await told, ask(path, ...rest));")
+    with chromium.Page() as page:
+        page.send("Page.addScriptToEvaluateOnNewDocument", source=late)
+        page.open(f"{server.url}/")
+        page.wait_for("document.readyState === 'complete' && typeof window.tell === 'function'")
+        page.value("document.getElementById('text').focus()")
+        page.type(PROMPT)
+        page.press("Enter")
+        page.wait_for("document.querySelector('.assistant') !== null")
+        page.value("window.tell()")
+        page.wait_for("document.querySelector('.error') !== null")  # the first one of the list cannot be loaded
+        assert "damaged GGUF" in page.value("document.querySelector('.error').textContent")
+
+
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (("--models", "nowhere"), "nowhere is no folder"),
     (("--models", "."), "no models in"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pyorch.files import docs_dir
 from pyorch.serve.llama_server import Root
-from pyorch.serve.routes import HTML, SCRIPT, STYLE, Answer, Routes
+from pyorch.serve.routes import HTML, SCRIPT, STYLE, TEXT, Answer, Routes
 
 _FILES = {"/pyorch": ("live.html", HTML), "/pyorch/live.css": ("live.css", STYLE),
           "/pyorch/live.js": ("live.js", SCRIPT), "/pyorch/charts.js": ("charts.js", SCRIPT)}
@@ -14,12 +15,14 @@ _FILES = {"/pyorch": ("live.html", HTML), "/pyorch/live.css": ("live.css", STYLE
 def contents(needs_key: bool, root: Root) -> dict[str, Answer]:
     """What each path shows. Pages need no API key, they ask for one. root: of "/", see Flags.root."""
     files = {**_FILES, "/": ("chat.html", HTML)} if root is Root.SMALL_CHAT else _FILES
-    found = {}
+    docs = docs_dir()
+    found = {} if docs is None else {
+        "/pyorch/docs": Answer((docs / "serving.md").read_text(encoding="utf-8"), TEXT)}
     for path, (name, kind) in files.items():
         body = Path(__file__).with_name(name).read_text(encoding="utf-8")
         body = body.replace("NEEDS_KEY", "true" if needs_key else "false").replace(
             "NO_CHAT", "hidden" if root is Root.LIVE_VIEW else ""
-        )
+        ).replace("NO_DOCS", "hidden" if docs is None else "")
         found[path] = Answer(body, kind)
     return found
 
