@@ -41,7 +41,7 @@ typedef struct pyorch_served {
     uint64_t slots;  // rows times experts that were computed
     uint64_t compute_ns;
     char     error[256];   // why somebody was refused last, "" if nobody was
-    uint64_t buffer_bytes; // of memory beside the engine's budget, to compute in
+    uint64_t buffer_bytes; // of memory beside the engine's budget: to compute in, and of requests and answers that wait
 } pyorch_served;
 
 // Since it listens. PYORCH_INVALID if it does not.

@@ -47,7 +47,7 @@ pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served) 
             throw Failure(PYORCH_INVALID, "it does not listen: pyorch_listen begins that");
         }
         pyorch_served out = engine->server->listener.counts();
-        out.buffer_bytes  = engine->server->worker.buffer_bytes();
+        out.buffer_bytes += engine->server->worker.buffer_bytes();
         copy_text(out.error, engine->server->listener.error());
         *served = out;
     });
