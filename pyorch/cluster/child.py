@@ -145,6 +145,7 @@ class Serving:
         return Work(
             self._life, activations, sent, sum(peer.requests for peer in peers), sum(peer.bytes_sent for peer in peers),
             int(activations.sum()) - sent + served.slots, stats.hits + stats.misses, served.slots, served.compute_ns,
+            remote.read,
         )
 
     def pin(self) -> tuple[int, str]:
