@@ -93,6 +93,7 @@ class Engine:
         self.simulated = simulated
         self.simulates_cache = False
         self.history: History | None = None
+        self.has_pack = model_map.pack is not None
         self.n_expert = {layer.il: layer.n_expert for layer in model_map.layers}
         how = Reads.parse(reads)
         raw = given(
