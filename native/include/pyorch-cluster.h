@@ -41,7 +41,7 @@ typedef struct pyorch_served {
     uint64_t slots;  // rows times experts that were computed
     uint64_t compute_ns;
     char     error[256];   // why somebody was refused last, "" if nobody was
-    uint64_t buffer_bytes; // of memory beside the engine's budget, to compute in
+    uint64_t buffer_bytes; // of memory beside the engine's budget: to compute in, and of requests and answers that wait
 } pyorch_served;
 
 // Since it listens. PYORCH_INVALID if it does not.
@@ -69,11 +69,27 @@ typedef struct pyorch_peer_info {
 pyorch_status pyorch_get_peer(pyorch_engine * engine, int32_t peer, pyorch_peer_info * info);
 
 // peers[n_expert][n_places]: who can compute each expert of the layer: numbers of pyorch_connect; -1 ends a list, and
-// where it is empty, this server does. Of several that are there, the one is asked that has least to do in the ubatch;
-// an expert that is resident here is computed here. At any time; a ubatch under way keeps to what it began with. A
-// layer whose graph does what other servers may not do, as with an adapter, is computed here all the same.
+// where it is empty, this server does. Of several that are there, the one is asked that pyorch_choose_replicas names; an
+// expert that is resident here is computed here. At any time; a ubatch under way keeps to what it began with. A layer
+// whose graph does what other servers may not do, as with an adapter, is computed here all the same.
 pyorch_status pyorch_set_placement(
     pyorch_engine * engine, int32_t il, const int32_t * peers, int32_t n_expert, int32_t n_places);
+
+// How long answers of a server took lately: sums over them, all of which fade alike.
+typedef struct pyorch_pace {
+    double answers;
+    double slots; // rows times experts
+    double slots_squared;
+    double seconds; // from the question to the answer
+    double slots_seconds;
+    double pending; // slots that were asked for and not answered yet: no sum
+} pyorch_pace;
+
+// As the engine does it, for simulations. places[n][n_places]: servers that have each of n experts, of paces[n_peers];
+// -1 ends a list. slots[n]: of each expert. chosen[n]: the server that is expected to have answered first, of equals the
+// first; -1 for an expert without any.
+pyorch_status pyorch_choose_replicas(int32_t n, int32_t n_places, const int32_t * places, const int32_t * slots,
+    int32_t n_peers, const pyorch_pace * paces, int32_t * chosen);
 
 typedef struct pyorch_remote_counts {
     uint64_t slots;    // that were sent

@@ -239,13 +239,13 @@ def _table(servers: list[Status], report: Report | None = None) -> list:
 
 
 def _local(server: Status, report: Report | None) -> str:
-    """Of what its routers selected: in the scheduler's last window, else since it started."""
+    """Of what its routers selected, not sent nor read instead: in the scheduler's last window, else from the start."""
     counters = server.counters
     if report is not None and server.name in report.local:
         return f"{report.local[server.name]:.1%}"
     if not (server.digest and counters.activations and _was_used(counters)):
         return ""
-    return f"{1 - (counters.sent - counters.fallback) / counters.activations:.1%}"
+    return f"{1 - (counters.sent - counters.fallback + counters.read) / counters.activations:.1%}"
 
 
 def _was_used(counters: Counters) -> bool:

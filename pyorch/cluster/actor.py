@@ -131,7 +131,7 @@ class Server:
         source: the server whose disk those to take are to come from; "": the own one. An expert for which its budget
         has no room is read when it is used.
         """
-        for layer, expert in take if source else ():
+        for layer, expert in self._ask("lacking", experts=take) if source else ():
             self._fetch(layer, expert, source)
         self._ask("hold", seconds=_HOLD_SECONDS, take=take, drop=drop)
 

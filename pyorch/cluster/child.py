@@ -145,6 +145,7 @@ class Serving:
         return Work(
             self._life, activations, sent, sum(peer.requests for peer in peers), sum(peer.bytes_sent for peer in peers),
             int(activations.sum()) - sent + served.slots, stats.hits + stats.misses, served.slots, served.compute_ns,
+            remote.read,
         )
 
     def pin(self) -> tuple[int, str]:
@@ -158,6 +159,14 @@ class Serving:
                    if rank < len(experts)]
         reason = self._keep(by_rank)
         return len(self._pinned), reason
+
+    def lacking(self, experts: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Those of these experts, layer (an index) and number, whose bytes would be taken: none that are in memory, or
+        in a pack, which has others."""
+        layers = self._following().placement.layers
+        return [] if self._engine.has_pack else [
+            (layer, expert) for layer, expert in experts
+            if not self._engine.residency(layers[layer]).resident[expert]]
 
     def offer(self, layer: int, expert: int, matrices: bytes) -> None:
         """The bytes of an expert, layer (an index) and number: they need not be read."""

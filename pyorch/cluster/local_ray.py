@@ -24,7 +24,7 @@ from pyorch.sizes import MiB
 
 MARK = "PYORCH_CLUSTER"  # the environment variable that marks processes of a cluster
 CHILD = "pyorch.cluster.child"  # the module that a serving process runs
-_TEMPORARY = "/tmp"  # paths of sockets have 107 bytes at most, and Ray appends 70: not wherever TMPDIR is
+_TEMPORARY = "/tmp"  # paths of sockets have 107 bytes at most, and Ray appends 72: not wherever TMPDIR is
 _ANSWER_SECONDS = 10.0  # for Ray's first word
 _SECONDS_TO_END = 15.0  # for servers whose Ray is gone: they write down what they learned; then they are killed
 
@@ -108,18 +108,19 @@ def start(running: Running) -> Running:
     check_installed()
     directory = os.path.realpath(tempfile.mkdtemp(prefix="pyorch-ray-", dir=_TEMPORARY))
     running = remember(running, directory=directory)
-    log = os.path.join(running.directory, "ray.log")
+    inner = os.path.join(directory, "r")  # Ray opens it to everybody, with logs and sockets: it lies in a private one
+    log = os.path.join(directory, "ray.log")
     client = ports.free()  # for all else Ray asks the system, and keeps what it gets
     with open(log, "wb") as output:
         keeper = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", "start", *_START, f"--temp-dir={running.directory}",
+            [sys.executable, "-m", "ray.scripts.scripts", "start", *_START, f"--temp-dir={inner}",
              f"--ray-client-server-port={client}"],
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=running.directory,
             env=os.environ | _environment(running), start_new_session=True,
         )
     running = remember(running, keeper=keeper.pid)
     # The file is there when all of Ray is.
-    while not (address := _read(os.path.join(running.directory, "ray_current_cluster"))):
+    while not (address := _read(os.path.join(inner, "ray_current_cluster"))):
         if keeper.poll() is not None:
             raise PyorchError(f"Ray did not start: {_last_line(log)}")
         time.sleep(0.05)

@@ -58,7 +58,8 @@ class Work:
     life: of the process that serves, another one after a restart. activations: float64[n_layers, n_expert], how often
     its routers selected each expert, as pyorch_get_activations. sent: rows times experts that were sent, in so many
     messages of so many bytes. computed: rows times experts that were computed here, and uses: of an expert, by any
-    number of rows at once. served: rows times experts that were computed for others, in served_ns.
+    number of rows at once. served: rows times experts that were computed for others, in served_ns. read: that could
+    have been sent, and whose experts were read instead.
     """
 
     life: str
@@ -70,6 +71,7 @@ class Work:
     uses: int = 0
     served: int = 0
     served_ns: int = 0
+    read: int = 0
 
     def since(self, before: Work) -> Work:
         """What came after `before`; all of it where the server was restarted since."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pyorch.cluster.placement.placement import Move, Placement
+from pyorch.cluster.replicas import in_turn
 from pyorch.cluster.tls import Tls
 from pyorch.cluster.tunnel import Tunnel
 from pyorch.errors import PyorchError
@@ -128,13 +129,10 @@ class Peers:
         placement = self._placement
         if placement is None:
             return
-        numbers = [self._met[name].number if name in self._met else HERE for name in placement.servers]
+        numbers = np.array([self._met[name].number if name in self._met else HERE for name in placement.servers])
         own = placement.servers.index(self._name)
         for layer in range(len(placement.layers)) if layers is None else sorted(layers):
             il, n_expert = placement.layers[layer], placement.n_experts[layer]
             held = placement.held[:, layer, :n_expert]
-            places = np.full((n_expert, len(numbers)), HERE, np.int32)
-            for expert in np.flatnonzero(~held[own]):
-                there = [number for number, holds in zip(numbers, held[:, expert]) if holds and number != HERE]
-                places[expert, : len(there)] = there
-            self._engine.set_placement(il, places)
+            places = in_turn(held & ~held[own] & (numbers != HERE)[:, None], own, np.arange(n_expert) + layer)
+            self._engine.set_placement(il, np.where(places >= 0, numbers[places], HERE))

@@ -114,7 +114,7 @@ class Recent:
             rows, busy = self.served.get(name, (0.0, 0.0))
             self.served[name] = faded * rows + one.served, faded * busy + 1e-9 * one.served_ns
             if total := float(one.activations.sum()):
-                self.local[name] = 1 - one.sent / total
+                self.local[name] = 1 - (one.sent + one.read) / total
         if seconds:
             self.uses.add(counts, seconds)
         self.at = at

@@ -93,6 +93,7 @@ class Engine:
         self.simulated = simulated
         self.simulates_cache = False
         self.history: History | None = None
+        self.has_pack = model_map.pack is not None
         self.n_expert = {layer.il: layer.n_expert for layer in model_map.layers}
         how = Reads.parse(reads)
         raw = given(
@@ -471,8 +472,8 @@ class Engine:
         """Who can compute each expert of a layer: int[n_expert] or int[n_expert, n_places], numbers of connect().
 
         HERE ends a list, and where it is empty, this server computes. Of several that are there, the one is asked that
-        has least to do in the ubatch. An expert that is resident here is computed here. At any time: a ubatch under way
-        keeps to what it began with.
+        is expected to have answered first, of equals the first. An expert that is resident here is computed here. At
+        any time: a ubatch under way keeps to what it began with.
         """
         ids = np.asarray(peers, np.int32)
         if ids.ndim not in (1, 2):

@@ -6,8 +6,14 @@ import signal
 import subprocess
 import sys
 from multiprocessing import Pipe
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
 from processes import HANG_SECONDS
+
+from pyorch.cluster.actor import Server
+from pyorch.cluster.child import Serving
 
 _SERVING = """
 import sys
@@ -68,3 +74,17 @@ def test_what_cannot_be_answered_is_said_and_the_process_still_ends_with_its_act
             kind, answered, refused = ours.recv()
             assert (kind, answered) == ("refused", number) and sentence in refused
     assert process.wait() == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(("has_pack", "fetched"), [(False, [(1, 2)]), (True, [])])
+def test_only_what_is_taken_in_place_of_a_read_is_fetched(has_pack: bool, fetched: list[tuple[int, int]]) -> None:
+    serving = Serving(None, None)
+    resident = np.array([True, True, False])
+    serving._engine = SimpleNamespace(has_pack=has_pack, residency=lambda il: SimpleNamespace(resident=resident))
+    serving._peers = SimpleNamespace(placement=SimpleNamespace(layers=(0, 3)))
+    asked = []
+    server = SimpleNamespace(
+        _fetch=lambda *expert: asked.append(expert),
+        _ask=lambda what, experts=(), **arguments: serving.lacking(experts) if what == "lacking" else "")
+    Server.hold(server, [(1, 1), (1, 2)], [], "b")
+    assert asked == [(*expert, "b") for expert in fetched]

@@ -60,6 +60,13 @@ def test_each_look_counts_what_came_after_the_last_one_and_a_restart_begins_anew
     assert recent.local["s0"] == 1 - 1 / 96 and recent.uses.uses[0].sum() == pytest.approx(96 + 64 * 0.5 ** 0.01)
 
 
+def test_rows_whose_experts_were_read_instead_are_not_local(setting: Setting) -> None:
+    recent, counts = Recent.begin(setting, 0.0), np.zeros(SHAPE[1:])
+    recent.look(setting, {"s0": work(counts)}, 1.0)
+    recent.look(setting, {"s0": work(counts + 20, sent=1, read=479)}, 2.0)  # of 640
+    assert recent.local == {"s0": 0.25}
+
+
 def test_rows_cost_what_they_took_lately_where_any_were_computed_for_others(setting: Setting) -> None:
     recent, counts = Recent.begin(setting, 0.0), np.zeros(SHAPE[1:])
     assert recent.costs(setting).row.tolist() == setting.costs.row.tolist()

@@ -1,4 +1,5 @@
 #include "api/api.h"
+#include "cluster/replicas.h"
 #include "pyorch-cluster.h"
 
 using namespace pyorch;
@@ -47,7 +48,7 @@ pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served) 
             throw Failure(PYORCH_INVALID, "it does not listen: pyorch_listen begins that");
         }
         pyorch_served out = engine->server->listener.counts();
-        out.buffer_bytes  = engine->server->worker.buffer_bytes();
+        out.buffer_bytes += engine->server->worker.buffer_bytes();
         copy_text(out.error, engine->server->listener.error());
         *served = out;
     });
@@ -87,6 +88,23 @@ pyorch_status pyorch_set_placement(
             throw Failure(PYORCH_INVALID, format("an expert cannot have %d places", n_places));
         }
         engine->remote.place(layer, std::vector<int>(peers, peers + (size_t) n * n_places), n_places);
+    });
+}
+
+pyorch_status pyorch_choose_replicas(int32_t n, int32_t n_places, const int32_t * places, const int32_t * slots,
+    int32_t n_peers, const pyorch_pace * paces, int32_t * chosen) {
+    return guarded([&] {
+        std::vector<std::vector<int>> of_experts(n);
+        for (int64_t i = 0; i < (int64_t) n * n_places; ++i) {
+            if (places[i] >= n_peers) {
+                throw Failure(PYORCH_INVALID, format("there is no server %d of %d", places[i], n_peers));
+            }
+            if (places[i] >= 0) {
+                of_experts[i / n_places].push_back(places[i]);
+            }
+        }
+        const auto found = choose_replicas(of_experts, { slots, slots + n }, { paces, paces + n_peers });
+        std::copy(found.begin(), found.end(), chosen);
     });
 }
 

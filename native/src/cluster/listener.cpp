@@ -3,14 +3,23 @@
 #include "base/placement.h"
 #include "base/status.h"
 
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
-#include <system_error>
 
 namespace pyorch {
 namespace {
+
+using std::chrono::milliseconds;
+
+constexpr size_t CHUNK     = 256 << 10; // taken from or given to a connection before it is the next one's turn
+constexpr int    TICK_MS   = 100;       // between two looks at the clock, at most
+constexpr int    LINGER_MS = 500;       // for who is refused to read why
+
+constexpr const char * NOBODY = "who connects must say who it is";
 
 // As long for any two texts of a length, wherever they differ.
 template <size_t n>
@@ -26,38 +35,51 @@ uint64_t ns_since(Clock::time_point begin) {
     return (uint64_t) std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begin).count();
 }
 
+bool is_over(Clock::time_point begin, int ms) { return Clock::now() - begin > milliseconds(ms); }
+
+uint64_t largest_with_answer(const std::vector<LayerShape> & layers) {
+    uint64_t n_out = 0;
+    for (const LayerShape & layer : layers) {
+        n_out = std::max(n_out, (uint64_t) layer.n_out);
+    }
+    return max_compute_bytes(layers) + ExpertRows::MAX_SLOTS * n_out * sizeof(float);
+}
+
+size_t half_of_descriptors() {
+    rlimit limit = {};
+    getrlimit(RLIMIT_NOFILE, &limit);
+    return limit.rlim_cur / 2;
+}
+
 } // namespace
 
 Listener::Listener(ListenerConfig config_, Compute compute) :
-        config(std::move(config_)), compute(std::move(compute)), expected(hello_of(config)) {
+        quota(largest_with_answer(config_.layers)), config(std::move(config_)), compute(std::move(compute)),
+        max_sessions(half_of_descriptors()), expected(hello_of(config)) {
     if (config.token.empty()) {
         throw Failure(PYORCH_INVALID, "servers that listen need a token, by which others are known");
     }
-    listening = listen_at(config.address, config.port);
-    acceptor  = std::thread([this] { accept_all(); });
-    worker    = std::thread([this] { compute_all(); });
+    listening   = listen_at(config.address, config.port);
+    connections = std::thread([this] { serve_all(); });
+    worker      = std::thread([this] { compute_all(); });
 }
 
 Listener::~Listener() {
     {
         std::lock_guard<std::mutex> lock(mutex);
         stopping = true;
-        for (auto & session : sessions) {
-            shutdown(session->socket.fd(), SHUT_RDWR);
-        }
     }
     asked.notify_all();
     waker.wake();
-    acceptor.join();
+    connections.join();
     worker.join();
-    for (auto & session : sessions) { // no other thread adds or takes any
-        session->thread.join();
-    }
 }
 
 pyorch_served Listener::counts() {
     std::lock_guard<std::mutex> lock(mutex);
-    return counters;
+    pyorch_served               out = counters;
+    out.buffer_bytes                = held;
+    return out;
 }
 
 std::string Listener::error() {
@@ -65,183 +87,328 @@ std::string Listener::error() {
     return sentence;
 }
 
-void Listener::accept_all() {
+void Listener::serve_all() {
+    std::vector<pollfd> fds;
     for (;;) {
-        pollfd fds[] = { { listening.fd(), POLLIN, 0 }, { waker.fd(), POLLIN, 0 } };
-        poll(fds, 2, -1);
-        waker.drain(); // before it is asked whether to stop: who says so then wakes it again
-        std::list<std::shared_ptr<Session>> over;
+        place_thread(false);
+        fds = { { waker.fd(), POLLIN, 0 }, { listening.fd(), POLLIN, 0 } };
         {
             std::lock_guard<std::mutex> lock(mutex);
             if (stopping) {
                 return;
             }
-            for (auto session = sessions.begin(); session != sessions.end();) {
-                const auto next = std::next(session);
-                if ((*session)->ended) {
-                    over.splice(over.end(), sessions, session);
-                }
-                session = next;
+            make_room();
+            for (const auto & session : sessions) {
+                look_at_clock(*session);
+            }
+            sessions.remove_if([](const auto & session) { return session->ended; });
+            for (const auto & session : sessions) {
+                fds.push_back({ session->socket.fd(), (short) (session->out.empty() ? POLLIN : POLLIN | POLLOUT), 0 });
             }
         }
-        for (auto & session : over) {
-            session->thread.join();
+        poll(fds.data(), fds.size(), sessions.empty() ? -1 : TICK_MS);
+        if (fds[0].revents) {
+            waker.drain();
         }
-        Socket socket = accept_from(listening);
-        if (!socket.open()) { // where the system has no descriptor left, it is not to be asked all the time
-            pollfd p = { waker.fd(), POLLIN, 0 };
-            poll(&p, 1, 50);
-            continue;
+        size_t i = 2;
+        for (const auto & session : sessions) {
+            if (fds[i].revents & POLLOUT) {
+                std::lock_guard<std::mutex> lock(mutex);
+                flush(*session);
+            }
+            if (fds[i++].revents & (POLLIN | POLLHUP | POLLERR)) {
+                receive(*session);
+            }
         }
-        std::lock_guard<std::mutex> lock(mutex);
-        if (stopping || sessions.size() >= MAX_SESSIONS) {
-            ++counters.refused;
-            sentence = format("more than %d servers are connected", MAX_SESSIONS);
-            continue;
-        }
-        auto session    = std::make_shared<Session>();
-        session->socket = std::move(socket);
-        try {
-            session->thread = std::thread([this, session] { serve(session); });
-            sessions.push_back(session);
-        } catch (const std::system_error &) {
-            ++counters.refused;
-            sentence = "the system has no thread for one more server";
+        if (fds[1].revents) {
+            accept_next();
         }
     }
 }
 
-bool Listener::send(Session & session, const Frame & frame) {
-    std::lock_guard<std::mutex> lock(session.sending);
-    if (send_all(session.socket, frame.data(), frame.size(), JOIN_MS)) {
-        return true;
+void Listener::accept_next() {
+    Socket socket = accept_from(listening);
+    if (!socket.open()) { // where the system has no descriptor left, it is not to be asked all the time
+        pollfd p = { waker.fd(), POLLIN, 0 };
+        poll(&p, 1, TICK_MS / 2);
+        return;
     }
-    shutdown(session.socket.fd(), SHUT_RDWR); // half a frame may be under way
-    return false;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (sessions.size() >= max_sessions) {
+        ++counters.refused;
+        sentence = format("more than %zu servers are connected", max_sessions);
+        return;
+    }
+    const auto is_stranger = [](const auto & session) { return !session->joined && !session->ended; };
+    if (std::count_if(sessions.begin(), sessions.end(), is_stranger) >= MAX_STRANGERS) {
+        ++counters.refused;
+        sentence = format("more than %d are connected that did not say who they are", MAX_STRANGERS);
+        end(**std::find_if(sessions.begin(), sessions.end(), is_stranger));
+    }
+    sessions.push_back(std::make_shared<Session>());
+    sessions.back()->socket = std::move(socket);
 }
 
-void Listener::serve(const std::shared_ptr<Session> & session) {
-    place_thread(false);
+// What has arrived, a part of it: the others have a turn, too.
+void Listener::receive(Session & session) {
     std::string why;
-    try {
-        why = join(*session);
-        if (why.empty()) {
-            why = converse(session);
-        }
-    } catch (const std::bad_alloc &) {
-        why = "there is no memory for a request as large as its";
-    }
-    if (!why.empty()) {
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            ++counters.refused;
-            sentence = why;
-        }
-        if (send(*session, make_frame(FrameKind::REFUSED, 0, why))) {
-            // What it goes on sending is thrown away for a while: else the system would throw the sentence away.
-            shutdown(session->socket.fd(), SHUT_WR);
-            char       ignored[4096];
-            const auto deadline = Clock::now() + std::chrono::milliseconds(500);
-            while (receive_all(session->socket, ignored, sizeof(ignored), 500, deadline)) {
+    int64_t     n = 1;
+    for (size_t left = CHUNK; left > 0 && n > 0 && why.empty(); left -= std::min<size_t>(left, n)) {
+        try {
+            const Place place = place_for(session);
+            n                 = receive_some(session.socket, place.to, std::min(left, place.bytes));
+            if (n > 0 && !session.refused()) {
+                why = take(session, n);
             }
+        } catch (const std::bad_alloc &) {
+            why = "there is no memory for a request as large as its";
         }
     }
-    shutdown(session->socket.fd(), SHUT_RDWR);
+    if (n < 0 && !session.joined) {
+        why = NOBODY;
+    }
+    if (n < 0 || !why.empty()) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (!why.empty()) {
+            refuse(session, why);
+        }
+        if (n < 0) {
+            end(session);
+        }
+    }
+}
+
+// Memory is taken for what has arrived, and for as much again.
+Listener::Place Listener::place_for(Session & session) {
+    if (session.received < sizeof(session.header)) {
+        return { (char *) &session.header + session.received, sizeof(session.header) - session.received };
+    }
+    std::vector<char> & payload = session.payload;
+    const size_t        arrived = session.received - sizeof(session.header);
+    if (arrived == payload.size() && !session.refused()) {
+        const size_t size = std::min<uint64_t>(session.header.bytes, std::max(2 * arrived, CHUNK));
+        payload.reserve(size);
+        payload.resize(size);
+        std::lock_guard<std::mutex> lock(mutex);
+        hold(session, size - arrived);
+        make_room();
+    }
+    if (session.refused()) {
+        return { ignored, sizeof(ignored) };
+    }
+    return { payload.data() + arrived, payload.size() - arrived };
+}
+
+// So many bytes more of a frame. Returns why the connection cannot go on, "" if it can.
+std::string Listener::take(Session & session, size_t bytes) {
+    session.heard = Clock::now();
+    if (session.received == 0 && session.joined) {
+        session.begun = session.heard;
+    }
+    session.received += bytes;
+    std::string why;
+    if (session.received == sizeof(session.header)) {
+        why = accept_header(session);
+    }
+    if (why.empty() && session.received == sizeof(session.header) + session.header.bytes) {
+        why              = accept_frame(session);
+        session.received = 0;
+        session.payload  = std::vector<char>();
+    }
+    return why;
+}
+
+std::string Listener::accept_header(Session & session) {
+    const FrameHeader & header = session.header;
+    const std::string   fault  = fault_of(header);
+    if (!fault.empty()) {
+        return fault;
+    }
+    const auto kind = (FrameKind) header.kind;
+    if (!session.joined) {
+        return kind == FrameKind::HELLO && header.bytes == sizeof(Hello) ? "" : NOBODY;
+    }
+    if (kind == FrameKind::PING ? header.bytes > 0 :
+                                  kind != FrameKind::COMPUTE || header.bytes > max_compute_bytes(config.layers)) {
+        return format(
+            "a frame of kind %d with %llu bytes was not to come", header.kind, (unsigned long long) header.bytes);
+    }
+    return "";
+}
+
+std::string Listener::accept_frame(Session & session) {
+    if (!session.joined) {
+        return join(session);
+    }
+    const bool computes = session.header.kind == (uint16_t) FrameKind::COMPUTE;
+    if (computes) {
+        try {
+            read_compute(session.payload.data(), session.payload.size(), config.layers);
+        } catch (const Failure & failure) {
+            return format("a request cannot be: %s", failure.what());
+        }
+    }
     {
         std::lock_guard<std::mutex> lock(mutex);
-        session->ended = true;
+        if (session.requests.size() + session.out.size() >= MAX_QUEUED) {
+            return format("more than %d requests at once", MAX_QUEUED);
+        }
+        if (!computes) {
+            send(session, make_frame(FrameKind::PONG, 0, nullptr, 0));
+            return "";
+        }
+        if (session.requests.empty()) {
+            turns.push_back(session.shared_from_this());
+        }
+        session.requests.push_back({ session.header.id, std::move(session.payload) });
     }
-    waker.wake();
+    asked.notify_one();
+    return "";
 }
 
 // Why who connects does not join, "" where it did.
 std::string Listener::join(Session & session) {
-    const auto  deadline = Clock::now() + std::chrono::milliseconds(JOIN_MS);
-    FrameHeader header;
-    if (!receive_all(session.socket, (char *) &header, sizeof(header), JOIN_MS, deadline)) {
-        return "who connects must say who it is";
-    }
-    const std::string fault = fault_of(header);
-    if (!fault.empty()) {
-        return fault;
-    }
     Hello hello;
-    if (header.kind != (uint16_t) FrameKind::HELLO || header.bytes != sizeof(hello) ||
-        !receive_all(session.socket, (char *) &hello, sizeof(hello), JOIN_MS, deadline)) {
-        return "who connects must say who it is";
-    }
+    memcpy(&hello, session.payload.data(), sizeof(hello));
     if (!same_text(hello.token, expected.token)) {
         return "its token is another one";
     }
     if (!same_text(hello.model, expected.model) || hello.shape != expected.shape) {
         return "its model is another one";
     }
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        ++counters.connections;
-    }
+    session.joined        = true;
     const Welcome welcome = { config.kernels };
+
+    std::lock_guard<std::mutex> lock(mutex);
+    hold(session, -(int64_t) session.payload.capacity());
+    ++counters.connections;
     send(session, make_frame(FrameKind::WELCOME, 0, &welcome, sizeof(welcome)));
     return "";
 }
 
-// Until the connection ends. Returns why it is to end, "" where the other one ended it.
-std::string Listener::converse(const std::shared_ptr<Session> & session) {
-    const uint64_t most = max_compute_bytes(config.layers);
-    for (;;) {
-        FrameHeader header;
-        if (!receive_all(session->socket, (char *) &header, sizeof(header), IDLE_MS)) {
-            return "";
+// All that follow: REQUIRES: the mutex.
+
+void Listener::look_at_clock(Session & session) {
+    if (session.ended) {
+        return;
+    }
+    if (session.refused()) {
+        if (Clock::now() > session.linger) {
+            end(session);
         }
-        const std::string fault = fault_of(header);
-        if (!fault.empty()) {
-            return fault;
+    } else if (!session.joined) {
+        if (is_over(session.begun, JOIN_MS)) {
+            refuse(session, NOBODY);
         }
-        const auto kind = (FrameKind) header.kind;
-        if (kind == FrameKind::PING && header.bytes == 0) {
-            send(*session, make_frame(FrameKind::PONG, 0, nullptr, 0));
-            continue;
+    } else if (session.received > 0 && is_over(session.begun, FRAME_MS)) {
+        refuse(session, format("a request took more than %d s to come", FRAME_MS / 1000));
+    } else if (!session.out.empty() && is_over(session.since, FRAME_MS)) {
+        refuse(session, format("it took no answer in %d s", FRAME_MS / 1000));
+    } else if (is_over(session.heard, IDLE_MS)) {
+        end(session);
+    }
+}
+
+void Listener::make_room() {
+    while (held > quota) {
+        const auto most = std::max_element(
+            sessions.begin(), sessions.end(), [](const auto & a, const auto & b) { return a->held < b->held; });
+        if ((*most)->refused()) {
+            end(**most);
         }
-        if (kind != FrameKind::COMPUTE || header.bytes > most) {
-            return format(
-                "a frame of kind %d with %llu bytes was not to come", header.kind, (unsigned long long) header.bytes);
+        refuse(**most, "there is no memory left for requests and answers, of which it has most");
+        asked.notify_one(); // who computes waits for room, too
+    }
+}
+
+void Listener::refuse(Session & session, const std::string & why) {
+    if (session.ended || session.refused()) {
+        return;
+    }
+    ++counters.refused;
+    sentence = why;
+    if (session.sent > 0) { // a sentence in the middle of an answer would be none
+        end(session);
+        return;
+    }
+    release(session);
+    session.linger = Clock::now() + milliseconds(LINGER_MS);
+    send(session, make_frame(FrameKind::REFUSED, 0, why));
+}
+
+void Listener::end(Session & session) {
+    session.ended = true;
+    release(session);
+    session.socket.close();
+}
+
+void Listener::hold(Session & session, int64_t bytes) {
+    session.held += bytes;
+    held += bytes;
+}
+
+void Listener::release(Session & session) {
+    session.payload = std::vector<char>();
+    session.requests.clear();
+    session.out.clear();
+    session.sent = 0;
+    hold(session, -(int64_t) session.held);
+}
+
+void Listener::send(Session & session, Frame frame) {
+    hold(session, frame.capacity());
+    session.out.push_back(std::move(frame));
+    if (session.out.size() == 1) {
+        session.since = Clock::now();
+        flush(session);
+    }
+}
+
+// As much as goes without waiting, a part of it: the others have a turn, too. That a connection is at its end is
+// noticed when it is read.
+void Listener::flush(Session & session) {
+    for (size_t left = CHUNK; left > 0 && !session.out.empty();) {
+        const Frame & first = session.out.front();
+        const size_t  size  = std::min<size_t>(left, first.size() - session.sent);
+        const int64_t n     = send_some(session.socket, first.data() + session.sent, size);
+        if (n <= 0) {
+            return;
         }
-        Request request = { session, header.id, {} };
-        request.payload.resize(header.bytes);
-        if (header.bytes > 0 && !receive_all(session->socket, request.payload.data(), header.bytes, IDLE_MS)) {
-            return "";
+        left -= n;
+        session.sent += n;
+        if (session.sent == first.size()) {
+            hold(session, -(int64_t) first.capacity());
+            session.out.pop_front();
+            session.sent  = 0;
+            session.since = Clock::now();
         }
-        try {
-            read_compute(request.payload.data(), header.bytes, config.layers);
-        } catch (const Failure & failure) {
-            return format("a request cannot be: %s", failure.what());
-        }
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            if (++session->queued > MAX_QUEUED) {
-                return format("more than %d requests at once", MAX_QUEUED);
-            }
-            requests.push_back(std::move(request));
-        }
-        asked.notify_one();
+    }
+    if (session.out.empty() && session.refused()) {
+        shutdown(session.socket.fd(), SHUT_WR);
     }
 }
 
 void Listener::compute_all() {
     for (;;) {
         place_thread(true);
-        Request request;
+        std::shared_ptr<Session> session;
+        Request                  request;
         {
             std::unique_lock<std::mutex> lock(mutex);
-            asked.wait(lock, [&] { return stopping || !requests.empty(); });
+            asked.wait(lock, [&] { return stopping || (!turns.empty() && held <= quota); });
             if (stopping) {
                 return;
             }
-            request = std::move(requests.front());
-            requests.pop_front();
-            --request.session->queued;
-            if (request.session->ended) {
+            session = std::move(turns.front());
+            turns.pop_front();
+            if (session->requests.empty()) { // it was cut off
                 continue;
+            }
+            request = std::move(session->requests.front());
+            session->requests.pop_front();
+            hold(*session, -(int64_t) request.payload.capacity());
+            if (!session->requests.empty()) {
+                turns.push_back(session);
             }
         }
         const ExpertRows rows   = read_compute(request.payload.data(), request.payload.size(), config.layers);
@@ -256,14 +423,17 @@ void Listener::compute_all() {
             failed = true;
             frame  = make_frame(FrameKind::FAILED, request.id, failure.what());
         }
-        {
-            std::lock_guard<std::mutex> lock(mutex);
-            ++counters.requests;
-            counters.failed += failed;
-            counters.slots += rows.n_slots;
-            counters.compute_ns += ns_since(begin);
+        std::lock_guard<std::mutex> lock(mutex);
+        ++counters.requests;
+        counters.failed += failed;
+        counters.slots += rows.n_slots;
+        counters.compute_ns += ns_since(begin);
+        if (!session->ended && !session->refused()) {
+            send(*session, std::move(frame));
+            if (!session->out.empty() || held > quota) { // the rest is for the thread that has the connections
+                waker.wake();
+            }
         }
-        send(*request.session, frame);
     }
 }
 

@@ -1,8 +1,9 @@
 // Where other servers ask this one: it listens, checks who joins and what they send, and answers.
 //
-// A thread accepts, each connection has one that receives, and one thread computes what was asked in the order in which
-// it came: so a server that computes long still gives signs of life. Whoever sends what cannot be is told so in a
-// sentence and cut off; who is silent is dropped.
+// One thread has all connections and never waits for one of them; another one computes what was asked, of one connection
+// after the other. Memory is taken as bytes arrive, out of one quota for all connections: where it is used up, the one
+// that holds most is cut off. So whoever sends without end, sends half of something or reads nothing costs its own
+// connection. Whoever sends what cannot be is told so in a sentence and cut off; who is silent is dropped.
 
 #pragma once
 
@@ -26,10 +27,11 @@ struct ListenerConfig : Endpoint {
 
 class Listener {
 public:
-    static constexpr int MAX_SESSIONS = 64;
-    static constexpr int MAX_QUEUED   = 64;    // requests of a connection that wait
-    static constexpr int IDLE_MS      = 10000; // who is silent for so long is gone: signs of life come more often
-    static constexpr int JOIN_MS      = 3000;  // to say who one is
+    static constexpr int MAX_STRANGERS = 16;    // who have not joined yet; of more, the first ones go
+    static constexpr int JOIN_MS       = 3000;  // to say who one is
+    static constexpr int IDLE_MS       = 10000; // who is silent for so long is gone: signs of life come more often
+    static constexpr int FRAME_MS      = 60000; // from a frame's beginning to its end: who asks waits no longer, either
+    static constexpr int MAX_QUEUED    = 64;    // requests and answers of a connection that wait
 
     // compute: outputs [n_slots][n_out] of rows, or throws Failure; called by one thread. Throws Failure where it
     // cannot listen.
@@ -37,46 +39,81 @@ public:
     Listener(ListenerConfig config, Compute compute);
     ~Listener();
 
+    // Of what waits, of all connections: as much as the largest request takes with its answer. One more of each is
+    // computed meanwhile.
+    const uint64_t quota;
+
     int           port() const { return port_of(listening); }
-    pyorch_served counts(); // without the rest
+    pyorch_served counts(); // buffer_bytes: of the quota
     std::string   error();  // why it refused or cut off somebody last, "" if it never did
 
 private:
-    struct Session {
-        Socket      socket;
-        std::mutex  sending;
-        std::thread thread;
-        bool        ended  = false; // these two are guarded by the mutex of the listener
-        int         queued = 0;
-    };
     struct Request {
-        std::shared_ptr<Session> session;
-        uint64_t                 id;
-        std::vector<char>        payload;
+        uint64_t          id;
+        std::vector<char> payload;
+    };
+    struct Session : std::enable_shared_from_this<Session> {
+        Socket socket;
+
+        // Of the thread that has the connections.
+        bool              joined   = false;
+        FrameHeader       header   = {}; // of the frame that comes
+        size_t            received = 0;  // bytes of it and of its header
+        std::vector<char> payload;
+        Clock::time_point heard = Clock::now(), begun = heard; // begun: the frame
+
+        // Guarded by the mutex.
+        bool                ended = false;
+        std::deque<Request> requests;
+        std::deque<Frame>   out;
+        uint64_t            sent   = 0;  // bytes of the first of them
+        Clock::time_point   since  = {}; // when that became the first
+        uint64_t            held   = 0;  // bytes of the quota
+        Clock::time_point   linger = {}; // refused: what it sends is thrown away until then
+
+        bool refused() const { return linger != Clock::time_point(); }
+    };
+    struct Place {
+        char * to;
+        size_t bytes;
     };
 
     const ListenerConfig config;
     const Compute        compute;
+    const size_t         max_sessions; // more would leave too few descriptors for anything else
     Hello                expected;
     Socket               listening;
     Waker                waker;
 
-    std::mutex                          mutex;
-    std::condition_variable             asked;
-    bool                                stopping = false;
-    std::list<std::shared_ptr<Session>> sessions;
-    std::deque<Request>                 requests;
-    pyorch_served                       counters = {};
-    std::string                         sentence;
+    std::mutex                           mutex;
+    std::condition_variable              asked;
+    bool                                 stopping = false;
+    std::deque<std::shared_ptr<Session>> turns; // who has requests, in the order in which one of each is computed
+    uint64_t                             held     = 0;
+    pyorch_served                        counters = {};
+    std::string                          sentence;
 
-    std::thread acceptor, worker;
+    std::list<std::shared_ptr<Session>> sessions; // of the thread that has them, and so are the functions down to end()
+    char                                ignored[4096];
+    std::thread                         connections, worker;
 
-    void        accept_all();
-    void        serve(const std::shared_ptr<Session> & session);
+    void        serve_all();
+    void        accept_next();
+    void        receive(Session & session);
+    Place       place_for(Session & session);
+    std::string take(Session & session, size_t bytes);
+    std::string accept_header(Session & session);
+    std::string accept_frame(Session & session);
     std::string join(Session & session);
-    std::string converse(const std::shared_ptr<Session> & session);
+    void        look_at_clock(Session & session);
+    void        make_room();
+    void        refuse(Session & session, const std::string & why);
+    void        end(Session & session);
+    void        send(Session & session, Frame frame);
+    void        flush(Session & session);
+    void        hold(Session & session, int64_t bytes);
+    void        release(Session & session);
     void        compute_all();
-    bool        send(Session & session, const Frame & frame);
 };
 
 } // namespace pyorch

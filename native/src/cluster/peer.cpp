@@ -2,6 +2,7 @@
 
 #include "base/placement.h"
 #include "base/status.h"
+#include "cluster/replicas.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -95,14 +96,28 @@ double Peer::answer_seconds(int n_slots) {
     return waits == 0 && found && seconds_since(found->since) > FORGOTTEN * seconds ? 0 : seconds;
 }
 
+pyorch_pace Peer::pace() {
+    std::lock_guard<std::mutex> lock(mutex);
+    pyorch_pace                 known = overall;
+    if (seconds_since(answered) * known.answers > FORGOTTEN * known.seconds) {
+        known = {};
+    }
+    for (const auto & [id, one] : questions) {
+        known.pending += one.n_slots;
+    }
+    return known;
+}
+
 // REQUIRES: the mutex.
-void Peer::note_pace(const Question & answered) {
-    Pace &       pace    = paces[pace_of(answered.n_slots)];
-    const double seconds = seconds_since(answered.since);
+void Peer::note_pace(const Question & last) {
+    Pace &       pace    = paces[pace_of(last.n_slots)];
+    const double seconds = seconds_since(last.since);
     pace.seconds         = pace.seconds > 0 && seconds_since(pace.since) <= FORGOTTEN * pace.seconds ?
         pace.seconds + (seconds - pace.seconds) / 8 :
         seconds;
     pace.since           = Clock::now();
+    answered             = pace.since;
+    note_answer(overall, last.n_slots, seconds);
 }
 
 // REQUIRES: the mutex.

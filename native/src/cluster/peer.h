@@ -74,6 +74,9 @@ public:
     // was not asked for much longer than that, and may have become faster.
     double answer_seconds(int n_slots);
 
+    // Of all its answers; all 0 but for what is pending where that is forgotten.
+    pyorch_pace pace();
+
     bool             same_kernels() const { return has_same_kernels; }
     pyorch_peer_info counts(); // without the rest
     std::string      error();  // why it was lost last, "" if it never was
@@ -108,6 +111,8 @@ private:
     std::map<uint64_t, Question> questions; // by id
     uint64_t                     last_id = 0;
     std::array<Pace, 17>         paces; // by the binary logarithm of their slots, of which there are MAX_SLOTS at most
+    pyorch_pace                  overall = {};
+    Clock::time_point            answered; // the last question
     pyorch_peer_info             counters = {};
     std::string                  sentence;
     bool                         has_tried = false;
@@ -126,7 +131,7 @@ private:
     std::thread thread;
 
     static size_t pace_of(int n_slots);
-    void          note_pace(const Question & answered);
+    void          note_pace(const Question & last);
     void          run();
     std::string   live();
     void          lose(const std::string & why);

@@ -1,8 +1,10 @@
 #include "cluster/remote_bank.h"
 
 #include "base/status.h"
+#include "cluster/replicas.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace pyorch {
 
@@ -65,17 +67,6 @@ void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
         is_active = std::any_of(placement.begin(), placement.end(), [](const auto & l) { return !l.empty(); });
     }
     tell(layer);
-}
-
-// The server that is there and has the fewest slots, -1: none is there.
-int RemoteBank::choose(const std::vector<int> & places, const std::vector<size_t> & n_slots) const {
-    int best = -1;
-    for (int peer : places) {
-        if (computes(peer) && (best < 0 || n_slots[peer] < n_slots[best])) {
-            best = peer;
-        }
-    }
-    return best;
 }
 
 // Takes from each server what would be read before it answers, fewest experts first: reads queue up. Returns the slots.
@@ -148,18 +139,26 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
             }
             absent[e] = !here[e] && of_layer[e].empty();
         }
-        // The largest first: so the sums come out alike.
-        std::stable_sort(
-            wanted.begin(), wanted.end(), [&](int a, int b) { return slots_of[a].size() > slots_of[b].size(); });
-        std::vector<std::vector<int>> slots_at(peers.size());
-        std::vector<size_t>           n_slots_at(peers.size());
-        std::vector<int>              n_experts_at(peers.size());
+        std::vector<pyorch_pace> paces;
+        for (const auto & peer : peers) {
+            paces.push_back(peer && peer->joined() ? peer->pace() : pyorch_pace{});
+        }
+        std::vector<std::vector<int>> places;
+        std::vector<int>              n_slots;
         for (int e : wanted) {
-            const int peer = choose(of_layer[e], n_slots_at);
-            absent[e]      = peer < 0;
+            n_slots.push_back((int) slots_of[e].size());
+            places.emplace_back();
+            std::copy_if(of_layer[e].begin(), of_layer[e].end(), std::back_inserter(places.back()),
+                [&](int peer) { return computes(peer); });
+        }
+        const std::vector<int>        chosen = choose_replicas(places, n_slots, paces);
+        std::vector<std::vector<int>> slots_at(peers.size());
+        std::vector<int>              n_experts_at(peers.size());
+        for (size_t i = 0; i < wanted.size(); ++i) {
+            const int e = wanted[i], peer = chosen[i];
+            absent[e] = peer < 0;
             if (peer >= 0) {
                 ++n_experts_at[peer];
-                n_slots_at[peer] += slots_of[e].size();
                 slots_at[peer].insert(slots_at[peer].end(), slots_of[e].begin(), slots_of[e].end());
             }
         }

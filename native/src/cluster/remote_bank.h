@@ -1,7 +1,7 @@
 // Experts that other servers compute: who has which, and the rows that are sent there.
 //
 // All rows of an expert in a ubatch are computed in one place, here or there: kernels depend on how many there are. Of
-// the servers that have an expert and are there, the one gets it that has least to do in this ubatch. A server that is
+// the servers that have an expert and are there, the one gets it that is expected to have answered first. A server that is
 // lost has no experts until it joins again: those that no other one has are computed here meanwhile.
 
 #pragma once
@@ -88,7 +88,6 @@ private:
     bool   computes(int peer) const { return peers[peer] && peers[peer]->joined(); }
     size_t keep_for_reading(const ReadCost & read, int n_read, const std::vector<int> & n_experts_at,
         std::vector<std::vector<int>> & slots_at) const;
-    int    choose(const std::vector<int> & places, const std::vector<size_t> & n_slots) const;
 };
 
 } // namespace pyorch

@@ -2,7 +2,6 @@
 
 #include "base/status.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
@@ -40,21 +39,6 @@ void prepare(const Socket & socket) {
     fcntl(socket.fd(), F_SETFD, FD_CLOEXEC);
     const int on = 1;
     setsockopt(socket.fd(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-}
-
-bool wait_for(const Socket & socket, short events, int idle_ms, Clock::time_point deadline) {
-    using namespace std::chrono;
-    int timeout = idle_ms;
-    if (deadline != Clock::time_point::max()) {
-        const auto left = duration_cast<milliseconds>(deadline - Clock::now()).count();
-        timeout         = (int) std::clamp<int64_t>(left, 0, idle_ms);
-    }
-    pollfd p = { socket.fd(), events, 0 };
-    int    n;
-    do {
-        n = poll(&p, 1, timeout);
-    } while (n < 0 && errno == EINTR);
-    return n > 0;
 }
 
 } // namespace
@@ -157,30 +141,6 @@ int64_t receive_some(const Socket & socket, char * data, uint64_t bytes) {
     errno           = 0;
     const ssize_t n = recv(socket.fd(), data, bytes, 0);
     return n > 0 ? n : n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) ? 0 : -1;
-}
-
-bool send_all(const Socket & socket, const char * data, uint64_t bytes, int idle_ms) {
-    while (bytes > 0) {
-        const int64_t n = send_some(socket, data, bytes);
-        if (n < 0 || (n == 0 && !wait_for(socket, POLLOUT, idle_ms, Clock::time_point::max()))) {
-            return false;
-        }
-        data += n;
-        bytes -= n;
-    }
-    return true;
-}
-
-bool receive_all(const Socket & socket, char * data, uint64_t bytes, int idle_ms, Clock::time_point deadline) {
-    while (bytes > 0) {
-        const int64_t n = receive_some(socket, data, bytes);
-        if (n < 0 || Clock::now() > deadline || (n == 0 && !wait_for(socket, POLLIN, idle_ms, deadline))) {
-            return false;
-        }
-        data += n;
-        bytes -= n;
-    }
-    return true;
 }
 
 } // namespace pyorch

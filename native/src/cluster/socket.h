@@ -55,9 +55,4 @@ Socket accept_from(const Socket & listening);
 int64_t send_some(const Socket & socket, const char * data, uint64_t bytes);
 int64_t receive_some(const Socket & socket, char * data, uint64_t bytes);
 
-// All of it; false where nothing goes on for so long, the deadline is over or the connection at its end.
-bool send_all(const Socket & socket, const char * data, uint64_t bytes, int idle_ms);
-bool receive_all(const Socket & socket, char * data, uint64_t bytes, int idle_ms,
-    Clock::time_point deadline = Clock::time_point::max());
-
 } // namespace pyorch

@@ -3,6 +3,7 @@
 
 #include "cluster/listener.h"
 #include "cluster/remote_bank.h"
+#include "cluster/replicas.h"
 
 #include "base/status.h"
 #include "check.h"
@@ -267,6 +268,30 @@ static void test_servers_that_have_the_same_experts_share_the_work() {
     CHECK(elsewhere[3] && !elsewhere[4]);
 }
 
+static void test_who_is_expected_to_answer_first_is_asked() {
+    const std::vector<std::vector<int>> places(12, { 2, 0, 1 });
+    const std::vector<int>              slots(12, 2);
+    std::vector<pyorch_pace>            paces(3);
+    const auto                          count = [&](int peer) {
+        const auto chosen = choose_replicas(places, slots, paces);
+        return std::count(chosen.begin(), chosen.end(), peer);
+    };
+    CHECK(count(0) == 4 && count(1) == 4 && count(2) == 4 && choose_replicas(places, slots, paces)[0] == 2);
+    for (int i = 0; i < 40; ++i) {
+        for (int peer = 0; peer < 3; ++peer) { // one needs twenty times as long for each row
+            note_answer(paces[peer], 1 + i % 8, 1e-3 + (1 + i % 8) * (peer == 1 ? 20e-3 : 1e-3));
+        }
+    }
+    CHECK(count(1) < 2 && count(0) > 4 && count(2) > 4);
+    paces[0].pending = 1000; // and one is busy
+    CHECK(count(0) == 0 && count(2) > count(1));
+    for (int i = 0; i < 200; ++i) { // what was long ago fades
+        note_answer(paces[2], 1 + i % 8, 1.0);
+    }
+    CHECK(count(1) == 12);
+    CHECK(choose_replicas({ {}, { 1 } }, { 1, 1 }, paces) == std::vector<int>({ -1, 1 }));
+}
+
 static void test_who_does_not_join_is_told_why() {
     Listener   listener(listener_config(0), compute);
     RemoteBank bank(LAYERS);
@@ -318,6 +343,7 @@ int main() {
     test_a_server_that_answers_too_late_is_lost_and_asked_again();
     test_many_ask_while_servers_come_and_go();
     test_servers_that_have_the_same_experts_share_the_work();
+    test_who_is_expected_to_answer_first_is_asked();
     test_what_is_read_sooner_than_a_server_answers_is_not_asked_for();
     test_a_request_that_is_much_larger_than_what_the_system_buffers();
     test_who_does_not_join_is_told_why();

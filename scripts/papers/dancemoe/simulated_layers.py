@@ -9,6 +9,7 @@ import numpy as np
 
 from pyorch.cluster.costs import Costs
 from pyorch.cluster.migration import DISK, Sharing
+from pyorch.cluster.replicas import PACE, choose, in_turn
 from pyorch.errors import PyorchError
 from scripts.papers.dancemoe.simulated_server import Server
 
@@ -16,10 +17,11 @@ from scripts.papers.dancemoe.simulated_server import Server
 @dataclass(slots=True)
 class Layer:
     """Of a step. local: seconds of the device, for experts that it has. calls: of each peer asked, its number, seconds
-    of its device, and of ports there and back. reads: seconds of the disk and then of the device, of each expert."""
+    of its device, and of ports there and back, and rows. reads: seconds of the disk and then of the device, of each
+    expert."""
 
     local: float
-    calls: list[tuple[int, float, float, float]]
+    calls: list[tuple[int, float, float, float, float]]
     reads: list[tuple[float, float]]
 
 
@@ -35,8 +37,9 @@ class Part:
 class Layers:
     """Of all steps. resident: bool[n_servers, n_layers, n_expert], which others change.
 
-    n_messages: asked of peers; n_bytes: there and back; n_read: experts read from disks. recent: float64 of the shape
-    of resident, uses since it was set to 0.
+    served: rows that each computed for peers. n_messages: asked of peers; n_bytes: there and back; n_read: experts read
+    from disks. recent: float64 of the shape of resident, uses since it was set to 0. paces: PACE[n_servers, n_servers],
+    how long who asks waited for whom.
     """
 
     def __init__(self, costs: Costs, resident: np.ndarray, servers: Sequence[Server]) -> None:
@@ -47,6 +50,7 @@ class Layers:
         self._cells = n_expert * np.arange(n_layers)[:, None]
         self.recent = np.zeros(resident.shape)
         self._recent = self.recent.reshape(n_servers, -1)
+        self.served = np.zeros(n_servers, np.int64)
         self.n_messages, self.n_bytes, self.n_read = 0, 0.0, 0
         self._n_rows = self._n_experts = self._n_inputs = 0  # that were sent
         there, back = 1 / costs.bytes_per_second, 1 / costs.bytes_per_second.T
@@ -57,8 +61,7 @@ class Layers:
                                  + costs.message_bytes * (there + back))
         np.fill_diagonal(self._message_seconds, np.inf)
         self._there = there
-        # Of equals the next in a circle, which begins elsewhere for each expert: so they are not all asked of one.
-        self._turns = 1e-12 * (np.subtract.outer(np.arange(n_servers), np.arange(n_servers)) % n_servers)
+        self.paces = np.zeros((n_servers, n_servers), PACE)  # of who asks and who answers
         self._row_seconds = costs.request_bytes * there + costs.reply_bytes * back + costs.row
         self._read_seconds = np.repeat(costs.disk_seconds, n_expert, axis=1)
 
@@ -106,12 +109,13 @@ class Layers:
         n_servers = len(servers)
         waits = np.array([server.device.free_at for server in servers])
         waits = np.maximum(waits - now, 0) + self._message_seconds[n]
-        estimates = self._turns.take((n + 1 + used) % n_servers, axis=1)
-        estimates += waits[:, None]
-        estimates += self._row_seconds[n][:, None] * rows
-        estimates[np.logical_not(self._held.take(used, axis=1))] = np.inf
-        peer = np.argmin(estimates, axis=0)
-        asked = estimates[peer, np.arange(len(used))]
+        # Each layer is a ubatch of its own: it has servers of its own.
+        places = in_turn(self._held.take(used, axis=1), n, used)
+        places = np.where(places >= 0, places + n_servers * layer[:, None], DISK).astype(np.int32)
+        peer = choose(places, rows, np.tile(self.paces[n], self._n_layers))
+        nobody = peer < 0
+        peer %= n_servers
+        asked = np.where(nobody, np.inf, waits[peer] + self._row_seconds[n, peer] * rows)
         own = costs.expert[n] + costs.row[n] * rows
         read = max(0.0, servers[n].disk.free_at - now) + self._read_seconds[n, used] + own
         from_disk = read < asked
@@ -132,9 +136,10 @@ class Layers:
         seconds = costs.message[peer] + costs.expert[peer] * n_experts + costs.row[peer] * n_rows
         there = costs.message_bytes + costs.request_bytes * n_inputs
         back = costs.message_bytes + costs.reply_bytes * n_rows
-        columns = (peer, seconds, there * self._there[n, peer], back * self._there[peer, n])
+        columns = (peer, seconds, there * self._there[n, peer], back * self._there[peer, n], n_rows)
         for i, call in zip((message // n_servers).tolist(), zip(*(column.tolist() for column in columns))):
             layers[i].calls.append(call)
+        np.add.at(self.served, peer, n_rows.astype(np.int64))
         self.n_messages += len(message)
         self.n_bytes += float(there.sum() + back.sum())
         self._n_rows += int(rows.sum())

@@ -9,8 +9,8 @@ a token of each that decodes, and tokens of prompts up to the limit of a step. I
 
 1. the device computes the dense part; then the router has chosen;
 2. rows for experts that the server has not leave in one message for each peer. Of the servers that have an expert the
-   one is asked that is estimated to answer first, by its link and by what waits for its device; the expert is read from
-   the own disk where that is estimated to be faster, or where nobody has it;
+   one is asked that is expected to answer first, chosen as in a running cluster; the expert is read from the own disk
+   where that is estimated to be faster, or where nobody has it;
 3. the device goes on with the experts that the server has. It computes for peers while its own step waits for answers;
 4. when all answers are there, the next layer begins. The last one, as in llama.cpp, has experts only for tokens whose
    output is wanted: those decoded, and the last one of a prompt.
@@ -32,6 +32,7 @@ import numpy as np
 
 from pyorch.cluster.costs import Costs
 from pyorch.cluster.migration import DISK, Decision, Load, Migration, RecentUses, decide
+from pyorch.cluster.replicas import note_answer
 from pyorch.errors import PyorchError
 from scripts.papers.dancemoe.simulated_costs import Machine
 from scripts.papers.dancemoe.simulated_layers import Layer, Layers, Part
@@ -72,8 +73,9 @@ class Outcome:
     server, arrival, begin, first, end: of each request, in order of arrival: when it got a place, its first token and
     its last. bins: float64[n_bins + 1], edges. local, uses: float64[n_servers, n_bins], rows that a server computed
     itself, and all, by when their step began; those after the last edge count in the last bin. busy:
-    float64[n_servers], that a device computed, or would have with a core for each thread. n_messages: asked of peers;
-    n_bytes: there and back; n_read: experts read from disks, but for those that move. duration: until the last request
+    float64[n_servers], that a device computed, or would have with a core for each thread. served: int64[n_servers],
+    rows for peers. n_messages: asked of peers; n_bytes: there and back; n_read: experts read from disks, but for those
+    that move. duration: until the last request
     ended.
     """
 
@@ -86,6 +88,7 @@ class Outcome:
     local: np.ndarray
     uses: np.ndarray
     busy: np.ndarray
+    served: np.ndarray
     n_messages: int
     n_bytes: float
     n_read: int
@@ -159,7 +162,8 @@ class _Simulation:
         return Outcome(
             server=np.array([request.server for request in requests], np.int64), **times,
             bins=self._bin_seconds * np.arange(n_bins + 1), local=self._local, uses=self._all,
-            busy=np.array([server.device.busy for server in self._servers]), n_messages=self._layers.n_messages,
+            busy=np.array([server.device.busy for server in self._servers]),
+            served=self._layers.served, n_messages=self._layers.n_messages,
             n_bytes=self._layers.n_bytes, n_read=self._layers.n_read, duration=self._env.now,
             changes=tuple(self._changes),
         )
@@ -261,24 +265,24 @@ class _Simulation:
     def _ask(self, n: int, ready: float, layer: Layer, answers: Answers | None) -> None:
         """Messages leave, and reads begin, when the router has chosen."""
         now, server = self._env.now, self._servers[n]
-        for peer, seconds, there, back in layer.calls:
+        for peer, seconds, there, back, rows in layer.calls:
             arrival = server.port_out.serve(ready, there) + self._latency[n][peer]
-            self._at(arrival - now, self._asked, (n, peer, seconds, there, back, answers))
+            self._at(arrival - now, self._asked, (n, peer, seconds, there, back, (ready, rows), answers))
         for seconds, computing in layer.reads:
             self._at(server.disk.serve(ready, seconds) - now, self._read, (n, computing, answers))
 
     def _asked(self, event: simpy.Event) -> None:
         """The last byte of a message is at the peer, if its port had nothing else to take."""
-        n, peer, seconds, there, back, answers = event.value
+        n, peer, seconds, there, back, question, answers = event.value
         now, server = self._env.now, self._servers[peer]
         self._take_answers(server, now)
         # The port took these bytes as they came: at the earliest it can have begun when it was free.
         received = max(now, server.port_in.serve(now - there, there))
         computed = server.device.serve(received, seconds)
         if server.cores is None:
-            self._answer(n, peer, computed, back, answers)
+            self._answer(n, peer, computed, back, question, answers)
         else:  # when it is computed depends on what else will be
-            self._at(received - now, self._ask_thread, (server, seconds, (n, peer, back, answers)))
+            self._at(received - now, self._ask_thread, (server, seconds, (n, peer, back, question, answers)))
 
     def _ask_thread(self, event: simpy.Event) -> None:
         """The thread of a server that computes for others gets one job more."""
@@ -289,19 +293,22 @@ class _Simulation:
 
     def _next_job(self, server: Server) -> None:
         def computed(_: simpy.Event) -> None:
-            _, (n, peer, back, answers) = server.asked.popleft()
-            self._answer(n, peer, self._env.now, back, answers)
+            _, (n, peer, back, question, answers) = server.asked.popleft()
+            self._answer(n, peer, self._env.now, back, question, answers)
             if server.asked:
                 self._next_job(server)
 
         server.cores.compute(server.asked[0][0]).callbacks.append(computed)
 
-    def _answer(self, n: int, peer: int, computed: float, back: float, answers: Answers) -> None:
-        """Leaves the peer when it is computed."""
+    def _answer(
+        self, n: int, peer: int, computed: float, back: float, question: tuple[float, float], answers: Answers
+    ) -> None:
+        """Leaves the peer when it is computed. question: when it was asked, and for how many rows."""
         sent = self._servers[peer].port_out.serve(computed, back)
         arrival = sent + self._latency[peer][n]
         heapq.heappush(self._servers[n].answers, (arrival, next(self._order), back, answers))
         answers.arrival = max(answers.arrival, arrival)
+        note_answer(self._layers.paces[n], peer, question[1], arrival - question[0])
         self._one_less(answers)
 
     def _take_answers(self, server: Server, until: float) -> None:

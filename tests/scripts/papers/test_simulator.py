@@ -136,6 +136,18 @@ def test_rows_for_experts_that_many_have_go_to_different_peers():
 # Servers that share cores
 
 
+def test_equal_servers_with_equal_users_have_alike_much_to_do():
+    """16 of them, each with memory for 30 % of the experts. What is measured is their rows for others."""
+    n_servers, rng = 16, np.random.default_rng(1)
+    resident = rng.permuted(np.broadcast_to(np.arange(32) < 10, (n_servers, 4, 32)), axis=2)
+    resident[np.arange(4 * 32).reshape(4, 32) % n_servers, np.arange(4)[:, None], np.arange(32)] = True
+    costs = costs_of(n_servers, 4, ServerCosts(disk_bytes_per_second=0), rate=6e7, latency=5e-4, row_bytes=8192)
+    source = Random(np.ones((4, 32)), 40, 4, 20)
+    traffic = [Traffic(arrival_times(np.random.default_rng(n), 4.0, 10.0), source) for n in range(n_servers)]
+    busy = simulate(costs, resident, traffic, 10.0).served
+    assert busy.max() / busy.mean() <= 1.15
+
+
 def test_servers_that_are_there_again_share_machines_of_their_own():
     costs = CostsFile(simulated={"machines": [{"servers": ["a", "c"], "cores": 2}]})
     assert machines_of(costs, ("a", "b", "c", "a", "b")) == (Machine((0, 2), 2.0), Machine((3,), 2.0))
