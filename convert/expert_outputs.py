@@ -1,13 +1,12 @@
-"""What the experts of a GGUF compute, in numpy, and how similar their outputs are.
+"""What the experts of a GGUF compute, in numpy.
 
-For comparing experts: a layer at a time, an expert's matrices at a time, from the weights as the GGUF has
+For fitting and comparing: a layer at a time, an expert's matrices at a time, from the weights as the GGUF has
 them, quantized or not. Matrices are rows of weights of one output, as ggml stores them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import gguf
 import numpy as np
@@ -20,14 +19,6 @@ from pyorch.runtime.model_map import ByteRange, LayerInfo, ModelMap
 from pyorch.sidecars import packs
 from pyorch.sidecars.container import checksum
 from pyorch.traces.routers import quantization
-
-# An expert that fewer samples selected is compared on all of them.
-MIN_SAMPLES = 8
-
-# Of what one layer's comparison keeps at once, twice: the hidden states and the products of outputs.
-WORK_BYTES = 512 << 20
-
-SLICE_BYTES = 64 << 20  # of the outputs that are multiplied at once
 
 
 def _silu(gate: np.ndarray) -> np.ndarray:
@@ -175,69 +166,6 @@ class LayerExperts:
             return None
         size = where.size // self._layer.n_expert
         return _read(where.path, where.offset + expert * size, size).view(np.float32)
-
-
-@dataclass(frozen=True)
-class OutputSimilarity:
-    """How well the output of expert j stands for that of expert i, each [i, j].
-
-    Over the samples that selected i, over all samples where fewer than MIN_SAMPLES did.
-    """
-
-    cosine: np.ndarray  # float32[n_expert, n_expert], mean of cos(o_i, o_j)
-    relative_error: np.ndarray  # float32[n_expert, n_expert], mean of |o_j - o_i| / |o_i|
-    scale: np.ndarray  # float32[n_expert, n_expert], sum <o_i, o_j> / sum <o_j, o_j>: the s of least |o_i - s o_j|
-    samples: np.ndarray  # int64[n_expert], that selected i
-    left: np.ndarray  # float32[n_expert, n_expert], of the square of o_i: sum |o_i - s o_j|^2 / sum |o_i|^2
-
-
-def compare(experts: LayerExperts, inputs: np.ndarray, selected: np.ndarray) -> OutputSimilarity:
-    """Compares the outputs of all pairs of experts of a layer.
-
-    Args:
-        inputs: float16 or float32[n, n_embd], router inputs.
-        selected: bool[n, n_expert], which experts the router chose for them.
-
-    Where the work space would not do, fewer samples are taken, spread evenly.
-    """
-    n_expert = experts.n_expert
-    kept = _fitting(len(inputs), n_expert, experts.hidden(0, inputs[:1].astype(np.float32)).shape[1])
-    inputs, selected = np.asarray(inputs[kept], np.float32), selected[kept]
-    hidden = np.stack([experts.hidden(expert, inputs) for expert in range(n_expert)])
-    n_embd = inputs.shape[1]
-    step = max(1, SLICE_BYTES // (4 * n_expert * len(inputs)))
-    products = np.zeros((len(inputs), n_expert, n_expert), np.float32)  # <o_i, o_j> of each sample
-    for start in range(0, n_embd, step):
-        rows = slice(start, min(start + step, n_embd))
-        outputs = np.stack([experts.down(expert, hidden[expert], rows) for expert in range(n_expert)], axis=1)
-        products += outputs @ outputs.transpose(0, 2, 1)
-    return similarity_of(products, selected)
-
-
-def similarity_of(products: np.ndarray, selected: np.ndarray) -> OutputSimilarity:
-    """The similarity from the products <o_i, o_j> float32[n, n_expert, n_expert] of n samples."""
-    n_expert = selected.shape[1]
-    samples = selected.sum(axis=0)
-    cosine, error, scale, left = (np.zeros((n_expert, n_expert), np.float32) for _ in range(4))
-    for i in range(n_expert):
-        of = products[selected[:, i] if samples[i] >= MIN_SAMPLES else slice(None)]
-        squares = np.diagonal(of, axis1=1, axis2=2).astype(np.float64)  # [samples, j]
-        dots, own = of[:, i].astype(np.float64), squares[:, i, None]
-        cosine[i] = _ratio(dots, np.sqrt(squares * own)).mean(axis=0)
-        error[i] = np.sqrt(_ratio(np.maximum(squares - 2 * dots + own, 0), own)).mean(axis=0)
-        scale[i] = _ratio(dots.sum(axis=0), squares.sum(axis=0))
-        left[i] = np.clip(1 - scale[i] * _ratio(dots.sum(axis=0), own.sum()), 0, 1)
-    return OutputSimilarity(cosine, error, scale, samples, left)
-
-
-def _ratio(value: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """0 where an output is 0: it is like nothing."""
-    return np.divide(value, of, out=np.zeros(np.broadcast_shapes(value.shape, of.shape)), where=of > 0)
-
-
-def _fitting(n: int, n_expert: int, n_ff: int) -> np.ndarray:
-    most = max(MIN_SAMPLES, WORK_BYTES // (4 * n_expert * max(n_ff, n_expert)))
-    return np.arange(n) if n <= most else np.linspace(0, n - 1, most).astype(np.int64)
 
 
 def _read(path: str, offset: int, size: int) -> np.ndarray:

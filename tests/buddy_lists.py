@@ -23,11 +23,9 @@ def random_buddies(seed: int, n_expert: int = N_EXPERT, k_max: int = K_MAX) -> B
             n = int(rng.integers(1, k_max + 1))
             ids[e, :n] = rng.permutation([j for j in range(n_expert) if j != e])[:n]
             q[e, :n] = -np.sort(-rng.dirichlet(np.ones(n)) * 0.9)
-        scale = rng.uniform(-0.5, 1.5, (n_expert, k_max)).astype(np.float32)
-        scale[rng.random((n_expert, k_max)) < 0.2] = np.nan
         percentiles = np.linspace(0, 1, 101, dtype=np.float32)
-        layers[il] = LayerBuddies(il, ids, q, scale, rng.integers(0, 100, n_expert), percentiles, percentiles)
-    return Buddies(layers, dict.fromkeys(layers, 1.0), "coactivation", 1000)
+        layers[il] = LayerBuddies(il, ids, q, rng.integers(0, 100, n_expert), percentiles, percentiles)
+    return Buddies(layers, dict.fromkeys(layers, 1.0), 1000)
 
 
 def complete_buddies(k_max: int = K_MAX) -> Buddies:
@@ -39,7 +37,6 @@ def complete_buddies(k_max: int = K_MAX) -> Buddies:
         q = np.tile(np.linspace(0.2, 0.02, k_max), (N_EXPERT, 1))
         percentiles = np.linspace(0, 1, 101).astype(np.float32)
         layers[il] = LayerBuddies(
-            il, ids.astype(np.int32), q.astype(np.float32), np.ones((N_EXPERT, k_max), np.float32),
-            rng.integers(1, 1000, N_EXPERT), percentiles, percentiles,
+            il, ids.astype(np.int32), q.astype(np.float32), rng.integers(1, 1000, N_EXPERT), percentiles, percentiles,
         )
-    return Buddies(layers, dict.fromkeys(layers, 1.0), "coactivation", 1000)
+    return Buddies(layers, dict.fromkeys(layers, 1.0), 1000)

@@ -90,14 +90,12 @@ public:
         }
         const std::vector<float> rows = random_weights((size_t) s.n_expert * rank_by_id * s.n_embd, 0.1f);
         const std::vector<int>   ranks(s.n_expert, s.rank);
-        const std::vector<float> ones(s.n_expert, 1.0f);
         pyorch_ghosts            given = {};
         given.n_expert                 = s.n_expert;
         given.n_in = given.n_out = s.n_embd;
         given.n_rows             = s.n_expert * s.rank;
         given.rank               = ranks.data();
         given.mean = given.down = given.up = rows.data();
-        given.error = given.energy = ones.data();
         for (Layer & l : layers) {
             l.ghosts = std::make_unique<GhostLayer>(given);
             for (ggml_tensor * t : { l.down, l.up, l.mean, l.down_by_id, l.up_by_id, l.mean_by_id }) {

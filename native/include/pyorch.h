@@ -55,14 +55,13 @@ const char * pyorch_version(void); // "1.2.3"
 
 // What can be chosen among by name. The values of a choice are those of the enum.
 typedef enum pyorch_choices {
-    PYORCH_CHOICES_POLICY            = 0, // pyorch_policy
-    PYORCH_CHOICES_PREDICTOR         = 1, // pyorch_predictor
-    PYORCH_CHOICES_SPECULATE         = 2, // pyorch_speculate
-    PYORCH_CHOICES_SUBSTITUTE_MODE   = 3, // pyorch_substitute_mode
-    PYORCH_CHOICES_SUBSTITUTE_WEIGHT = 4, // pyorch_substitute_weight
-    PYORCH_CHOICES_SUBSTITUTE_ORDER  = 5, // pyorch_substitute_order
-    PYORCH_CHOICES_ON_MISS           = 6, // pyorch_on_miss
-    PYORCH_CHOICES_GATING            = 7, // pyorch_gating
+    PYORCH_CHOICES_POLICY           = 0, // pyorch_policy
+    PYORCH_CHOICES_PREDICTOR        = 1, // pyorch_predictor
+    PYORCH_CHOICES_SPECULATE        = 2, // pyorch_speculate
+    PYORCH_CHOICES_SUBSTITUTE_MODE  = 3, // pyorch_substitute_mode
+    PYORCH_CHOICES_SUBSTITUTE_ORDER = 4, // pyorch_substitute_order
+    PYORCH_CHOICES_ON_MISS          = 5, // pyorch_on_miss
+    PYORCH_CHOICES_GATING           = 6, // pyorch_gating
 } pyorch_choices;
 
 // What a choice works with.
@@ -656,12 +655,6 @@ typedef enum pyorch_substitute_mode {
     PYORCH_SUBSTITUTE_CACHE   = 3, // the resident expert that the router ranks highest, with its own weight
 } pyorch_substitute_mode;
 
-typedef enum pyorch_substitute_weight {
-    PYORCH_WEIGHT_KEEP   = 0, // the substitute gets the weight of the expert that it replaces
-    PYORCH_WEIGHT_OWN    = 1, // its own, normalized as the model does
-    PYORCH_WEIGHT_FITTED = 2, // that of the replaced one, times the scale of the buddy list
-} pyorch_substitute_weight;
-
 typedef enum pyorch_substitute_order {
     PYORCH_ORDER_RANK   = 0, // as the router ranks them
     PYORCH_ORDER_WEIGHT = 1, // lowest weight first
@@ -671,7 +664,6 @@ typedef enum pyorch_on_miss {
     PYORCH_MISS_FETCH = 0, // wait for what no substitute covers
     PYORCH_MISS_DROP  = 1, // leave it out
     PYORCH_MISS_GHOST = 2, // its ghost computes in its place; what has none is left out
-    PYORCH_MISS_AUTO  = 3, // whichever of buddy, ghost and leaving out is expected to err least, within max_error
 } pyorch_on_miss;
 
 // How a layer treats absent experts, by BuddyMoE's gates in their order. Each can be off.
@@ -679,26 +671,17 @@ typedef enum pyorch_on_miss {
 typedef struct pyorch_substitution {
     int32_t  mode;          // pyorch_substitute_mode
     int32_t  prefill;       // nonzero: also in ubatches with several tokens of a sequence
-    int32_t  search_rank;   // only the first so many of a buddy list, 0: all
     int32_t  max_per_token; // slots of a token in this layer that get another expert or lose theirs, 0: no limit
-    int32_t  weight;        // pyorch_substitute_weight
     int32_t  order;         // pyorch_substitute_order: in which the absent experts of a token are treated
     int32_t  on_miss;       // pyorch_on_miss, for what the gates allow but no buddy covers
     double   tau;           // none where the token activating entropy is at most this (below 0: off)
-    double   temperature;   // of the probabilities in it, 1: as they are
     double   gamma;         // none where the two largest probabilities differ by at least this (above 1: off)
     double   beta;          // none where at least this share of the requested experts is absent (above 1: off)
-    double   read_ms;       // above 0: beta adapts, so that a token reads no longer than this
-    double   eta;           // of the router's logit in the priority
-    double   kappa;         // of the hops in the priority: one to an expert that another server computes, else none
-    double   reuse;         // factor for each time that a buddy was chosen in the ubatch, 1: none
     uint64_t seed;          // of random substitution
     int32_t  sacred; // so many of a token's experts, those of the highest weight, are never replaced nor left out
     int32_t  among;  // PYORCH_SUBSTITUTE_CACHE: only of so many that the router ranks highest, 0: of all
     double   bonus;  // PYORCH_SUBSTITUTE_CACHE: none whose logit is lower by more than this
     int32_t  max_all_layers; // as max_per_token, of all layers of a token together, in their order, 0: no limit
-    double   max_error; // PYORCH_MISS_AUTO: most expected squared error of a token in this layer, as a share of the
-                        // layer's squared output; what would exceed it is waited for
 } pyorch_substitution;
 
 // Nothing is substituted, every gate is off, and what no buddy covers is fetched.
@@ -706,11 +689,9 @@ extern const pyorch_substitution pyorch_default_substitution;
 
 pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const pyorch_substitution * substitution);
 
-// ids, q, scale, error: [n_expert][k_max], best first; ids -1 after the last; scale and error may be NULL, or nan where
-// they are not known. error: what a buddy, times its scale, leaves of the squared output of the expert that it stands in
-// for, 0 to 1: for PYORCH_MISS_AUTO with PYORCH_WEIGHT_FITTED. PYORCH_INVALID for ids that do not exist.
-pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
-    const int32_t * ids, const float * q, const float * scale, const float * error);
+// ids: [n_expert][k_max], best first; -1 after the last. PYORCH_INVALID for ids that do not exist.
+pyorch_status pyorch_set_buddies(
+    pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const int32_t * ids);
 
 // Counters of ubatches that substitution may touch. A slot is one of the n_expert_used of a token.
 typedef struct pyorch_substitution_counts {
@@ -729,7 +710,6 @@ typedef struct pyorch_substitution_counts {
     uint64_t avoided;         // of them, those that nobody asked for any more
     uint64_t refused_sacred;  // absent slots among a token's first
     uint64_t ghosts;          // slots that ghosts computed
-    uint64_t refused_error;   // absent slots that would have exceeded max_error
     uint64_t on_their_way;    // slots that were substituted, dropped or computed by ghosts while their expert was
                               // being read: a matter of time, unless the cache is simulated
 } pyorch_substitution_counts;
@@ -749,9 +729,6 @@ typedef struct pyorch_ghosts {
     const float *   mean;   // [n_expert][n_out]
     const float *   down;   // [n_rows][n_in]
     const float *   up;     // [n_rows][n_out]
-    const float *
-        error; // [n_expert] expected square of what the ghost misses, as a share of the layer's squared output
-    const float * energy; // [n_expert] expected square of the whole output, likewise
 } pyorch_ghosts;
 
 // Copies them, with 8 bits for each number. PYORCH_INVALID for ghosts of other experts. They are used where

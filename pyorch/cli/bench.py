@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from pyorch.cli import bench_serve
 from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_command, add_model, check_readable, print_json
 from pyorch.cli.progress import Progress
@@ -28,8 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     )
     parser.description += (
         " Each configuration runs in a process of its own, in rounds. The report compares it with the roofline: the "
-        "time that computing, or reading what was missing, takes at least. `pyorch bench serve --help`: the same for a "
-        "server under load."
+        "time that computing, or reading what was missing, takes at least."
     )
     add_model(parser)
     add_settings(parser, EXPERTS, "n_threads", "cpus", LOSSY, "tuned", lists=("budget", "policy", "prefetch"),
@@ -56,22 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="with a lossy setting, draw into this file what is read over time, lossless and lossy")
     parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
     parser.set_defaults(run=run)
-    _take_serve(parser)
     return parser
-
-
-def _take_serve(parser: argparse.ArgumentParser) -> None:
-    """`bench serve` is a command of its own; any other first word is a model."""
-    parse = parser.parse_known_args
-
-    def parse_known_args(args=None, namespace=None):
-        args = list(args or ())
-        if args[:1] != ["serve"]:
-            return parse(args, namespace)
-        serving = bench_serve.add_parser(type(parser)(prog=parser.prog).add_subparsers())
-        return serving.parse_known_args(args[1:], namespace)
-
-    parser.parse_known_args = parse_known_args
 
 
 def run(args: argparse.Namespace) -> int:

@@ -403,7 +403,7 @@ class _Preparation:
             f"{result['rows'][1]['wait_ms']:.3g} ms with whole experts alone")
 
     def _buddies(self) -> _Call:
-        return ["--trace", _word(self._trace), "--similarity", "both"], lambda _: (
+        return ["--trace", _word(self._trace)], lambda _: (
             "for --lossy buddies: similar experts stand in for absent ones")
 
     def _ghosts(self) -> _Call:

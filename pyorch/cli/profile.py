@@ -85,7 +85,7 @@ def _refusals(router: str, n_inputs: int, states: bool) -> list[tuple[str, str]]
     """(what will not do with such a trace, the option that would help)."""
     lacking = [
         (router != "full", "pyorch maps", "--router full"),
-        (not n_inputs, "pyorch buddies --similarity output or both", "--inputs"),
+        (not n_inputs, "pyorch ghosts", "--inputs"),
         (not states, "pyorch replay with predictors that apply routers", "--states"),
     ]
     return [(command, option) for lacks, command, option in lacking if lacks]

@@ -115,7 +115,7 @@ def slots(model: Model) -> Slots:
         wrong = stats.speculation.slots - stats.speculation.right if stats.speculation is not None else 0
         return Slots(n_tokens, 0, wrong, 0)
     refused = sum(getattr(counts, f"refused_{why}") for why in (
-        "tae", "margin", "distribution", "rho", "buddies", "sacred", "error"))
+        "tae", "margin", "distribution", "rho", "buddies", "sacred"))
     return Slots(n_tokens, counts.substituted + refused, counts.substituted, counts.dropped, counts.ghosts)
 
 
@@ -137,13 +137,11 @@ def lossy_method(substitution: Substitution) -> Method:
 def n_ubatch(substitution: Substitution | None, speculates: bool = False) -> int:
     """Tokens that may be computed at once, with a simulated cache.
 
-    1 where settings look at all tokens of a micro-batch (eq. 2, reuse
-    in eq. 3; what was forecast for one is there for the others), of which decoding has one, and where they count what
-    all layers do to a token: the last has other rows.
+    1 where settings look at all tokens of a micro-batch (eq. 2; what was forecast for one is there for the others), of
+    which decoding has one, and where they count what all layers do to a token: the last has other rows.
     """
     by_batch = substitution is not None and (
-        substitution.beta is not None or substitution.read_ms is not None or substitution.reuse != 1
-        or substitution.rho_token is not None or speculates)
+        substitution.beta is not None or substitution.rho_token is not None or speculates)
     return 1 if by_batch else N_BATCH
 
 

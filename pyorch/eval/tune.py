@@ -37,11 +37,8 @@ LEVERS = (
     "mode=none,miss=drop,order=weight,sacred=1|2|3,min_entropy=p50|p30",
     "mode=none,miss=drop,order=weight,sacred=1|2,max_replaced=1|2",
     "mode=none,miss=ghost,order=weight,sacred=1|2",
-    "mode=none,miss=auto,sacred=1,max_error=0.01|0.02|0.05",
     "mode=cache,order=weight,sacred=1|2|3,among=12",
     "mode=cache,order=weight,sacred=2,bonus=0.5|1|2",
-    "order=weight,weight=fitted,sacred=2|3",
-    "order=weight,weight=fitted,max_replaced=2|3,min_entropy=p30",
 )
 
 MOST = 512  # settings
@@ -98,7 +95,7 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
             def judge(setting: Substitution | None, begin: int, end: int) -> Judgement:
                 return judging.judge(_method(setting), rate, buddies, parts=(begin, end))
 
-            search = Search(judge, request.goal, _settings(request, buddies, has_ghosts), n_questions, request.metric,
+            search = Search(judge, request.goal, _settings(request, has_ghosts), n_questions, request.metric,
                             partial(on_progress, "search"))
             trials = search.run()
     if request.goal.min_accuracy is not None and not search.original.average(request.metric):
@@ -118,16 +115,11 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
     return Tuning(search.original, tuple(trials), speeds, best, tuned)
 
 
-def _settings(request: Request, buddies: Buddies, has_ghosts: bool) -> list[Substitution]:
-    """What can be tried with the files that there are: without scales, weights cannot be fitted."""
-    scaled = any(layer.has_scales for layer in buddies.layers.values())
-    asked = settings_of(request.levers)
-    possible = [setting for setting in asked
-                if (setting.weight != "fitted" or scaled) and (not setting.needs_ghosts or has_ghosts)]
+def _settings(request: Request, has_ghosts: bool) -> list[Substitution]:
+    """What can be tried with the files that there are."""
+    possible = [setting for setting in settings_of(request.levers) if not setting.needs_ghosts or has_ghosts]
     if not possible:
-        if asked[0].needs_ghosts:
-            raise PyorchError(f"there are no ghosts beside {request.model}: make them with `pyorch ghosts`")
-        raise PyorchError("weight=fitted needs lists of buddies with scales: make them with `pyorch buddies --compare`")
+        raise PyorchError(f"there are no ghosts beside {request.model}: make them with `pyorch ghosts`")
     return possible
 
 

@@ -121,11 +121,9 @@ gatings = functools.partial(_choices, "gating function", lib.PYORCH_CHOICES_GATI
 
 
 def substitution(setting: str) -> Choices:
-    """Of a setting of substitution: its "mode", "weight", "order" or "miss"."""
-    lists = {
-        "mode": lib.PYORCH_CHOICES_SUBSTITUTE_MODE, "weight": lib.PYORCH_CHOICES_SUBSTITUTE_WEIGHT,
-        "order": lib.PYORCH_CHOICES_SUBSTITUTE_ORDER, "miss": lib.PYORCH_CHOICES_ON_MISS,
-    }
+    """Of a setting of substitution: its "mode", "order" or "miss"."""
+    lists = {"mode": lib.PYORCH_CHOICES_SUBSTITUTE_MODE, "order": lib.PYORCH_CHOICES_SUBSTITUTE_ORDER,
+             "miss": lib.PYORCH_CHOICES_ON_MISS}
     return _choices(f"substitution {setting}", lists[setting])
 
 

@@ -98,46 +98,32 @@ def speculative(prefetch: Prefetch, sidecars: Sidecars) -> Prefetch:
     return prefetch
 
 
-def check_substitution(
-    settings: Substitution, il: int, buddies: Buddies | None, placed: bool = False
-) -> None:
-    """PyorchError for settings that need what there is not: lists, scales of outputs in them, or, where they weigh hops
-    (kappa), other servers that compute experts (placed)."""
+def check_substitution(settings: Substitution, il: int, buddies: Buddies | None) -> None:
+    """PyorchError for settings that need lists where there are none."""
     if settings.needs_buddies and buddies is None:
         raise PyorchError(f"this lossy setting needs buddy lists in layer {il}: make them with `pyorch buddies`")
-    if settings.kappa and not placed:
-        raise PyorchError("lossy setting by_hops (kappa) weighs the hops to other servers that compute experts, and "
-                          "there are none: leave it out")
-    if settings.weight == "fitted" and settings.mode == "buddies" and not buddies.layers[il].has_scales:
-        raise PyorchError(
-            f"lossy setting weight=fitted needs scales of outputs, and the buddy lists of layer {il} "
-            "have none: make them with `pyorch buddies --compare`"
-        )
 
 
 def apply_substitution(
-    engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None, ghosts: Ghosts | None = None,
-    placed: bool = False,
+    engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None, ghosts: Ghosts | None = None
 ) -> None:
     """Sets what the engine does with absent experts of a layer; None: nothing, it fetches them. ghosts: see
     find_ghosts(). Raises as check_substitution() does."""
     settings = substitution or OFF
-    check_substitution(settings, il, buddies, placed)
+    check_substitution(settings, il, buddies)
     if ghosts is not None:
         ghosts.apply(engine, il)
     layer = buddies.layers[il] if buddies is not None else None
     if settings.mode == "buddies":
         lists = layer.cut(buddies.alpha[il] if settings.alpha is None else settings.alpha, settings.k)
-        engine.set_buddies(il, lists.ids, lists.q, lists.scale, lists.left)
+        engine.set_buddies(il, lists.ids)
     given = {
-        "prefill": settings.prefill, "search_rank": settings.rank, "max_per_token": settings.rho,
-        "max_all_layers": settings.rho_token, "temperature": settings.temperature, "read_ms": settings.read_ms,
-        "eta": settings.eta, "kappa": settings.kappa, "reuse": settings.reuse, "seed": settings.seed,
-        "sacred": settings.sacred, "among": settings.among, "beta": settings.beta, "bonus": settings.bonus,
-        "max_error": settings.max_error, "tau": _threshold(settings.tau, layer, "tae_percentiles"),
+        "prefill": settings.prefill, "max_per_token": settings.rho, "max_all_layers": settings.rho_token,
+        "seed": settings.seed, "sacred": settings.sacred, "among": settings.among, "beta": settings.beta,
+        "bonus": settings.bonus, "tau": _threshold(settings.tau, layer, "tae_percentiles"),
         "gamma": _threshold(settings.gamma, layer, "margin_percentiles"),
         **{field: choices.substitution(name)[getattr(settings, name)].value for field, name in (
-            ("mode", "mode"), ("weight", "weight"), ("order", "order"), ("on_miss", "miss"))},
+            ("mode", "mode"), ("order", "order"), ("on_miss", "miss"))},
     }
     engine.set_substitution(il, {name: value for name, value in given.items() if value is not None})
 

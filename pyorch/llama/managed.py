@@ -54,7 +54,7 @@ def build(plan: EnginePlan) -> Engine | None:
         engine.set_speculation("decode" if settings.speculate else "none")
         for layer in plan.map.layers:
             apply_substitution(
-                engine, layer.il, settings.substitution, plan.buddies, plan.ghosts, plan.placed)
+                engine, layer.il, settings.substitution, plan.buddies, plan.ghosts)
     except PyorchError:
         engine.close()
         raise

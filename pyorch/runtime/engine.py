@@ -383,31 +383,17 @@ class Engine:
         counts = call(lib.pyorch_get_substitution_counts, self.handle, il, out="pyorch_substitution_counts")
         return read(SubstitutionStats, counts)
 
-    def set_buddies(
-        self, il: int, ids: np.ndarray, q: np.ndarray, scale: np.ndarray | None = None, left: np.ndarray | None = None
-    ) -> None:
-        """The buddies of each expert of a layer, best first: ids int32[n_expert, k_max], -1 after the last.
+    def set_buddies(self, il: int, ids: np.ndarray) -> None:
+        """The buddies of each expert of a layer, best first: ids int32[n_expert, k_max], -1 after the last."""
+        check(lib.pyorch_set_buddies(self.handle, il, *ids.shape, array("int32_t", ids)))
 
-        q, scale, left: float32 of the same shape; scale is the factor of the buddy's output, left what a buddy with it
-        leaves of the squared output, 0 to 1; nan where they are not known.
-        """
-        for name, values in (("priorities", q), ("scales", scale), ("errors", left)):
-            if values is not None and values.shape != ids.shape:
-                raise PyorchError(f"buddy lists of shape {ids.shape} do not fit {name} of shape {values.shape}")
-        check(lib.pyorch_set_buddies(
-            self.handle, il, *ids.shape, array("int32_t", ids), array("float", q), array("float", scale),
-            array("float", left)))
-
-    def set_ghosts(
-        self, il: int, rank: np.ndarray, mean: np.ndarray, down: np.ndarray, up: np.ndarray, error: np.ndarray,
-        energy: np.ndarray,
-    ) -> None:
+    def set_ghosts(self, il: int, rank: np.ndarray, mean: np.ndarray, down: np.ndarray, up: np.ndarray) -> None:
         """What estimates the outputs of a layer's experts, as pyorch.sidecars.ghosts.LayerGhosts has it. PyorchError
         for ghosts of other experts."""
         (n_expert, n_out), (n_rows, n_in) = mean.shape, down.shape
-        if up.shape != (n_rows, n_out) or any(values.shape != (n_expert,) for values in (rank, error, energy)):
+        if up.shape != (n_rows, n_out) or rank.shape != (n_expert,):
             raise PyorchError(f"the arrays of ghosts of {n_expert} experts do not fit together")
-        arrays = _pointers({"mean": mean, "down": down, "up": up, "error": error, "energy": energy})
+        arrays = _pointers({"mean": mean, "down": down, "up": up})
         check(lib.pyorch_set_ghosts(self.handle, il, given(
             "pyorch_ghosts", n_expert=n_expert, n_in=n_in, n_out=n_out, n_rows=n_rows, rank=array("int32_t", rank),
             **arrays)))

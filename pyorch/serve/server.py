@@ -65,7 +65,7 @@ def serve(
         prompt_cache: bytes for the prompts of all models that outlive their servers, see pyorch.serve.prompts.
         beside: a context that is entered when requests are answered, on another thread, and left before the engine
         ends.
-        placed: other servers will compute experts, which is a hop for `kappa` (BuddyMoE eq. 3).
+        placed: other servers will compute experts.
         options: of pyorch.load. What was learned is written to maps at the end.
 
     Returns:

@@ -94,33 +94,12 @@ class Substitution:
         None, _number_or_percentile, _THRESHOLD, plain="min_entropy", group=LOSSY,
         help="nothing is replaced for a token of whose experts the router is sure: whose entropy (eq. 1) is not above "
              "this; p15 is what 15 % of the tokens of the trace were not above")
-    temperature: float = option(
-        1.0, _number, "a number", group=LOSSY, help="of the probabilities that min_entropy and max_lead go by")
     gamma: float | Percentile | None = option(
         None, _number_or_percentile, _THRESHOLD, plain="max_lead", group=LOSSY,
         help="nothing is replaced for a token whose likeliest expert leads the second by this much or more")
     beta: float | None = option(
         None, _number, "a number", plain="max_absent", group=LOSSY,
         help="nothing is replaced in a batch of whose experts this share or more is absent (eq. 2)")
-    read_ms: float | None = option(
-        None, _number, "a number", group=LOSSY,
-        help="max_absent adapts instead, so that a token spends at most so many milliseconds on reading")
-    rank: int | None = option(
-        None, _count, _COUNT, plain="search_rank", group=LOSSY,
-        help="only the first so many buddies of a list are tried (H of algorithm 1)")
-    eta: float = option(
-        0.0, _number, "a number", plain="by_logit", group=LOSSY,
-        help="how much it counts, when a buddy is chosen, what the router thinks of it (eq. 3)")
-    kappa: float = option(
-        0.0, _number, "a number", plain="by_hops", group=LOSSY,
-        help="how much it counts, when a buddy is chosen, how many hops away it is (eq. 3)")
-    reuse: float = option(
-        1.0, _number, "a number", group=LOSSY,
-        help="factor of a buddy's priority for each time that it was chosen in the ubatch")
-    weight: str = option(
-        "keep", str, "a word", group=LOSSY,
-        help="weight of a buddy's output: that of the replaced expert (keep), the buddy's own (own), or that of the "
-             "replaced expert, fitted to the buddy's output (fitted)")
     order: str = option(
         "rank", str, "a word", group=LOSSY,
         help="which of a token's absent experts are replaced first: by the router's rank (rank), or the lowest weight "
@@ -128,12 +107,7 @@ class Substitution:
     miss: str = option(
         "fetch", str, "a word", group=LOSSY,
         help="an absent expert that may be replaced, but has no resident buddy, is read (fetch), left out (drop), or "
-             "estimated by its ghost (ghost, see pyorch ghosts); auto takes whichever of buddy, ghost and leaving out "
-             "is expected to err least, and reads what would exceed max_error")
-    max_error: float | None = option(
-        None, _number, "a number", group=LOSSY,
-        help="with miss=auto, most expected squared error of a token in a layer, as a share of the layer's squared "
-             "output, such as 0.02")
+             "estimated by its ghost (ghost, see pyorch ghosts)")
     sacred: int | None = option(
         None, _count, _COUNT, group=LOSSY,
         help="so many of a token's experts in a layer, those of the highest weight, are never replaced nor left out")
@@ -212,7 +186,7 @@ class Substitution:
 
     @property
     def needs_ghosts(self) -> bool:
-        return self.miss in ("ghost", "auto")
+        return self.miss == "ghost"
 
     @property
     def needs_buddies(self) -> bool:
@@ -220,41 +194,29 @@ class Substitution:
 
 
 def _check(settings: Substitution) -> None:
-    for name in ("mode", "weight", "order", "miss"):
+    for name in ("mode", "order", "miss"):
         allowed = choices.substitution(name)
         if getattr(settings, name) not in allowed:
             raise PyorchError(f'lossy setting {name}="{getattr(settings, name)}" is not known: '
                               f'use {" or ".join(allowed)}')
     if settings.alpha is not None and not 0 < settings.alpha <= 1:
         raise PyorchError(f"lossy setting coverage={settings.alpha:g} is not above 0 and at most 1")
-    for name in ("k", "rho", "rho_token", "rank", "sacred", "among"):
+    for name in ("k", "rho", "rho_token", "sacred", "among"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             off = "none, without heaviest and ghosts" if name == "sacred" else "no limit"
             raise PyorchError(f"lossy setting {_plain(name)}={value} is below 1: leave it out for {off}")
-    if not settings.temperature > 0:
-        raise PyorchError(f"lossy setting temperature={settings.temperature:g} is not above 0")
-    for name in ("reuse", "read_ms", "beta", "eta", "kappa", "bonus", "max_error", "seed"):
+    for name in ("beta", "bonus", "seed"):
         value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise PyorchError(f"lossy setting {_plain(name)}={value:g} is negative")
-    if settings.weight == "fitted" and settings.mode in ("random", "cache"):
-        raise PyorchError("lossy setting weight=fitted is for buddies, whose outputs were compared: "
-                          f"not for mode={settings.mode}")
     for name in ("among", "bonus"):
         if getattr(settings, name) is not None and settings.mode != "cache":
             raise PyorchError(f"lossy setting {name} is for mode=cache, not for mode={settings.mode}")
-    if settings.max_error is not None and settings.miss != "auto":
-        raise PyorchError(f"lossy setting max_error is for miss=auto, not for miss={settings.miss}")
-    if settings.beta is not None and settings.read_ms is not None:
-        raise PyorchError("lossy settings max_absent and read_ms exclude each other: read_ms chooses max_absent")
     for name in ("tau", "gamma"):
         value = getattr(settings, name)
         if isinstance(value, Percentile) and not 0 <= value.percent <= 100:
             raise PyorchError(f"lossy setting {_plain(name)}={value} is not a percentile from p0 to p100")
-        if isinstance(value, Percentile) and settings.temperature != 1:
-            raise PyorchError(f"lossy setting {_plain(name)}={value} is a percentile of what was profiled at "
-                              f"temperature 1: use a number with temperature={settings.temperature:g}")
 
 
 def _plain(name: str) -> str:

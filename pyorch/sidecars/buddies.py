@@ -18,7 +18,6 @@ from pyorch.sidecars import container
 
 KIND = "buddies"
 VERSION = 1
-SIMILARITIES = ("coactivation", "output", "both")
 N_PERCENTILES = 101  # 0 to 100
 
 # q is stored in float32: a prefix that reaches alpha but for the rounding reaches it.
@@ -32,25 +31,14 @@ class LayerBuddies:
     il: int
     ids: np.ndarray  # int32[n_expert, k_max], -1 after the end of a list
     q: np.ndarray  # float32[n_expert, k_max], the score, normalized over all peers (eq. 4); 0 after the end
-    scale: np.ndarray  # float32[n_expert, k_max], the factor that fits a buddy's output to the replaced expert's;
-    #                    nan after the end, and where outputs were not compared
     activations: np.ndarray  # int64[n_expert], tokens of the trace that selected the expert
     tae_percentiles: np.ndarray  # float32[101] of the Token Activating Entropy (eq. 1)
     margin_percentiles: np.ndarray  # float32[101] of the margin between the two largest probabilities
-    left: np.ndarray | None = (
-        None  # float32[n_expert, k_max], what a buddy with that factor leaves of the replaced expert's
-    )
-    #                                 squared output; nan as scale is; None: a file of before has none
 
     @property
     def lengths(self) -> np.ndarray:
         """int64[n_expert]: how many buddies each expert has."""
         return (self.ids >= 0).sum(axis=1)
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether outputs were compared, for any buddy."""
-        return bool(np.isfinite(self.scale).any())
 
     def prefix_lengths(self, cft_alpha: float) -> np.ndarray:
         """int64[n_expert]: the fewest buddies whose q sums up to cft_alpha, all where it never does (eq. 5).
@@ -69,8 +57,6 @@ class LayerBuddies:
             self,
             ids=np.where(kept, self.ids[:, :width], np.int32(-1)),
             q=np.where(kept, self.q[:, :width], np.float32(0)),
-            scale=np.where(kept, self.scale[:, :width], np.float32(np.nan)),
-            left=None if self.left is None else np.where(kept, self.left[:, :width], np.float32(np.nan)),
         )
 
 
@@ -83,7 +69,6 @@ class Buddies:
 
     layers: dict[int, LayerBuddies]
     alpha: dict[int, float]  # cumulative frequency threshold of each layer (eq. 5)
-    similarity: str  # what q measures: one of SIMILARITIES
     n_tokens: int  # of the trace
 
     def most_active(self, rate: float) -> dict[int, np.ndarray]:
@@ -101,11 +86,8 @@ class Buddies:
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Writes the sidecar, whole or not at all. Raises PyorchError if it cannot be written."""
         arrays = {f"blk.{il}.{name}": getattr(layer, name) for il, layer in self.layers.items() for name in _ARRAYS}
-        arrays |= {f"blk.{il}.left": layer.left for il, layer in self.layers.items() if layer.left is not None}
-        metadata = {
-            "layers": list(self.layers), "alpha": [float(self.alpha[il]) for il in self.layers],
-            "similarity": self.similarity, "n_tokens": self.n_tokens,
-        }
+        metadata = {"layers": list(self.layers), "alpha": [float(self.alpha[il]) for il in self.layers],
+                    "n_tokens": self.n_tokens}
         container.write(path, KIND, VERSION, model_map, metadata, arrays)
 
     @classmethod
@@ -113,17 +95,16 @@ class Buddies:
         """Reads and checks a sidecar. Raises FormatError, also for lists that cannot be this model's."""
         file = container.Sidecar(path, KIND, VERSION, model_map)
         file.check_layers(model_map.layers)
-        alpha, similarity, n_tokens = (file.metadata.get(name) for name in ("alpha", "similarity", "n_tokens"))
+        alpha, n_tokens = (file.metadata.get(name) for name in ("alpha", "n_tokens"))
         file.check(isinstance(alpha, list) and len(alpha) == len(model_map.layers)
                    and all(isinstance(value, float) and 0 < value <= 1 for value in alpha),
                    f"there is no alpha in (0, 1] for each layer, but {alpha}")
-        file.check(similarity in SIMILARITIES and isinstance(n_tokens, int),
-                   "it does not say what its lists were made from")
+        file.check(isinstance(n_tokens, int), "it does not say what its lists were made from")
         layers = {layer.il: _layer(file, layer.il, layer.n_expert) for layer in model_map.layers}
-        return cls(layers, dict(zip(layers, alpha)), similarity, n_tokens)
+        return cls(layers, dict(zip(layers, alpha)), n_tokens)
 
 
-_ARRAYS = ("ids", "q", "scale", "activations", "tae_percentiles", "margin_percentiles")
+_ARRAYS = ("ids", "q", "activations", "tae_percentiles", "margin_percentiles")
 
 
 def _layer(file: container.Sidecar, il: int, n_expert: int) -> LayerBuddies:
@@ -133,15 +114,12 @@ def _layer(file: container.Sidecar, il: int, n_expert: int) -> LayerBuddies:
     def floats(name: str, *shape: int, nan: bool = False) -> np.ndarray:
         return np.array(file.of_layer(il, name, np.float32, *shape, nan=nan))
 
-    left = floats("left", *ids.shape, nan=True) if f"blk.{il}.left" in file.arrays else None
     layer = LayerBuddies(
-        il, np.array(ids), floats("q", *ids.shape, nan=True), floats("scale", *ids.shape, nan=True),
+        il, np.array(ids), floats("q", *ids.shape, nan=True),
         np.array(file.of_layer(il, "activations", np.int64, n_expert)), floats("tae_percentiles", N_PERCENTILES),
-        floats("margin_percentiles", N_PERCENTILES), left,
+        floats("margin_percentiles", N_PERCENTILES),
     )
-    file.check(left is None or not ((left < 0) | (left > 1)).any(),
-               f"what buddies of layer {il} leave are no numbers from 0 to 1 for each")
-    q, scale = layer.q, layer.scale
+    q = layer.q
     ended = ids == -1
 
     def refuse(wrong: np.ndarray, what: str) -> None:
@@ -158,7 +136,6 @@ def _layer(file: container.Sidecar, il: int, n_expert: int) -> LayerBuddies:
     refuse(ended & (q != 0), "have a score q after the end of the list")
     refuse(q[:, 1:] > q[:, :-1], "are not sorted by their score q")
     refuse(q.sum(axis=1, dtype=np.float64, keepdims=True) > 1 + 1e-4, "have scores q that sum up to more than 1")
-    refuse(np.isinf(scale), "have an infinite scale")
     percentiles = np.stack([layer.tae_percentiles, layer.margin_percentiles])
     file.check((np.diff(percentiles) >= 0).all(), f"the percentiles of layer {il} are not in ascending order")
     file.check((layer.activations >= 0).all(), f"the activations of layer {il} are not all 0 or more")

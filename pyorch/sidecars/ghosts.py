@@ -53,7 +53,7 @@ class Ghosts:
         """Gives those of a layer to an engine, which uses them where a substitution says so. PyorchError for
         others'."""
         layer = self.layers[il]
-        engine.set_ghosts(il, layer.rank, layer.mean, layer.down, layer.up, layer.error, layer.energy)
+        engine.set_ghosts(il, layer.rank, layer.mean, layer.down, layer.up)
 
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Writes the sidecar, whole or not at all. Raises PyorchError if it cannot be written."""

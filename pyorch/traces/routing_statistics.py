@@ -1,8 +1,7 @@
 """Statistics of routing decisions, on plain arrays of one layer.
 
 experts: integer[n_tokens, k], the selected ids; probs: float[n_tokens, k], their probabilities in the same
-order; router: float[n_tokens, n_expert], a whole distribution. token_weights, float[n_tokens], counts some
-tokens less than others (BuddyMoE, section 3.3).
+order; router: float[n_tokens, n_expert], a whole distribution.
 """
 
 from __future__ import annotations
@@ -12,33 +11,20 @@ import itertools
 import numpy as np
 
 
-def activation_counts(experts: np.ndarray, n_expert: int, token_weights: np.ndarray | None = None) -> np.ndarray:
+def activation_counts(experts: np.ndarray, n_expert: int) -> np.ndarray:
     """How often each expert was selected, A(i) of BuddyMoE's eq. 4: float64[n_expert]."""
-    weights = None if token_weights is None else np.repeat(token_weights, experts.shape[1])
-    return np.bincount(experts.ravel(), weights, n_expert).astype(np.float64)
+    return np.bincount(experts.ravel(), minlength=n_expert).astype(np.float64)
 
 
-def coactivation(
-    experts: np.ndarray, probs: np.ndarray, n_expert: int, token_weights: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """How often two experts were selected for the same token, M(i, j) of BuddyMoE's eq. 4.
-
-    Args:
-        probs: as they shall weigh; the paper takes them renormalized(), section 3.3.
-
-    Returns:
-        The count, and the sum of min(p_i, p_j): both symmetric float64[n_expert, n_expert], diagonal zero.
-    """
-    token_weights = np.ones(len(experts)) if token_weights is None else np.asarray(token_weights, np.float64)
-    binary, weighted = np.zeros((2, n_expert * n_expert))
+def coactivation(experts: np.ndarray, n_expert: int) -> np.ndarray:
+    """How often two experts were selected for the same token, M(i, j) of BuddyMoE's eq. 4: symmetric
+    float64[n_expert, n_expert], diagonal zero."""
+    pairs = np.zeros(n_expert * n_expert)
     ids = experts.astype(np.int64)
     for a, b in itertools.combinations(range(experts.shape[1]), 2):
-        pairs = ids[:, a] * n_expert + ids[:, b]
-        smaller = np.minimum(probs[:, a], probs[:, b])
-        binary += np.bincount(pairs, token_weights, n_expert * n_expert)
-        weighted += np.bincount(pairs, token_weights * smaller, n_expert * n_expert)
-    square = (binary.reshape(n_expert, n_expert), weighted.reshape(n_expert, n_expert))
-    return square[0] + square[0].T, square[1] + square[1].T
+        pairs += np.bincount(ids[:, a] * n_expert + ids[:, b], minlength=n_expert * n_expert)
+    square = pairs.reshape(n_expert, n_expert)
+    return square + square.T
 
 
 def renormalized(probs: np.ndarray) -> np.ndarray:

@@ -29,7 +29,6 @@ def kinds(command: str) -> list[tuple[str, str]]:
 
 # What --help is asked of.
 HELPED = [(command,) for command in COMMANDS] + [words for command in COMMANDS for words in kinds(command)]
-HELPED += [("bench", "serve")]
 
 # For each line a fork, which begins with nothing of ours.
 _IMPORTED = """

@@ -78,7 +78,7 @@ def test_no_roofline_of_a_model_that_fits_into_the_cache(small_moe: Path, monkey
 
 @pytest.mark.parametrize(("options", "refused"), [
     ((), ["pyorch replay"]), (("--states",), []),
-    (("--router", "topk", "--inputs", "0"), ["pyorch maps", "pyorch buddies", "pyorch replay"]),
+    (("--router", "topk", "--inputs", "0"), ["pyorch maps", "pyorch ghosts", "pyorch replay"]),
 ])
 def test_profile_says_at_the_start_which_commands_will_refuse(
     options: tuple[str, ...], refused: list[str], small_moe: Path, text: Path, tmp_path: Path, capsys
@@ -96,7 +96,7 @@ def test_a_trace_by_default_is_enough_for_what_comes_next(small_moe: Path, text:
     assert main(command) == 0
     assert main([*command, "--append"]) == 0
     assert main(["maps", str(small_moe), str(trace), "-o", str(tmp_path / "m.maps.gguf")]) == 0
-    assert main(["buddies", str(small_moe), "--trace", str(trace), "--similarity", "both", "-o",
+    assert main(["buddies", str(small_moe), "--trace", str(trace), "-o",
                  str(tmp_path / "m.buddies.gguf")]) == 0
     assert "120 in the trace" in capsys.readouterr().out
     assert main([*command, "--router", "topk"]) == 0

@@ -392,8 +392,7 @@ def test_settings_that_look_at_the_micro_batch_are_judged_token_by_token(
         0,
     )[1]
     assert row["judged_substituted_per_token"] > 0
-    for settings, width in (("rho=2,tau=p15", arc.N_BATCH), ("beta=0.5", 1), ("reuse=0.9", 1), ("read_ms=2", 1),
-                            ("rho_token=9", 1)):
+    for settings, width in (("rho=2,tau=p15", arc.N_BATCH), ("beta=0.5", 1), ("rho_token=9", 1)):
         assert method.n_ubatch(Substitution.parse(settings)) == width
 
 

@@ -159,7 +159,7 @@ def test_a_lever_stands_for_all_its_alternatives() -> None:
     assert [str(setting) for setting in found] == [
         "mode=none,min_entropy=p5,miss=drop,sacred=1", "mode=none,min_entropy=0.5,miss=drop,sacred=1",
         "mode=none,min_entropy=p5,miss=drop,sacred=2", "mode=none,min_entropy=0.5,miss=drop,sacred=2", "order=weight"]
-    assert len(tuning.settings_of(tuning.LEVERS)) == 30
+    assert len(tuning.settings_of(tuning.LEVERS)) == 23
     for lever, sentence in (
         ("mode=none", "replaces nothing"), ("sacred=1|x", "not a whole number"), ("a=1", "is not known"),
         ("seed=" + "|".join(map(str, range(600))), "more than 512 settings"),
@@ -176,7 +176,7 @@ def test_a_lever_stands_for_all_its_alternatives() -> None:
 def tune(small_moe: Path, lists: Path, *arguments: object) -> int:
     return main([str(word) for word in (
         "tune", small_moe, "--data", FACTS, "--limit", 12, "--buddies-file", lists, "--candidates", 1, "--lever",
-        "mode=none,miss=drop,sacred=1|3", "--lever", "mode=cache,sacred=2", "--lever", "weight=fitted,rho=1|3",
+        "mode=none,miss=drop,sacred=1|3", "--lever", "mode=cache,sacred=2", "--lever", "rho=1|3",
         "--speed-tokens", 8, "--threads", 1, *arguments)])
 
 

@@ -36,7 +36,7 @@ def decoded(model: Model, tokens: list[int], settings: str) -> tuple[np.ndarray,
 @pytest.mark.parametrize(("settings", "lost"), [
     ("mode=none,miss=ghost,order=weight,sacred=5,prefill=1", (False, True, True)),
     ("mode=random,sacred=2,prefill=1", (True, False, False)),
-    ("mode=buddies,coverage=1,max_replaced=4,weight=fitted,prefill=1", (True, False, False)),
+    ("mode=buddies,coverage=1,max_replaced=4,prefill=1", (True, False, False)),
     ("mode=buddies,coverage=0.9,max_replaced=2,miss=drop,sacred=1", (True, True, False)),
     ("mode=none,miss=drop,order=weight,sacred=1", (False, True, False)),
 ])

@@ -18,7 +18,7 @@ def test_a_c99_program_needs_nothing_but_the_headers(small_moe: Path) -> None:
 
     # What the program lists is what Python offers.
     lists = (choices.policies(), choices.predictors(), choices.speculation(),
-             *(choices.substitution(setting) for setting in ("mode", "weight", "order", "miss")),
+             *(choices.substitution(setting) for setting in ("mode", "order", "miss")),
              choices.gatings())
     expected = [
         f"{number} {choice.name} {int(choice.needs)} {int(choice.uses)} {int(choice.executable)}"

@@ -19,7 +19,7 @@ from pyorch.library.choices import (
 
 @pytest.mark.parametrize(
     "choices",
-    [policies(), predictors(), speculation(), *map(substitution, ("mode", "weight", "order", "miss")), gatings()],
+    [policies(), predictors(), speculation(), *map(substitution, ("mode", "order", "miss")), gatings()],
     ids=lambda choices: choices.what,
 )
 def test_every_choice_has_a_name_of_its_own_and_a_line_that_describes_it(choices):

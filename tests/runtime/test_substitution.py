@@ -5,19 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import parts
 import pytest
-from buddy_lists import K_MAX, N_EXPERT, N_LAYERS, complete_buddies, random_buddies
+from buddy_lists import N_EXPERT, N_LAYERS, complete_buddies, random_buddies
 from ghost_layers import random_ghosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pyorch
-from pyorch.errors import PyorchError
 from pyorch.llama.apply import apply_substitution
 from pyorch.llama.context import Context
 from pyorch.runtime.callbacks import Routing
@@ -57,9 +55,8 @@ def reference(
     absent = {e for e in requested if not resident[e]}
     counts["absent"] = len(absent)
     crowded = lossy.beta is not None and len(absent) / len(requested) >= lossy.beta
-    chosen_before: dict[int, int] = {}
     estimated: set[tuple[int, int]] = set()  # slots that ghosts compute
-    own = lossy.weight == "own" or lossy.mode == "cache"
+    own = lossy.mode == "cache"
 
     def raw(t: int, e: int) -> float:
         p = float(routing.probs[t, e])
@@ -71,8 +68,6 @@ def reference(
         if not missing:
             continue
         p = [raw(t, e) for e in before]
-        if lossy.temperature != 1:
-            p = [math.pow(x, 1 / lossy.temperature) for x in p]
         total = 0.0
         for x in p:
             total += x
@@ -82,7 +77,7 @@ def reference(
             entropy -= x * math.log(x) if x > 0 else 0.0
         entropy = min(entropy / math.log(n_used), 1.0) if n_used > 1 else 0.0
         first, second = (sorted(p, reverse=True) + [0.0])[:2]
-        uncovered, by_ghosts, fitted = set(), set(), [1.0] * n_used
+        uncovered, by_ghosts = set(), set()
         n_substituted = 0
         tau = lossy.tau.percent / 100 if isinstance(lossy.tau, Percentile) else lossy.tau
         if tau is not None and entropy <= tau:
@@ -94,16 +89,6 @@ def reference(
         else:
             taken = set(before)
             order = sorted(missing, key=lambda s: (weights[t, s], -s)) if lossy.order == "weight" else missing
-            spent, all_weights = 0.0, 0.0
-            for x in weights[t]:
-                all_weights += float(x)
-
-            def expected(s: int, share: float) -> float:
-                has = ghosts.rank[before[s]] >= 0
-                return share * share * float((ghosts.error if has else ghosts.energy)[before[s]])
-
-            if lossy.miss == "auto":
-                order = sorted(order, key=lambda s: expected(s, float(weights[t, s])))
             sacred = sorted(range(n_used), key=lambda s: (weights[t, s], -s))[max(0, n_used - (lossy.sacred or 0)):]
             for s in order:
                 if s in sacred:
@@ -132,43 +117,21 @@ def reference(
                     ):
                         pick = free[0]
                 elif lossy.mode == "buddies":
-                    ranked = [(r, int(j)) for r, j in enumerate(lists.ids[e][: lossy.rank or K_MAX]) if j >= 0]
-                    z = routing.logits[t]
-                    low, span = float(z.min()), float(z.max()) - float(z.min())
-
-                    def priority(r: int, j: int) -> float:
-                        psi = float(lists.q[e, r])
-                        if lossy.eta:
-                            psi *= 1 + lossy.eta * ((float(z[j]) - low) / span if span > 0 else 0)
-                        return psi * math.pow(lossy.reuse, chosen_before.get(j, 0)) if lossy.reuse != 1 else psi
-
-                    if lossy.eta or lossy.kappa or lossy.reuse != 1:
-                        ranked.sort(key=lambda item: -priority(*item))
-                    for r, j in ranked:
-                        if resident[j] and j not in taken:
+                    for r, j in enumerate(lists.ids[e].tolist()):
+                        if j >= 0 and resident[j] and j not in taken:
                             pick, pick_rank = j, r
                             break
-                if lossy.miss == "auto":
-                    share = float(weights[t, s]) / all_weights if all_weights > 0 else 1 / n_used
-                    if lossy.max_error is not None and spent + expected(s, share) > lossy.max_error:
-                        counts["refused_error"] += 1
-                        continue
-                    spent += expected(s, share)
-                    pick = None  # nobody knows how much its output errs
                 if pick is None:
                     counts["refused_buddies"] += 1
-                    if lossy.miss in ("ghost", "auto") and ghosts.rank[e] >= 0:
+                    if lossy.miss == "ghost" and ghosts.rank[e] >= 0:
                         by_ghosts.add(s)
                     elif lossy.miss != "fetch":
                         uncovered.add(s)
                     continue
                 experts[t, s] = pick
                 taken.add(pick)
-                chosen_before[pick] = chosen_before.get(pick, 0) + 1
                 counts["rank_sum"] += pick_rank
                 n_substituted += 1
-                if lossy.weight == "fitted" and lossy.mode == "buddies" and not math.isnan(lists.scale[e, pick_rank]):
-                    fitted[s] = float(lists.scale[e, pick_rank])
         counts["substituted"] += n_substituted
         counts["dropped"] += len(uncovered)
         counts["ghosts"] += len(by_ghosts)
@@ -193,7 +156,7 @@ def reference(
             left += x
             w.append(x)
         norm = all_before / left if normalized and (own or uncovered) and left > 0 else 1.0
-        weights[t] = [np.float32(w[s] * norm * fitted[s]) for s in range(n_used)]
+        weights[t] = [np.float32(w[s] * norm) for s in range(n_used)]
     computed = {int(experts[t, s]) for t in range(n_tokens) for s in range(n_used) if (t, s) not in estimated}
     counts["avoided"] = len(absent) - len({e for e in computed if not resident[e]})
     return experts, weights, SubstitutionStats(**counts)
@@ -216,14 +179,8 @@ def random_routing(rng: np.random.Generator, n_tokens: int, n_used: int, il: int
 
 def settings_that_can_be(**settings) -> Substitution:
     """Without what does not go together: were it refused, hardly any mode but one would be tried."""
-    if settings.get("miss") != "auto":
-        settings.pop("max_error", None)
     if settings.get("mode") != "cache":
         settings.pop("among", None), settings.pop("bonus", None)
-    if settings.get("mode") in ("cache", "random") and settings["weight"] == "fitted":
-        settings.pop("weight")
-    if isinstance(settings.get("tau"), Percentile):
-        settings.pop("temperature", None)
     return Substitution(**settings)
 
 
@@ -235,16 +192,10 @@ SETTINGS = st.builds(
     bonus=st.sampled_from([None, 0.0, 0.5]),
     rho=st.sampled_from([None, 1, 2, 3]),
     tau=st.sampled_from([None, None, 0.5, 0.9, 0.97, Percentile(90)]),
-    temperature=st.sampled_from([1.0, 0.8, 1.2]),
     gamma=st.sampled_from([None, None, 0.05, 0.3]),
     beta=st.sampled_from([None, None, 0.0, 0.4, 0.6, 1.0]),
-    rank=st.sampled_from([None, 1, 3]),
-    eta=st.sampled_from([0.0, 0.5]),
-    reuse=st.sampled_from([1.0, 0.5]),
-    weight=st.sampled_from(["keep", "own", "fitted"]),
     order=st.sampled_from(["rank", "weight"]),
-    miss=st.sampled_from(["fetch", "drop", "ghost", "auto"]),
-    max_error=st.sampled_from([None, None, 0.0, 0.05, 0.5]),
+    miss=st.sampled_from(["fetch", "drop", "ghost"]),
     seed=st.integers(0, 2**32),
 )
 
@@ -326,7 +277,7 @@ GATES = st.builds(
     settings_that_can_be,
     rho=st.sampled_from([None, 1, 2]), tau=st.sampled_from([None, 0.9]), gamma=st.sampled_from([None, 0.3]),
     beta=st.sampled_from([None, 0.6]), order=st.sampled_from(["rank", "weight"]), sacred=st.sampled_from([None, 2]),
-    weight=st.sampled_from(["keep", "own", "fitted"]), miss=st.just("drop"),
+    miss=st.just("drop"),
 )
 
 
@@ -499,17 +450,6 @@ def test_a_limit_over_all_layers_is_used_up_by_the_first_of_them(small_moe: Path
         assert most * (len(tokens) - 1) <= counts.substituted + counts.dropped <= most * len(tokens)
 
 
-def test_an_adaptive_beta_substitutes_only_as_much_as_reading_allows(small_moe: Path):
-    def substituted(settings: str) -> int:
-        with pyorch.load(small_moe, budget="25%", n_ctx=512, n_threads=1) as model:
-            model.substitute(settings, random_buddies(1))
-            decode(model, TEXT * 6)
-            return model.stats().substitution.substituted
-
-    assert substituted("read_ms=100000") == 0
-    assert substituted("read_ms=0.0001") > 100
-
-
 def test_random_substitutes_differ_by_seed_only(small_moe: Path):
     def logits(seed: int) -> bytes:
         with pyorch.load(small_moe, budget="100%", n_ctx=256, n_threads=1) as model:
@@ -521,8 +461,8 @@ def test_random_substitutes_differ_by_seed_only(small_moe: Path):
 
 
 @pytest.mark.parametrize("text", [
-    "max_replaced=0", "min_entropy=px", "foo=1", "max_absent=nan", "weight=x", "max_replaced=1,rho=2",
-    "max_absent=1,read_ms=3", "coverage=2", "max_buddies", "max_lead=p101", "min_entropy=p5,temperature=2",
+    "max_replaced=0", "min_entropy=px", "foo=1", "max_absent=nan", "miss=auto", "max_replaced=1,rho=2", "coverage=2",
+    "max_buddies", "max_lead=p101", "temperature=2", "weight=fitted",
 ])
 def test_settings_that_mean_nothing_are_refused_by_their_plain_name(text: str):
     by_symbol = text.replace("max_replaced", "rho").replace("min_entropy", "tau").replace("coverage", "alpha")
@@ -533,7 +473,7 @@ def test_settings_that_mean_nothing_are_refused_by_their_plain_name(text: str):
 
 @pytest.mark.parametrize("text", [
     "buddies", "coverage=0.95,max_buddies=16,max_replaced=3,min_entropy=p15", "mode=random,seed=4",
-    "min_entropy=0.5,weight=fitted,prefill=1",
+    "min_entropy=0.5,prefill=1",
 ])
 def test_settings_can_be_written_and_read_again(text: str):
     assert str(Substitution.parse(text)) == text
@@ -545,7 +485,7 @@ def test_buddies_that_do_not_exist_are_refused(small_moe: Path):
     with pyorch.load(small_moe, budget="100%", n_ctx=256) as model:
         bad = np.zeros((N_EXPERT, 2), np.int32)
         with pytest.raises(pyorch.PyorchError, match="expert 0 of layer 0 cannot have expert 0"):
-            model.engine.set_buddies(0, bad, bad.astype(np.float32))
+            model.engine.set_buddies(0, bad)
         with pytest.raises(pyorch.PyorchError, match="64 experts"):
             model.engine.set_cache(0, np.ones(3, bool))
 
@@ -570,58 +510,3 @@ def test_what_others_stand_in_for_comes_to_be_resident(small_moe: Path, policy: 
     assert experts.peak_bytes <= experts.budget_bytes
     assert substituted[2] < 0.8 * substituted[0]
     assert experts.evictions > 0, "and what is asked for more often still comes in when the memory is full"
-
-
-def test_fitted_weights_need_scales(model):
-    buddies = random_buddies(1)
-    layers = {il: replace(layer, scale=np.full_like(layer.scale, np.nan) if il == 5 else layer.scale)
-              for il, layer in buddies.layers.items()}
-    before = [layer.settings for layer in model.layers.values()]
-    with pytest.raises(PyorchError, match="weight=fitted needs scales of outputs, and the buddy lists of layer 5"):
-        model.substitute("weight=fitted", replace(buddies, layers=layers))
-    assert [layer.settings for layer in model.layers.values()] == before
-    with pytest.raises(PyorchError, match="weight=fitted is for buddies"):
-        Substitution(mode="random", weight="fitted")
-
-
-@pytest.mark.parametrize("gate", ["min_entropy", "max_lead"])
-def test_percentiles_are_those_of_temperature_1(gate: str):
-    with pytest.raises(PyorchError, match=f"{gate}=p15 is a percentile of what was profiled at temperature 1"):
-        Substitution.parse(f"{gate}=p15,temperature=0.8")
-
-
-def test_kappa_weighs_hops(model):
-    ids = np.tile(np.array([[1, 2]], np.int32), (N_EXPERT, 1))
-    ids[1], ids[2] = (3, 4), (3, 4)
-    layers = {
-        il: replace(layer, ids=ids, q=np.tile(np.array([[0.5, 0.4]], np.float32), (N_EXPERT, 1)),
-                    scale=np.full(ids.shape, np.nan, np.float32))
-        for il, layer in random_buddies(1).layers.items()
-    }
-    buddies = replace(random_buddies(1), layers=layers)
-    routing = random_routing(np.random.default_rng(0), 1, 1, 0, False)
-    routing = replace(routing, experts=np.array([[9]], np.int32))
-    resident = np.arange(N_EXPERT) != 9
-    with pytest.raises(PyorchError, match=r"by_hops \(kappa\) weighs the hops to other servers .*, and there are none"):
-        model.substitute("alpha=1,kappa=0.3", buddies)
-    model.substitute("alpha=1", buddies)
-    apply_substitution(model.engine, 0, Substitution.parse("alpha=1,kappa=0.3"), buddies, placed=True)
-    resident = resident.astype(np.uint8)
-    assert int(parts.substitute(model.engine, routing, resident)[0][0, 0]) == 1
-    resident[1] = 2  # another server computes it
-    assert int(parts.substitute(model.engine, routing, resident)[0][0, 0]) == 2
-    model.substitute(None)
-
-
-def test_reuse_spreads_the_tokens_of_a_batch_over_several_buddies(model):
-    """Each choice of a buddy takes the factor off its priority once: 0.5, 0.4; 0.25, 0.4; 0.25, 0.2; 0.125, 0.2."""
-    ids = np.full((N_EXPERT, 2), -1, np.int32)
-    q = np.zeros((N_EXPERT, 2), np.float32)
-    ids[9], q[9] = (1, 2), (0.5, 0.4)
-    model.engine.set_buddies(0, ids, q)
-    routing = random_routing(np.random.default_rng(0), 4, 1, 0, False)
-    routing = replace(routing, experts=np.full((4, 1), 9, np.int32))
-    for reuse, chosen in ((0.5, [1, 2, 1, 2]), (1.0, [1, 1, 1, 1])):
-        model.engine.set_substitution(0, {"mode": 1, "reuse": reuse})
-        experts, _, _ = parts.substitute(model.engine, routing, np.arange(N_EXPERT) != 9)
-        assert experts[:, 0].tolist() == chosen

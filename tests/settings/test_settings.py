@@ -220,9 +220,9 @@ def test_empty_lossy_settings_are_refused(text: str) -> None:
 def test_settings_of_buddies_have_plain_names() -> None:
     """By which they are printed. Those of the paper's symbols go on meaning the same."""
     plain = ("coverage=0.9,max_buddies=4,max_replaced=2,max_replaced_per_token=9,min_entropy=p15,max_lead=0.5,"
-             "max_absent=0.4,search_rank=3,by_logit=1,by_hops=2")
+             "max_absent=0.4")
     assert Substitution.parse(plain) == Substitution.parse(
-        "alpha=0.9,k=4,rho=2,rho_token=9,tau=p15,gamma=0.5,beta=0.4,rank=3,eta=1,kappa=2")
+        "alpha=0.9,k=4,rho=2,rho_token=9,tau=p15,gamma=0.5,beta=0.4")
     printed = str(Substitution.parse(plain))
     assert Substitution.parse(printed) == Substitution.parse(plain)
     names = ({part.partition("=")[0] for part in text.split(",")} for text in (printed, plain))

@@ -437,13 +437,8 @@ def test_a_model_without_ghosts_says_how_to_make_them(small_moe: Path) -> None:
         pyorch.load(small_moe, budget="50%", n_ctx=128, substitution="mode=none,miss=ghost")
     with pyorch.load(small_moe, budget="50%", n_ctx=128) as model:
         with pytest.raises(PyorchError, match="make them with `pyorch ghosts`"):
-            model.substitute("mode=none,miss=auto,max_error=0.1")
+            model.substitute("mode=none,miss=ghost")
         assert all(layer.settings.substitution is None for layer in model.layers.values())
-
-
-def test_max_error_is_for_auto(model_map: ModelMap) -> None:
-    with pytest.raises(PyorchError, match="max_error is for miss=auto, not for miss=ghost"):
-        pyorch.Substitution.parse("mode=none,miss=ghost,max_error=0.1")
 
 
 def test_few_samples_are_those_of_other_experts(model_map: ModelMap, built, trace: Trace) -> None:

@@ -57,15 +57,6 @@ std::vector<pyorch_choice> substitute_modes() {
     };
 }
 
-std::vector<pyorch_choice> substitute_weights() {
-    return {
-        choice(PYORCH_WEIGHT_KEEP, "keep", "the substitute gets the weight of what it replaces"),
-        choice(PYORCH_WEIGHT_OWN, "own", "its own weight"),
-        choice(PYORCH_WEIGHT_FITTED, "fitted", "the weight of what it replaces, fitted to its output",
-            PYORCH_NEEDS_BUDDIES),
-    };
-}
-
 std::vector<pyorch_choice> substitute_orders() {
     return {
         choice(PYORCH_ORDER_RANK, "rank", "absent experts are treated as the router ranks them"),
@@ -78,9 +69,6 @@ std::vector<pyorch_choice> misses() {
         choice(PYORCH_MISS_FETCH, "fetch", "what no substitute covers is read"),
         choice(PYORCH_MISS_DROP, "drop", "what no substitute covers is left out"),
         choice(PYORCH_MISS_GHOST, "ghost", "what no substitute covers is computed by its ghost", PYORCH_NEEDS_GHOSTS),
-        choice(PYORCH_MISS_AUTO, "auto",
-            "what is expected to err least covers it: a buddy, its ghost or leaving it out, within max_error",
-            PYORCH_NEEDS_GHOSTS, PYORCH_NEEDS_BUDDIES),
     };
 }
 
@@ -96,12 +84,11 @@ std::vector<pyorch_choice> gatings() {
 // Those of an enum, in the order of their values; empty where there is no such list.
 const std::vector<pyorch_choice> & choices(int32_t which) {
     static const std::vector<pyorch_choice>                none;
-    static const std::array<std::vector<pyorch_choice>, 8> lists = {
+    static const std::array<std::vector<pyorch_choice>, 7> lists = {
         policies(),
         predictors(),
         speculation(),
         substitute_modes(),
-        substitute_weights(),
         substitute_orders(),
         misses(),
         gatings(),
@@ -117,7 +104,6 @@ const pyorch_choice & checked_choice(int32_t which, int32_t value, bool in_repla
         "predictor",
         "mode of speculation",
         "mode of substitution",
-        "weight of a substitute",
         "order of substitution",
         "treatment of a miss",
         "gating function",

@@ -2,8 +2,6 @@
 #include "base/counters.h"
 #include "pyorch-replay.h"
 
-#include <algorithm>
-
 using namespace pyorch;
 
 extern "C" {
@@ -12,21 +10,17 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
     return guarded_outside_callbacks(__func__, [&] {
         const pyorch_substitution & s = *substitution;
         checked_choice(PYORCH_CHOICES_SUBSTITUTE_MODE, s.mode);
-        checked_choice(PYORCH_CHOICES_SUBSTITUTE_WEIGHT, s.weight);
         checked_choice(PYORCH_CHOICES_SUBSTITUTE_ORDER, s.order);
         checked_choice(PYORCH_CHOICES_ON_MISS, s.on_miss);
-        if (s.search_rank < 0 || s.max_per_token < 0 || s.max_all_layers < 0 || s.sacred < 0 || s.among < 0 ||
-            !(s.temperature > 0) || !(s.reuse >= 0) || !(s.read_ms >= 0) || !(s.bonus >= 0) || !(s.max_error >= 0)) {
-            throw Failure(PYORCH_INVALID,
-                "a substitution needs a temperature above 0, and no negative rank, limit, reuse, bonus, error or "
-                "read_ms");
+        if (s.max_per_token < 0 || s.max_all_layers < 0 || s.sacred < 0 || s.among < 0 || !(s.bonus >= 0)) {
+            throw Failure(PYORCH_INVALID, "a substitution has no negative limit or bonus");
         }
         engine->routing.substitutions.set(engine->table.layer_index(il), s);
     });
 }
 
-pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max,
-    const int32_t * ids, const float * q, const float * scale, const float * error) {
+pyorch_status pyorch_set_buddies(
+    pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const int32_t * ids) {
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
@@ -40,19 +34,9 @@ pyorch_status pyorch_set_buddies(pyorch_engine * engine, int32_t il, int32_t n_e
                     format("expert %d of layer %d cannot have expert %d for a buddy", (int) (i / k_max), il, ids[i]));
             }
         }
-        if (error && std::any_of(error, error + size, [](float x) { return x < 0 || x > 1; })) {
-            throw Failure(PYORCH_INVALID, "what a buddy leaves of an output is from 0 to 1");
-        }
         BuddyLists lists;
         lists.k_max = k_max;
         lists.ids.assign(ids, ids + size);
-        lists.q.assign(q, q + size);
-        if (scale) {
-            lists.scale.assign(scale, scale + size);
-        }
-        if (error) {
-            lists.error.assign(error, error + size);
-        }
         engine->routing.substitutions.set_buddies(layer, std::move(lists));
     });
 }

@@ -108,8 +108,6 @@ public:
     // It asks for what it needs, waits for that, and computes. deferred: as of Table::defer.
     void pass(const void * context, int layer, const Demand & demand, const std::vector<int> & deferred);
 
-    double bytes_per_second() const { return 1000 * disk.bytes_per_second; }
-
     void get_stats(int il, pyorch_stats & stats) { table.get_stats(il, stats); }
     void reset_stats() { table.reset_stats(); }
 

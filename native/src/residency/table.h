@@ -89,11 +89,6 @@ public:
     // mask[n_expert]: 1 for each expert of the layer that is resident; loading[n_expert]: for each that is on its way.
     void resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading = nullptr);
 
-    // Of one reader, lately; 0 before the first read.
-    double read_bytes_per_second() {
-        return locked([&] { return loads.bytes_per_second(); });
-    }
-
     // For an absent expert of the layer, in seconds: until what is demanded is read, and for the expert itself. False
     // before the first read.
     bool read_time(int layer, double & queued, double & expert);

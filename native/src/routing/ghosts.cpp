@@ -15,8 +15,8 @@ const pyorch_ghosts & checked(const pyorch_ghosts & g) {
             format("there are no ghosts of %d experts from %d to %d values with %d rows", g.n_expert, g.n_in, g.n_out,
                 g.n_rows));
     }
-    if (!g.rank || !g.mean || !g.error || !g.energy || (g.n_rows > 0 && (!g.down || !g.up))) {
-        throw Failure(PYORCH_INVALID, "ghosts need ranks, means, matrices and errors");
+    if (!g.rank || !g.mean || (g.n_rows > 0 && (!g.down || !g.up))) {
+        throw Failure(PYORCH_INVALID, "ghosts need ranks, means and matrices");
     }
     int64_t n_rows = 0;
     for (int e = 0; e < g.n_expert; ++e) {
@@ -24,10 +24,6 @@ const pyorch_ghosts & checked(const pyorch_ghosts & g) {
             throw Failure(PYORCH_INVALID, format("the ghost of expert %d cannot have the rank %d", e, g.rank[e]));
         }
         n_rows += std::max(g.rank[e], 0);
-        if (!(g.error[e] >= 0 && g.energy[e] >= 0 && std::isfinite(g.error[e]) && std::isfinite(g.energy[e]))) {
-            throw Failure(PYORCH_INVALID,
-                format("the ghost of expert %d cannot have the error %g of %g", e, g.error[e], g.energy[e]));
-        }
     }
     if (n_rows != g.n_rows) {
         throw Failure(PYORCH_INVALID,
@@ -48,8 +44,7 @@ const pyorch_ghosts & checked(const pyorch_ghosts & g) {
 
 GhostLayer::GhostLayer(const pyorch_ghosts & g) :
         n_expert(checked(g).n_expert), n_in(g.n_in), n_out(g.n_out), rank(g.rank, g.rank + n_expert), begin(n_expert),
-        error(g.error, g.error + n_expert), energy(g.energy, g.energy + n_expert), mean(g.mean, n_expert, n_out),
-        down(g.down, g.n_rows, n_in), up(g.up, g.n_rows, n_out) {
+        mean(g.mean, n_expert, n_out), down(g.down, g.n_rows, n_in), up(g.up, g.n_rows, n_out) {
     for (int e = 0, row = 0; e < n_expert; ++e) {
         begin[e] = row;
         row += std::max(rank[e], 0);

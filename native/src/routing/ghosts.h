@@ -24,11 +24,6 @@ public:
 
     bool has(int expert) const { return rank[expert] >= 0; }
 
-    // Of a slot with the weight 1, squared and as a share of the squared output of the layer: what is left of the
-    // expert's output beside its ghost's, and all of it.
-    float error_with(int expert) const { return error[expert]; }
-    float error_without(int expert) const { return energy[expert]; }
-
     // outputs[i][n_out] of a ghost for inputs[i][n_in]. Each of its rows is read once for all of them; what an output
     // gets does not depend on the others. REQUIRES: has(expert)
     void compute(int expert, const std::vector<const float *> & inputs, const std::vector<float *> & outputs) const;
@@ -37,10 +32,9 @@ public:
     int64_t work(int expert, size_t n_inputs) const { return (1 + rank[expert]) * (int64_t) (1 + n_inputs); }
 
 private:
-    std::vector<int>   rank;  // [n_expert], -1: no ghost
-    std::vector<int>   begin; // [n_expert]: its rows in down and up
-    std::vector<float> error, energy;
-    CompactMatrix      mean, down, up;
+    std::vector<int> rank;  // [n_expert], -1: no ghost
+    std::vector<int> begin; // [n_expert]: its rows in down and up
+    CompactMatrix    mean, down, up;
 };
 
 // Slots of one expert.

@@ -111,18 +111,10 @@ void substitute(Context & context, RoutedBatch & batch) {
         routing.device->mark(batch.layer, resident);
     }
     if (routing.remote.active() && batch.portable) {
-        thread_local std::vector<uint8_t> reached;
-        reached = resident;
-        routing.remote.mark(batch.layer, reached);
-        for (size_t e = 0; e < reached.size(); ++e) {
-            resident[e] = resident[e] ? HERE : reached[e] ? AT_PEER : ABSENT;
-        }
+        routing.remote.mark(batch.layer, resident);
     }
-    batch.changed             = context.changed_of(batch.n_tokens);
-    const uint64_t slot_bytes = routing.table.map.layers[batch.layer].slot_bytes();
-    const double   rate =
-        routing.simulated_cache ? routing.simulated_cache->bytes_per_second() : routing.table.read_bytes_per_second();
-    routing.substitutions.apply(batch, resident.data(), loading.data(), slot_bytes, rate);
+    batch.changed = context.changed_of(batch.n_tokens);
+    routing.substitutions.apply(batch, resident.data(), loading.data());
     vacate(batch, resident);
 }
 
@@ -135,7 +127,7 @@ void place(Context & context, RoutedBatch & batch) {
             context.routing.device->mark(batch.layer, resident);
         }
         if (batch.hole >= 0) {
-            resident[batch.hole] = HERE; // nobody is asked for it
+            resident[batch.hole] = 1; // nobody is asked for it
         }
         ReadCost read;
         if (remote.reads_allowed()) {

@@ -7,47 +7,18 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 const pyorch_substitution pyorch_default_substitution = [] {
     constexpr double    never    = std::numeric_limits<double>::infinity();
     pyorch_substitution settings = {};
     settings.tau                 = -never;
-    settings.temperature         = 1;
     settings.gamma               = never;
     settings.beta                = never;
-    settings.reuse               = 1;
     settings.bonus               = never;
-    settings.max_error           = never;
     return settings;
 }();
 
 namespace pyorch {
-
-// One absent expert of a token, whose gates are open.
-static void treat(const pyorch_substitution & settings, const Errors & errors, Chooser & chooser, Account & token,
-    int slot, double share, double & error, pyorch_substitution_counts & counts) {
-    const int expert = token.experts()[slot];
-    int       rank;
-    int       chosen = chooser.find(expert, rank);
-    if (errors.automatic) {
-        const double without = errors.without_buddy(expert, share);
-        const double with    = chosen >= 0 ? errors.with_buddy(expert, rank, share) : without;
-        const double least   = std::min(with, without);
-        if (error + least > settings.max_error) {
-            ++counts.refused_error;
-            return;
-        }
-        error += least;
-        chosen = with < without ? chosen : -1;
-    }
-    if (chosen < 0) {
-        token.find_no_buddy(slot);
-        return;
-    }
-    chooser.take(chosen);
-    token.substitute(slot, chosen, rank);
-}
 
 pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists,
     const GhostLayer * ghosts, RoutedBatch & batch, const uint8_t * resident) {
@@ -58,11 +29,10 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
     if (requested.n_absent == 0) {
         return counts;
     }
-    const Gates  gates(settings, batch, requested);
-    const Errors errors(settings, lists, ghosts);
-    SlotOrder    order(settings, errors, batch.n_used);
-    Chooser      chooser(settings, lists, batch, resident);
-    Account      token(settings, lists, ghosts, batch, resident, counts);
+    const Gates gates(settings, batch, requested);
+    SlotOrder   order(settings, batch.n_used);
+    Chooser     chooser(settings, lists, batch, resident);
+    Account     token(settings, ghosts, batch, resident, counts);
     for (int t = 0; t < batch.n_tokens; ++t) {
         const int missing = token.begin(t);
         if (missing == 0) {
@@ -73,10 +43,9 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
             continue;
         }
         chooser.begin(t, token.experts());
-        const double total = std::accumulate(token.weights(), token.weights() + batch.n_used, 0.0);
-        double       error = 0; // of the token, as it is expected
-        for (int s : order.of(token.experts(), token.weights())) {
-            if (resident[token.experts()[s]]) {
+        for (int s : order.of(token.weights())) {
+            const int expert = token.experts()[s];
+            if (resident[expert]) {
                 continue;
             }
             const Refusal refused = order.is_sacred(s) ? &pyorch_substitution_counts::refused_sacred :
@@ -85,8 +54,14 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
                 ++(counts.*refused);
                 continue;
             }
-            const double share = total > 0 ? token.weights()[s] / total : 1.0 / batch.n_used;
-            treat(settings, errors, chooser, token, s, share, error, counts);
+            int       rank;
+            const int chosen = chooser.find(expert, rank);
+            if (chosen < 0) {
+                token.find_no_buddy(s);
+                continue;
+            }
+            chooser.take(chosen);
+            token.substitute(s, chosen, rank);
         }
         token.end();
     }
@@ -96,20 +71,10 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
     return counts;
 }
 
-void BetaController::passed(double bytes_to_read, double budget_bytes) {
-    // Slow against one token's luck, quick against a change of subject.
-    static constexpr double FADE = 0.05;
-    static constexpr double STEP = 0.01;
-    average += FADE * (bytes_to_read - average);
-    // Above 1 the gate is open for any share.
-    value = std::clamp(value + (average > budget_bytes ? STEP : -STEP), 0.0, 1.0 + STEP);
-}
-
 void Substitutions::set(int layer, const pyorch_substitution & settings) {
     std::lock_guard<std::mutex> lock(mutex);
     Layer &                     l = layers[layer];
     l.settings                    = settings;
-    l.controller                  = {};
     const bool off                = settings.mode == PYORCH_SUBSTITUTE_NONE && settings.on_miss == PYORCH_MISS_FETCH;
     l.active.store(off ? NEVER : settings.prefill ? ALWAYS : DECODE, std::memory_order_relaxed);
 }
@@ -146,27 +111,18 @@ static uint64_t count_on_their_way(const RoutedBatch & batch, const uint8_t * lo
     return n;
 }
 
-void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading, uint64_t slot_bytes,
-    double read_bytes_per_second) {
+void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading) {
     std::lock_guard<std::mutex> lock(mutex);
-    Layer &                     l        = layers[batch.layer];
-    pyorch_substitution         settings = l.settings;
-    if (settings.read_ms > 0) {
-        settings.beta = l.controller.beta();
-    }
+    Layer &                     l = layers[batch.layer];
     // A router may see something else than its experts.
     batch.ghost_layer          = l.ghosts && l.ghosts->n_in == batch.n_embd ? l.ghosts : nullptr;
     const uint8_t *      cache = l.cache.empty() ? resident : l.cache.data();
     std::vector<uint8_t> there(cache, cache + batch.n_expert);
     for (int id = 0; id < (int) batch.guessed.size(); ++id) {
-        there[id] = there[id] || !batch.guessed[id] ? there[id] : (uint8_t) HERE;
+        there[id] = there[id] || !batch.guessed[id] ? there[id] : 1;
     }
-    pyorch_substitution_counts counts = substitute(settings, l.lists, batch.ghost_layer.get(), batch, there.data());
+    pyorch_substitution_counts counts = substitute(l.settings, l.lists, batch.ghost_layer.get(), batch, there.data());
     counts.on_their_way               = l.cache.empty() ? count_on_their_way(batch, loading) : 0;
-    if (settings.read_ms > 0) {
-        l.controller.passed((double) (counts.absent - counts.avoided) * slot_bytes,
-            settings.read_ms / 1000 * read_bytes_per_second / layers.size());
-    }
     add_counts(l.counts, counts);
 }
 

@@ -2,8 +2,7 @@
 //
 // Between router and experts, token by token, the gates in the paper's order: token activating entropy
 // (eq. 1) and probability margin, the share of absent experts in the micro-batch (eq. 2; substitute/gates.h), the order
-// of its slots (substitute/order.h), then the choice of a buddy by priority (eq. 3; substitute/choose.h), and what that
-// makes of its weights (substitute/account.h). Nothing here knows of llama.cpp or of the residency table: what is
+// of its slots (substitute/order.h), then the choice of a buddy (substitute/choose.h), and what that makes of its weights (substitute/account.h). Nothing here knows of llama.cpp or of the residency table: what is
 // resident comes in as a mask, so the same routing with the same mask always ends alike.
 
 #pragma once
@@ -21,22 +20,10 @@
 
 namespace pyorch {
 
-// resident: [n_expert], of the values above. Returns what was done; settings.beta is taken as given.
+// resident: [n_expert], nonzero for those that are, or that another server computes. Returns what was done.
 // ghosts: null where there are none, and then none computes.
 pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists,
     const GhostLayer * ghosts, RoutedBatch & batch, const uint8_t * resident);
-
-// Chooses beta so that what is read stays within a budget of bytes for each pass of a layer: more is
-// substituted while more is read than that.
-class BetaController {
-public:
-    double beta() const { return value; }
-    void   passed(double bytes_to_read, double budget_bytes);
-
-private:
-    double value   = 0;
-    double average = 0;
-};
 
 // What the layers of one engine do with absent experts.
 class Substitutions {
@@ -64,13 +51,11 @@ public:
         return std::any_of(layers.begin(), layers.end(), [](const Layer & l) { return l.active != NEVER; });
     }
 
-    // resident: the real residency, beside which what was forecast counts as there. slot_bytes: of one expert;
-    // read_bytes_per_second: as measured, for the adaptive beta. loading: [n_expert], nonzero for those that are on
-    // their way.
-    void apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading, uint64_t slot_bytes,
-        double read_bytes_per_second);
+    // resident: the real residency, beside which what was forecast counts as there. loading: [n_expert], nonzero for
+    // those that are on their way.
+    void apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading);
 
-    // As apply, but counts nothing and adapts nothing.
+    // As apply, but counts nothing.
     pyorch_substitution_counts preview(RoutedBatch & batch, const uint8_t * resident);
 
     pyorch_substitution_counts counts(int layer);
@@ -85,7 +70,6 @@ private:
         BuddyLists                        lists;
         std::shared_ptr<const GhostLayer> ghosts;
         std::vector<uint8_t>              cache;
-        BetaController                    controller;
         pyorch_substitution_counts        counts = {};
     };
 

@@ -54,9 +54,8 @@ static void test_choices_are_listed_in_the_order_of_their_values(void) {
         PYORCH_PREDICT_ORACLE,
         PYORCH_SPECULATE_ALL,
         PYORCH_SUBSTITUTE_CACHE,
-        PYORCH_WEIGHT_FITTED,
         PYORCH_ORDER_WEIGHT,
-        PYORCH_MISS_AUTO,
+        PYORCH_MISS_GHOST,
         PYORCH_GATING_SQRT_SOFTPLUS,
     };
     for (int32_t list = PYORCH_CHOICES_POLICY; list <= PYORCH_CHOICES_GATING; ++list) {
@@ -98,8 +97,8 @@ static void test_substitution_is_off_by_default(const pyorch_model_map * map, in
     pyorch_substitution substitution = pyorch_default_substitution;
     CHECK(substitution.mode == PYORCH_SUBSTITUTE_NONE && substitution.on_miss == PYORCH_MISS_FETCH);
     OK(pyorch_set_substitution(engine, il, &substitution));
-    substitution.temperature = 0;
-    REFUSED(PYORCH_INVALID, "temperature", pyorch_set_substitution(engine, il, &substitution));
+    substitution.bonus = -1;
+    REFUSED(PYORCH_INVALID, "negative", pyorch_set_substitution(engine, il, &substitution));
     OK(pyorch_engine_free(engine));
 }
 
@@ -164,7 +163,7 @@ static void make_calls(calls * c) {
     FORBIDDEN(pyorch_set_observer, (engine, NULL, NULL));
     FORBIDDEN(pyorch_set_history, (engine, NULL));
     FORBIDDEN(pyorch_set_substitution, (engine, c->il, &substitution));
-    FORBIDDEN(pyorch_set_buddies, (engine, c->il, c->n_expert, 1, &expert, &value, NULL, NULL));
+    FORBIDDEN(pyorch_set_buddies, (engine, c->il, c->n_expert, 1, &expert));
     FORBIDDEN(pyorch_set_cache, (engine, c->il, NULL, 0));
     FORBIDDEN(pyorch_replay, (engine, &recording, &replay, &result, 0, 0, NULL, NULL, NULL));
 #undef FORBIDDEN

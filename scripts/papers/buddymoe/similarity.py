@@ -18,17 +18,17 @@ from pyorch.cli.options import add_model, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.convert import expert_outputs
-from pyorch.convert.buddies import RouterInputs, check, conditional, count
-from pyorch.convert.expert_outputs import OutputSimilarity
+from pyorch.convert.buddies import check, conditional, count
+from pyorch.errors import PyorchError
 from pyorch.sidecars import packs
 from pyorch.traces.file import Trace
 from scripts.papers import program
+from scripts.papers.buddymoe.outputs import OutputSimilarity, RouterInputs, compare
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLUMNS = 4
-_SMOOTHING = 1.0  # as pyorch buddies has it
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,6 @@ def main(argv: list[str] | None = None) -> int:
     add_model(parser)
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE",
                         help="a trace that pyorch profile --inputs recorded")
-    parser.add_argument("--weighting", choices=("binary", "probability"), default="binary",
-                        help="as pyorch buddies has it (default: %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png",
                         help="draw how alike experts compute into this file")
     parser.add_argument("--json", action="store_true", help="print an object for each layer")
@@ -72,13 +70,16 @@ def _run(args: argparse.Namespace) -> int:
     trace = Trace(args.trace)
     agreements, cosines = [], {}
     with packs.open_model(args.model) as model_map, Progress() as progress:
-        check(model_map, trace, compare=True)
+        check(model_map, trace)
+        expert_outputs.check_known(model_map)
+        if not len(trace.inputs[0]):
+            raise PyorchError(f"{trace.path} has no router inputs to compare outputs on: record it with --inputs 512")
         counts, inputs = count(trace, on_progress=progress.update), RouterInputs(trace)
         for done, (layer, counted) in enumerate(zip(model_map.layers, counts)):
             progress.update("comparing", done, len(counts))
             experts = expert_outputs.LayerExperts(model_map, layer.il)
-            outputs = expert_outputs.compare(experts, *inputs.layer(layer.il, layer.n_expert))
-            q = conditional(counted.coactivations[args.weighting], _SMOOTHING)
+            outputs = compare(experts, *inputs.layer(layer.il, layer.n_expert))
+            q = conditional(counted.coactivations)
             agreements.append(agreement(layer.il, counted.activations, q, outputs))
             cosines[layer.il] = outputs.cosine
     if args.plot is not None:

@@ -140,7 +140,7 @@ class _LayerCollector:
     def add(self, records: np.ndarray) -> None:
         experts, probs = records["experts"][:, self._layer], records["probs"][:, self._layer]
         self._counts += activation_counts(experts, self._n_expert)
-        self._pairs += coactivation(experts, probs, self._n_expert)[0]
+        self._pairs += coactivation(experts, self._n_expert)
         self._tae.append(token_activating_entropy(probs).astype(np.float32))
         self._margin.append(margin(probs).astype(np.float32))
         whole = records["router"][:, self._layer] if self._full else probs

@@ -25,9 +25,8 @@ from scripts.papers import program
 
 BASELINES = ("random", "drop")
 
-# What only says which expert stands in, with which weight, and how much that may err.
-_OF_BUDDIES = {name: getattr(Substitution(), name) for name in (
-    "alpha", "k", "rank", "eta", "kappa", "reuse", "weight", "among", "bonus", "max_error")}
+# What only says which expert stands in.
+_OF_BUDDIES = {name: getattr(Substitution(), name) for name in ("alpha", "k", "among", "bonus")}
 
 
 def baseline(name: str, beside: Substitution | None = None) -> Method:

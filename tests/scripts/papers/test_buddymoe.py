@@ -11,7 +11,9 @@ import pytest
 from models import CHECKPOINT
 
 from pyorch.cli import main as pyorch
-from scripts.papers.buddymoe import over_time, similarity, trace_stats
+from pyorch.convert.expert_outputs import LayerExperts
+from pyorch.runtime.model_map import ModelMap
+from scripts.papers.buddymoe import outputs, over_time, similarity, trace_stats
 
 TEXT = CHECKPOINT / "text-test.txt"
 
@@ -86,3 +88,31 @@ def test_mistakes_are_sentences(small_moe: Path, trace: Path, capsys: pytest.Cap
         assert program.main(arguments) == 2
         error = capsys.readouterr().err
         assert sentence in error and error.count("\n") == 1
+
+
+def test_similarity_is_that_of_a_plain_loop(small_moe: Path, monkeypatch) -> None:
+    monkeypatch.setattr(outputs, "SLICE_BYTES", 64 * 30 * 4 * 50)  # 128 outputs in slices of 50
+    random = np.random.default_rng(5)
+    inputs = random.normal(size=(30, 128)).astype(np.float32)
+    selected = random.random((30, 64)) < np.linspace(0, 1, 64)
+    with ModelMap(small_moe) as model_map:
+        experts = LayerExperts(model_map, 2)
+        found = outputs.compare(experts, inputs, selected)
+        computed = np.stack([experts.outputs(e, inputs) for e in range(64)]).astype(np.float64)
+    assert found.samples.tolist() == selected.sum(axis=0).tolist() and found.samples[0] == 0
+    for i in (0, 5, 20, 63):  # from one that has no samples of its own to one that has all
+        rows = selected[:, i] if selected[:, i].sum() >= 8 else np.ones(30, bool)
+        for j in range(64):
+            a, b = computed[i, rows], computed[j, rows]
+            norm_a, norm_b = np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1)
+            assert found.cosine[i, j] == pytest.approx(((a * b).sum(1) / (norm_a * norm_b)).mean(), abs=1e-4)
+            assert found.relative_error[i, j] == pytest.approx(
+                (np.linalg.norm(a - b, axis=1) / norm_a).mean(), rel=1e-3, abs=1e-3)
+
+
+def test_samples_that_do_not_fit_are_thinned_out(small_moe: Path, monkeypatch) -> None:
+    monkeypatch.setattr(outputs, "WORK_BYTES", 4 * 64 * 64 * 10)
+    inputs = np.random.default_rng(0).normal(size=(100, 128)).astype(np.float16)
+    with ModelMap(small_moe) as model_map:
+        found = outputs.compare(LayerExperts(model_map, 0), inputs, np.ones((100, 64), bool))
+    assert (found.samples == 10).all() and np.diagonal(found.cosine) == pytest.approx(1, abs=1e-5)

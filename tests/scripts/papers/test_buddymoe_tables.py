@@ -23,7 +23,7 @@ FACTS = CHECKPOINT / "facts-test.jsonl"
 
 
 def test_a_baseline_beside_ghosts_has_none() -> None:
-    ghosts = Substitution.parse("mode=none,miss=auto,max_error=0.1,order=weight,sacred=2")
+    ghosts = Substitution.parse("mode=none,miss=ghost,order=weight,sacred=2")
     gates = Substitution(order="weight", sacred=2)
     assert baseline("random", ghosts).substitution == dataclasses.replace(gates, mode="random")
     assert baseline("drop", ghosts).substitution == dataclasses.replace(gates, mode="none", miss="drop")

@@ -87,7 +87,7 @@ def test_statistics_of_a_trace_equal_those_of_its_layers(tmp_path: Path, monkeyp
         tae = token_activating_entropy(probs)
         assert layer.tae_percentiles == pytest.approx(np.percentile(tae, statistics.percentiles), abs=1e-6)
         assert sum(layer.tae_histogram) == 500 and layer.entropy == pytest.approx(tae.mean())
-        pairs = coactivation(experts, probs, 16)[0]
+        pairs = coactivation(experts, 16)
         assert np.array_equal(arrays[i].coactivation, pairs)
         assert layer.strongest_peer == pytest.approx((pairs.max(1) / pairs.sum(1)).mean())
     assert statistics.hit_rates[3] == pytest.approx(np.mean([layer.hit_rates[3] for layer in statistics.layers]))

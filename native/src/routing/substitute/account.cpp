@@ -3,21 +3,19 @@
 #include "routing/substitute/gates.h"
 
 #include <algorithm>
-#include <cmath>
 
 namespace pyorch {
 
-Account::Account(const pyorch_substitution & settings, const BuddyLists & lists, const GhostLayer * ghosts,
-    RoutedBatch & batch, const uint8_t * resident, pyorch_substitution_counts & counts) :
-        settings(settings), lists(lists), ghosts(ghosts), batch(batch), resident(resident), counts(counts),
-        before(batch.n_used), dropped(batch.n_used), fitted(batch.n_used) {}
+Account::Account(const pyorch_substitution & settings, const GhostLayer * ghosts, RoutedBatch & batch,
+    const uint8_t * resident, pyorch_substitution_counts & counts) :
+        settings(settings), ghosts(ghosts), batch(batch), resident(resident), counts(counts), before(batch.n_used),
+        dropped(batch.n_used) {}
 
 int Account::begin(int token) {
     first                   = (size_t) token * batch.n_used;
     const int32_t * experts = batch.experts + first;
     before.assign(experts, experts + batch.n_used);
     std::fill(dropped.begin(), dropped.end(), 0);
-    std::fill(fitted.begin(), fitted.end(), 1);
     n_substituted = n_dropped = n_ghosts = 0;
     return (int) std::count_if(before.begin(), before.end(), [&](int32_t e) { return !resident[e]; });
 }
@@ -27,15 +25,11 @@ void Account::substitute(int slot, int expert, int rank) {
     batch.deferred.push_back(before[slot]);
     ++n_substituted;
     counts.rank_sum += rank;
-    if (settings.weight == PYORCH_WEIGHT_FITTED && settings.mode == PYORCH_SUBSTITUTE_BUDDIES) {
-        const float scale = lists.at(lists.scale, before[slot], rank);
-        fitted[slot]      = std::isnan(scale) ? 1 : scale;
-    }
 }
 
 void Account::find_no_buddy(int slot) {
     ++counts.refused_buddies;
-    const bool by_ghosts = ghosts && settings.on_miss >= PYORCH_MISS_GHOST;
+    const bool by_ghosts = ghosts && settings.on_miss == PYORCH_MISS_GHOST;
     if (by_ghosts && ghosts->has(before[slot])) {
         batch.ghosts.push_back((int) first + slot);
         ++n_ghosts;
@@ -86,12 +80,12 @@ void Account::name_dropped() {
 
 // Slots that were dropped contribute nothing.
 void Account::reweigh() {
-    const int32_t *  experts = batch.experts + first;
-    float *          weights = batch.weights + first;
-    const RawWeights raw(batch, (int) (first / batch.n_used));
-    const bool       own  = settings.weight == PYORCH_WEIGHT_OWN || settings.mode == PYORCH_SUBSTITUTE_CACHE;
-    double           all  = 0;
-    double           left = 0;
+    const int32_t *                  experts = batch.experts + first;
+    float *                          weights = batch.weights + first;
+    const RawWeights                 raw(batch, (int) (first / batch.n_used));
+    const bool                       own  = settings.mode == PYORCH_SUBSTITUTE_CACHE;
+    double                           all  = 0;
+    double                           left = 0;
     thread_local std::vector<double> w;
     w.resize(batch.n_used);
     for (int s = 0; s < batch.n_used; ++s) {
@@ -108,7 +102,7 @@ void Account::reweigh() {
     }
     const double norm = batch.normalized && (own || n_dropped > 0) && left > 0 ? all / left : 1;
     for (int s = 0; s < batch.n_used; ++s) {
-        weights[s] = (float) (w[s] * norm * fitted[s]);
+        weights[s] = (float) (w[s] * norm);
     }
 }
 

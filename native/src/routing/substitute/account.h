@@ -3,7 +3,7 @@
 #pragma once
 
 #include "routing/ghosts.h"
-#include "routing/substitute/choose.h"
+#include "routing/routed_batch.h"
 
 #include <vector>
 
@@ -12,8 +12,8 @@ namespace pyorch {
 class Account {
 public:
     // Counts into counts. ghosts: null where there are none.
-    Account(const pyorch_substitution & settings, const BuddyLists & lists, const GhostLayer * ghosts,
-        RoutedBatch & batch, const uint8_t * resident, pyorch_substitution_counts & counts);
+    Account(const pyorch_substitution & settings, const GhostLayer * ghosts, RoutedBatch & batch,
+        const uint8_t * resident, pyorch_substitution_counts & counts);
 
     // A token comes. Returns how many of its slots have absent experts.
     int begin(int token);
@@ -38,7 +38,6 @@ public:
 
 private:
     const pyorch_substitution &  settings;
-    const BuddyLists &           lists;
     const GhostLayer *           ghosts;
     RoutedBatch &                batch;
     const uint8_t *              resident;
@@ -47,7 +46,6 @@ private:
     size_t               first = 0; // slot of the batch
     std::vector<int32_t> before;
     std::vector<uint8_t> dropped;
-    std::vector<double>  fitted; // factor of the weight
     int                  n_substituted = 0;
     int                  n_dropped     = 0;
     int                  n_ghosts      = 0;

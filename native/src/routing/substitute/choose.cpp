@@ -17,14 +17,9 @@ uint64_t mix(uint64_t x) { // splitmix64
 
 } // namespace
 
-float BuddyLists::at(const std::vector<float> & values, int expert, int rank) const {
-    return values.empty() ? NAN : values[(size_t) expert * k_max + rank];
-}
-
 Chooser::Chooser(const pyorch_substitution & settings, const BuddyLists & lists, const RoutedBatch & batch,
     const uint8_t * resident) :
-        settings(settings), lists(lists), batch(batch), resident(resident), taken(batch.n_expert),
-        chosen(batch.n_expert) {}
+        settings(settings), lists(lists), batch(batch), resident(resident), taken(batch.n_expert) {}
 
 void Chooser::begin(int token, const int32_t * experts) {
     t = token;
@@ -42,52 +37,14 @@ int Chooser::find(int expert, int & rank) const {
                                                         -1;
 }
 
-void Chooser::take(int substitute) {
-    taken[substitute] = 1;
-    ++chosen[substitute];
-}
-
 int Chooser::choose_buddy(int expert, int & rank) const {
     const int32_t * ids = lists.ids.data() + (size_t) expert * lists.k_max;
-    const int       end = settings.search_rank > 0 ? std::min(settings.search_rank, lists.k_max) : lists.k_max;
-    int             n   = 0;
-    while (n < end && ids[n] >= 0) {
-        ++n;
-    }
-    thread_local std::vector<int> order;
-    order.resize(n);
-    std::iota(order.begin(), order.end(), 0);
-    if (settings.eta != 0 || settings.kappa != 0 || settings.reuse != 1) {
-        thread_local std::vector<double> priority;
-        priority.resize(n);
-        for (int r = 0; r < n; ++r) {
-            priority[r] = priority_of(ids[r], lists.q[(size_t) expert * lists.k_max + r]);
-        }
-        std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return priority[a] > priority[b]; });
-    }
-    for (int r : order) {
-        if (free(ids[r])) {
-            rank = r;
-            return ids[r];
+    for (rank = 0; rank < lists.k_max && ids[rank] >= 0; ++rank) {
+        if (free(ids[rank])) {
+            return ids[rank];
         }
     }
     return -1;
-}
-
-// Psi, eq. 3. A token never gets an expert twice; the discount spreads the tokens of a batch over several.
-double Chooser::priority_of(int buddy, double q) const {
-    double psi = q;
-    if (settings.eta != 0) {
-        const float * z    = batch.logits + (size_t) t * batch.n_expert;
-        const auto    lim  = std::minmax_element(z, z + batch.n_expert);
-        const double  low  = *lim.first;
-        const double  span = *lim.second - low;
-        psi *= 1 + settings.eta * (span > 0 ? (z[buddy] - low) / span : 0);
-    }
-    if (settings.kappa != 0) {
-        psi *= 1 - settings.kappa * (resident[buddy] == AT_PEER);
-    }
-    return settings.reuse != 1 ? psi * std::pow(settings.reuse, chosen[buddy]) : psi;
 }
 
 // By what the router ranks an expert for this token: logits tell apart what gating rounds to the same probability.

@@ -12,17 +12,14 @@ struct Sensitivity {
     double margin;  // of the two largest probabilities
 };
 
-// Of the renormalized probabilities of the selected experts, smoothed by a temperature.
-Sensitivity sensitivity(const RoutedBatch & batch, int t, const int32_t * experts, double temperature) {
+// Of the renormalized probabilities of the selected experts.
+Sensitivity sensitivity(const RoutedBatch & batch, int t, const int32_t * experts) {
     const RawWeights                 raw(batch, t);
     thread_local std::vector<double> p;
     p.resize(batch.n_used);
     double sum = 0;
     for (int s = 0; s < batch.n_used; ++s) {
         p[s] = raw.of(experts[s]);
-        if (temperature != 1) {
-            p[s] = std::pow(p[s], 1 / temperature);
-        }
         sum += p[s];
     }
     double entropy = 0;
@@ -65,7 +62,7 @@ Gates::Gates(const pyorch_substitution & settings, const RoutedBatch & batch, co
 } // the distribution gate (eq. 2)
 
 Refusal Gates::refuses_token(int t, const int32_t * experts) const {
-    const Sensitivity token = sensitivity(batch, t, experts, settings.temperature);
+    const Sensitivity token = sensitivity(batch, t, experts);
     return token.entropy <= settings.tau ? &pyorch_substitution_counts::refused_tae :
         token.margin >= settings.gamma   ? &pyorch_substitution_counts::refused_margin :
         crowded                          ? &pyorch_substitution_counts::refused_distribution :

@@ -5,10 +5,10 @@
 
 namespace pyorch {
 
-SlotOrder::SlotOrder(const pyorch_substitution & settings, const Errors & errors, int n_used) :
-        settings(settings), errors(errors), order(n_used), by_weight(n_used), sacred(n_used) {}
+SlotOrder::SlotOrder(const pyorch_substitution & settings, int n_used) :
+        settings(settings), order(n_used), by_weight(n_used), sacred(n_used) {}
 
-const std::vector<int> & SlotOrder::of(const int32_t * experts, const float * weights) {
+const std::vector<int> & SlotOrder::of(const float * weights) {
     std::iota(order.begin(), order.end(), 0); // as the router ranks them
     if (settings.order == PYORCH_ORDER_WEIGHT || settings.sacred > 0) {
         // Of equal weights, the one that the router ranks lower is the lighter one.
@@ -22,11 +22,6 @@ const std::vector<int> & SlotOrder::of(const int32_t * experts, const float * we
     }
     if (settings.order == PYORCH_ORDER_WEIGHT) {
         order = by_weight;
-    }
-    if (errors.automatic) { // what is missed least goes first, as far as max_error reaches
-        std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
-            return errors.without_buddy(experts[a], weights[a]) < errors.without_buddy(experts[b], weights[b]);
-        });
     }
     return order;
 }

@@ -1,31 +1,37 @@
-"""`pyorch bench serve`: how long requests wait that arrive at a server by chance."""
+"""`python -m scripts.bench_serve`: how long requests wait that arrive at a server by chance."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from pyorch.bench import plan, rounds, table
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, add_model, check_readable, print_json
+from pyorch.cli.options import add_model, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.cli.tables import Facts, Table, show
+from pyorch.errors import PyorchError
+from pyorch.settings.budget import AUTO
 from pyorch.settings.option import EXPERTS, LOSSY
-
-if TYPE_CHECKING:
-    from pyorch.bench.serving.measure import Load, Served, Summary
+from pyorch.settings.settings import Settings
+from pyorch.sidecars import packs
+from pyorch.sizes import MiB
+from scripts.bench_serve.load import Lengths, poisson, read_arrivals
+from scripts.bench_serve.measure import Load, Served, Summary, run_rounds, suitable, summarize
+from scripts.papers import program
 
 MAX_SLOTS = 8
 
 _COLUMNS = ("server", "answered", "tok/s", "first token s", "p95", "p99", "ms/token", "p95", "p99", "hits", "MiB/token")
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "serve", "measure how long requests wait that arrive at a server by chance",
-        "pyorch bench serve olmoe.gguf --budget 40% --np 1,2,4,8 --rate 0.5\n"
-        "  pyorch bench serve olmoe.gguf --memory-limit 40% --baseline mmap --requests 16 --json",
+def main(argv: list[str] | None = None) -> int:
+    parser = program.parser_of(
+        "scripts.bench_serve", "measure how long requests wait that arrive at a server by chance",
+        "olmoe.gguf --budget 40% --np 1,2,4,8 --rate 0.5\n"
+        "  python -m scripts.bench_serve olmoe.gguf --memory-limit 40% --baseline mmap --requests 16 --json",
     )
     parser.description += (
         " Each server, of each number of slots, gets the same requests, on the same seconds. The first token's time "
@@ -59,17 +65,10 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument("--max-seconds", type=number(above=0), default=120, metavar="S",
                         help="give up what a server has not answered S seconds after the first arrival (default: 120)")
     parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
-    parser.set_defaults(run=run, kind="serve")
-    return parser
+    return program.run(parser, run, argv)
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.bench import rounds, table
-    from pyorch.bench.serving.load import Lengths, poisson, read_arrivals
-    from pyorch.bench.serving.measure import Load, run_rounds, summarize
-    from pyorch.errors import PyorchError
-    from pyorch.sidecars import packs
-
     prompts, answers = Lengths.parse(args.prompt_tokens), Lengths.parse(args.tokens)
     if args.arrivals is not None:
         arrivals = read_arrivals(args.arrivals, prompts, answers, args.seed)
@@ -102,11 +101,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ways(args: argparse.Namespace, settings: dict, info: object) -> list[Served]:
-    from pyorch.bench import plan
-    from pyorch.bench.serving.measure import Served
-    from pyorch.settings.budget import AUTO
-    from pyorch.settings.settings import Settings
-
     limit = plan.limit_of(plan.read_limit(args.memory_limit), info)
     configs = []
     for budget in listed(args, "budget") or (AUTO,):
@@ -120,8 +114,6 @@ def _ways(args: argparse.Namespace, settings: dict, info: object) -> list[Served
 
 def _advice(summaries: list[Summary]) -> list[tuple[str, Summary]]:
     """For each way with several numbers of slots, by label, what suits it."""
-    from pyorch.bench.serving.measure import suitable
-
     advice = []
     for label in dict.fromkeys(summary.served.config.label for summary in summaries):
         of_label = [summary for summary in summaries if summary.served.config.label == label]
@@ -145,8 +137,6 @@ def _lost(summary: Summary) -> str:
 
 
 def _header(args: argparse.Namespace, load: Load) -> list[tuple[str, str]]:
-    from pyorch.bench import table
-
     facts = table.machine()
     prompt = sum(arrival.n_prompt for arrival in load.arrivals) / len(load.arrivals)
     tokens = sum(arrival.n_tokens for arrival in load.arrivals) / len(load.arrivals)
@@ -161,8 +151,6 @@ def _header(args: argparse.Namespace, load: Load) -> list[tuple[str, str]]:
 
 
 def _row(summary: Summary) -> tuple[str, ...]:
-    from pyorch.sizes import MiB
-
     answered = f"{summary.n_answered} of {summary.n_requests}"
     if not summary.n_answered:
         return (summary.served.label, f"{answered}: {summary.failure}", *[""] * (len(_COLUMNS) - 2))
@@ -176,3 +164,7 @@ def _row(summary: Summary) -> tuple[str, ...]:
 
 def _slots(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(whole(1, MAX_SLOTS), text.split(","))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,16 +15,16 @@ from pathlib import Path
 from pyorch.bench import rounds
 from pyorch.bench.job import ENGINE, UNMANAGED, Config
 from pyorch.bench.processes import memory_group
-from pyorch.bench.serving import client
-from pyorch.bench.serving.client import Answer
-from pyorch.bench.serving.load import Arrival, prompts_of
-from pyorch.bench.serving.process import serving
 from pyorch.errors import PyorchError
 from pyorch.runtime import disk
 from pyorch.settings.budget import RESIDENT
 from pyorch.settings.option import options
 from pyorch.settings.settings import Settings
 from pyorch.signals import terminable
+from scripts.bench_serve import client
+from scripts.bench_serve.client import Answer
+from scripts.bench_serve.load import Arrival, prompts_of
+from scripts.bench_serve.process import serving
 
 PERCENTILES = (50, 95, 99)
 SUITS = 0.95  # of the best throughput is enough for fewer slots to be the better choice

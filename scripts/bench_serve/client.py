@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
-from pyorch.bench.serving.load import Arrival
+from scripts.bench_serve.load import Arrival
 
 _CONNECT_SECONDS = 10.0
 

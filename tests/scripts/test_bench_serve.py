@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyorch.bench.job import ENGINE, Config
-from pyorch.bench.serving.client import Answer
-from pyorch.bench.serving.load import Arrival, Lengths, poisson, prompts_of, read_arrivals
-from pyorch.bench.serving.measure import Run, Served, percentile, suitable, summarize
-from pyorch.cli import main
 from pyorch.errors import FormatError, PyorchError
+from scripts.bench_serve.__main__ import main
+from scripts.bench_serve.client import Answer
+from scripts.bench_serve.load import Arrival, Lengths, poisson, prompts_of, read_arrivals
+from scripts.bench_serve.measure import Run, Served, percentile, suitable, summarize
 
 WORK = ("--requests", "3", "--rate", "inf", "--prompt-tokens", "8-24", "--tokens", "4-8", "--threads", "1",
         "--max-seconds", "600")
@@ -24,8 +24,7 @@ WORK = ("--requests", "3", "--rate", "inf", "--prompt-tokens", "8-24", "--tokens
 
 def test_each_way_answers_the_same_requests_and_leaves_no_server(small_moe: Path, capfd: pytest.CaptureFixture[str]):
     before = processes_of(small_moe)
-    assert main(["bench", "serve", str(small_moe), "--budget", "40%", "--baseline", "mmap", "--np", "1,2", "--json",
-                 *WORK]) == 0
+    assert main([str(small_moe), "--budget", "40%", "--baseline", "mmap", "--np", "1,2", "--json", *WORK]) == 0
     report = json.loads(capfd.readouterr().out)
     assert [(summary["served"]["config"]["label"], summary["served"]["slots"]) for summary in report["summaries"]] == [
         ("budget 40%", 1), ("budget 40%", 2), ("llama.cpp mmap", 1), ("llama.cpp mmap", 2)]
@@ -53,7 +52,7 @@ def processes_of(model: Path) -> set[str]:
 
 
 def test_the_table_says_which_number_of_slots_suits(small_moe: Path, capfd: pytest.CaptureFixture[str]):
-    assert main(["bench", "serve", str(small_moe), "--budget", "40%", "--np", "1,2", *WORK]) == 0
+    assert main([str(small_moe), "--budget", "40%", "--np", "1,2", *WORK]) == 0
     out, progress = capfd.readouterr()
     rows = [line for line in out.splitlines() if line.startswith("budget 40%, -np")]
     assert len(rows) == 2 and all("3 of 3" in row for row in rows)
@@ -64,7 +63,7 @@ def test_the_table_says_which_number_of_slots_suits(small_moe: Path, capfd: pyte
 def test_what_is_not_answered_in_time_is_given_up(small_moe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     arrivals = tmp_path / "arrivals.jsonl"
     arrivals.write_text('{"seconds": 0, "prompt_tokens": 4, "tokens": 2}\n{"seconds": 100000}\n')
-    assert main(["bench", "serve", str(small_moe), "--budget", "40%", "--np", "1", "--arrivals", str(arrivals),
+    assert main([str(small_moe), "--budget", "40%", "--np", "1", "--arrivals", str(arrivals),
                  "--max-seconds", "600", "--tokens", "2", "--json", "--threads", "1"]) == 0
     out, progress = capfd.readouterr()
     answers = json.loads(out)["runs"][0]["answers"]
@@ -80,12 +79,12 @@ def test_what_is_not_answered_in_time_is_given_up(small_moe: Path, tmp_path: Pat
     (("--budget", "1KiB"), "budget 1 KiB is below the floor"),
     (("--prompt-tokens", "10000000", "--np", "1"), "give a longer one with --data"),
     (("--arrivals", "nowhere.jsonl"), "nowhere.jsonl cannot be read"),
-    (("--unknown",), "pyorch bench serve --help shows what can be given"),
+    (("--unknown",), "python -m scripts.bench_serve --help shows what can be given"),
 ])
 def test_a_mistake_is_a_sentence(
     small_moe: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
 ):
-    assert main(["bench", "serve", str(small_moe), *arguments]) == 2
+    assert main([str(small_moe), *arguments]) == 2
     assert sentence in capfd.readouterr().err
 
 

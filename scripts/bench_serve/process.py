@@ -88,7 +88,7 @@ def serving(
     port, log = ports.free(), directory / "server.log"
     with log.open("wb") as stderr:
         process, connection = started(
-            [sys.executable, "-m", "pyorch.bench.serving.process", "serve", "--json", "--port", str(port), *arguments],
+            [sys.executable, __file__, "serve", "--json", "--port", str(port), *arguments],
             stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment,
             preexec_fn=group.join if group is not None else None)
     with connection:
