@@ -4,8 +4,10 @@
 
 static std::atomic<int> n_meeting{ 1 };
 
+// Asked when the library is loaded: threads that are kept on some processors later would be told of these only.
+static const int n_processors = (int) std::thread::hardware_concurrency(); // 0: not known
+
 bool pyorch::processors_to_spare() {
-    static const int n_processors = (int) std::thread::hardware_concurrency(); // 0: not known
     return n_processors == 0 || n_meeting.load(std::memory_order_relaxed) < n_processors;
 }
 
