@@ -11,13 +11,18 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = sorted(path for path in (*(ROOT / "scripts/papers").rglob("*.py"), ROOT / "scripts/bench_disks.py",
-                             ROOT / "scripts/bench_goals.py", ROOT / "scripts/write_signatures.py")
+                             ROOT / "scripts/bench_goals.py", ROOT / "scripts/bench_serve/__main__.py",
+                             ROOT / "scripts/write_signatures.py")
                   if "__main__" in path.read_text() and path.name != "measure_network.py")
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_program_shows_its_help(path: Path) -> None:
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    module = module_of(path)
     done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and f"python -m {module}" in done.stdout, done.stderr
 
@@ -31,7 +36,7 @@ def test_each_paper_has_a_page_that_names_its_programs() -> None:
 def test_programs_that_the_documentation_names_are_there() -> None:
     pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md"), *(ROOT / "scripts").rglob("*.md")]
     named = {name for page in pages for name in re.findall(r"python -m (scripts\.[\w.]+)", page.read_text())}
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PROGRAMS}
+    modules = {module_of(path) for path in PROGRAMS}
     assert named == modules
 
 
