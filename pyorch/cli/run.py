@@ -70,9 +70,14 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.llama.managed import find
     from pyorch.llama.model import load
 
-    with load(args.model, verbose=args.verbose, **given_settings(args)) as model:
+    given = given_settings(args)
+    with load(args.model, verbose=args.verbose, **given) as model:
         if model.note:
             print(f"pyorch: note: {model.note}", file=sys.stderr)
+        n_ctx = model.llama.n_ctx()
+        if given.get("n_ctx") not in (None, 0, n_ctx):
+            print(f"pyorch: note: the context has {n_ctx} tokens, as llama.cpp rounds it up, and not {given['n_ctx']}",
+                  file=sys.stderr)
         chosen = sampling(args, model)
         if args.chat:
             from pyorch.cli.chat import Chat, converse

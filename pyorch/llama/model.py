@@ -364,16 +364,13 @@ def load(
     if settings.n_ctx > model_map.trained_ctx:
         fatal.notice(f"note: the model was trained with {model_map.trained_ctx} tokens of context: beyond them, of "
                      f"{settings.n_ctx}, it may answer nonsense")
-    # llama.cpp rounds it up, and Llama, which does not know, would have no room for the tokens of such a prompt.
-    n_ctx = -(-(settings.n_ctx or model_map.default_ctx) // _CTX_STEP) * _CTX_STEP
-    if settings.n_ctx not in (0, n_ctx):
-        fatal.notice(f"note: the context has {n_ctx} tokens, a multiple of {_CTX_STEP}, and not {settings.n_ctx}")
     n_threads = settings.n_threads or cores.physical_cores()
     arguments: dict[str, object] = {
         # Dense weights in anonymous memory: the kernel cannot drop them under a memory limit to read
         # them again for every token, and a file that is truncated later cannot end the process by SIGBUS.
         "use_mmap": False,
-        "n_ctx": n_ctx,
+        # llama.cpp rounds it up, and Llama, which does not know, would have no room for the tokens of such a prompt.
+        "n_ctx": -(-(settings.n_ctx or model_map.default_ctx) // _CTX_STEP) * _CTX_STEP,
         "n_batch": n_batch or max(settings.n_ubatch, WIDE_UBATCH),
         "n_threads": n_threads,
         "n_threads_batch": n_threads,

@@ -48,12 +48,6 @@ def test_what_was_probably_meant_is_said(refused, tmp_path: Path) -> None:
     assert f"pyorch convert {CHECKPOINT} -o " in refused("run", CHECKPOINT, "-p", "x")
 
 
-def test_a_flag_is_no_model(small_moe: Path, tmp_path: Path) -> None:
-    """Of `buddies --compare`, where standard output is a pipe."""
-    done = pyorch("buddies", small_moe, "--trace", tmp_path / "no.trace", "--compare")
-    assert done.returncode == 2 and "no.trace" in done.stderr and done.stderr.count("\n") == 1
-
-
 @pytest.mark.parametrize(("command", "flag", "said"), [
     ("run", "-ngl", "--device auto"), ("bench", "--n-cpu-moe=4", "--device auto"), ("run", "-c", "--ctx N"),
     ("verify", "-m", "MODEL, without a flag"), ("serve", "-ngl", "--device auto"),

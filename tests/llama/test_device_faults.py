@@ -112,7 +112,7 @@ def test_limits_and_policies_may_change_while_layers_are_computed(
 def test_a_budget_without_room_for_the_experts_of_a_token_is_said_once_and_the_processor_computes(
     small_moe: Path, device: DeviceProcess, vram_budget: str, why: str
 ) -> None:
-    done = pyorch_command("run", small_moe, "-p", "import os", "-n", 4, "--ctx", 64, "--budget", "50%", "--device",
+    done = pyorch_command("run", small_moe, "-p", "import os", "-n", 4, "--ctx", 256, "--budget", "50%", "--device",
                           device.name, "--vram-budget", vram_budget, "--json")
     assert done.returncode == 0, done.stderr
     assert len(re.findall(why, done.stderr)) == done.stderr.count("note:") == 1, done.stderr

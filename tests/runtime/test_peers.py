@@ -322,7 +322,7 @@ def test_a_request_that_memory_has_no_room_for_is_refused_and_the_server_goes_on
             in_use = int(status.partition("VmSize:")[2].split()[0]) << 10
             before = resource.prlimit(server.process.pid, resource.RLIMIT_AS)
             resource.prlimit(server.process.pid, resource.RLIMIT_AS, (in_use + (2 << 20), before[1]))
-            connection.sendall(frame(COMPUTE, size=16 << 20))
+            connection.sendall(frame(COMPUTE, bytes(16 << 20)))
             kind, _, why = receive_frame(connection)
             assert (kind, why) == (REFUSED, b"there is no memory for a request as large as its")
         resource.prlimit(server.process.pid, resource.RLIMIT_AS, before)
