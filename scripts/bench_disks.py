@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
                                "build/bench/bench.gguf")
     add_model(parser)
     add_settings(parser, "policy", "prefetch")
-    parser.add_argument("--disks", default="300MiB,1GiB,3GiB", metavar="RATES",
+    parser.add_argument("--disks", type=_rates, default="300MiB,1GiB,3GiB", metavar="RATES",
                         help="bytes a second (default: %(default)s)")
     parser.add_argument("--repeat", type=whole(1), default=3, metavar="R", help="measure R rounds (default: 3)")
     return program.run(parser, _run, argv)
@@ -51,7 +51,6 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if os.geteuid() != 0:
         raise PyorchError("file systems in memory are mounted by root: run it with sudo")
-    rates = [Amount.parse(rate).n_bytes for rate in args.disks.split(",")]
     lossless = [with_budget(Settings(**given_settings(args)), budget) for budget in _BUDGETS]
     configs = [RESIDENT, *(each(config) for config in lossless for each in (lambda c: c, without_guesses, lossy))]
     rows = []
@@ -61,12 +60,22 @@ def _run(args: argparse.Namespace) -> int:
         def job_for(config: Config) -> Job:
             return Job(model, config, argparse.__file__, _PROMPT_TOKENS, _TOKENS, physical_cores(), _SECONDS)
 
-        for rate in rates:
+        for rate in args.disks:
             with slowed(disk, rate):
                 results = run_rounds(job_for, configs, args.repeat, progress.update, progress.say)
             rows += [_row(results, rate, config) for config in lossless]
     show([Table(_COLUMNS, rows, left=("budget",))])
     return 0
+
+
+def _rates(text: str) -> list[int]:
+    try:
+        rates = [Amount.parse(rate).n_bytes for rate in text.split(",")]
+    except ValueError:
+        rates = [None]
+    if not all(rates):
+        raise argparse.ArgumentTypeError(f'"{text}" has a rate that is no size such as 1GiB')
+    return [rate for rate in rates if rate]
 
 
 def _row(results: Results, rate: float, config: Config) -> tuple[str, ...]:

@@ -157,7 +157,7 @@ void Listener::receive(Session & session) {
         try {
             const Place place = place_for(session);
             n                 = receive_some(session.socket, place.to, std::min(left, place.bytes));
-            if (n > 0 && !session.refused()) {
+            if (n > 0 && !session.cut_off()) {
                 why = take(session, n);
             }
         } catch (const std::bad_alloc &) {
@@ -185,7 +185,7 @@ Listener::Place Listener::place_for(Session & session) {
     }
     std::vector<char> & payload = session.payload;
     const size_t        arrived = session.received - sizeof(session.header);
-    if (arrived == payload.size() && !session.refused()) {
+    if (arrived == payload.size() && !session.cut_off()) {
         const size_t size = std::min<uint64_t>(session.header.bytes, std::max(2 * arrived, CHUNK));
         payload.reserve(size);
         payload.resize(size);
@@ -193,7 +193,7 @@ Listener::Place Listener::place_for(Session & session) {
         hold(session, size - arrived);
         make_room();
     }
-    if (session.refused()) {
+    if (session.cut_off()) { // for room, just now: it has no payload any more
         return { ignored, sizeof(ignored) };
     }
     return { payload.data() + arrived, payload.size() - arrived };
@@ -322,7 +322,7 @@ void Listener::make_room() {
 }
 
 void Listener::refuse(Session & session, const std::string & why) {
-    if (session.ended || session.refused()) {
+    if (session.cut_off()) {
         return;
     }
     ++counters.refused;
@@ -428,7 +428,7 @@ void Listener::compute_all() {
         counters.failed += failed;
         counters.slots += rows.n_slots;
         counters.compute_ns += ns_since(begin);
-        if (!session->ended && !session->refused()) {
+        if (!session->cut_off()) {
             send(*session, std::move(frame));
             if (!session->out.empty() || held > quota) { // the rest is for the thread that has the connections
                 waker.wake();

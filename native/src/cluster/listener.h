@@ -72,6 +72,7 @@ private:
         Clock::time_point   linger = {}; // refused: what it sends is thrown away until then
 
         bool refused() const { return linger != Clock::time_point(); }
+        bool cut_off() const { return ended || refused(); }
     };
     struct Place {
         char * to;
