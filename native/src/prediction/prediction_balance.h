@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstdint>
 
 namespace pyorch {
 
@@ -17,14 +18,48 @@ public:
     bool pays() const { return worth > cost; }
 
     // Of one decoding ubatch, in seconds: reading of what was absent or would have been but for guesses; of that, what
-    // guesses had read by then; and the processor's time for predictions.
-    void add(double absent, double saved, double spent);
+    // guesses had read by then; and the processor's time for predictions. predicted: whether they were made.
+    void add(double absent, double saved, double spent, bool predicted);
 
 private:
     double absent = -1;     // means, fading; -1: nothing is known
     double yield  = 0.2;    // of the absent, what guesses save
     double cost   = 100e-6; // of the predictions of an ubatch
     double worth  = 0;
+};
+
+// Whether decoding is sooner with predictions, by trial: what a quota of the disk, interrupts or a busy core take from
+// what a guess gains is in no account.
+//
+// Some ubatches decode with, as many without, in pairs of such blocks, the first of which alternates; when the times of
+// the pairs tell which is sooner, or after MOST_PAIRS, the sooner is kept for HELD ubatches, and for twice as many as
+// the last time where the trial after them ends as before.
+class PredictionTrial {
+public:
+    static constexpr int BLOCK = 4, MOST_PAIRS = 24, HELD = 512, MOST_HELD = 8192;
+
+    // Whether the next decoding ubatch is to be predicted.
+    bool on() const { return trying() ? on_in(block) : kept; }
+
+    // seconds: from the beginning of such a ubatch to that of the next; 0: something else was in between.
+    void add(double seconds);
+
+private:
+    bool   kept    = true;
+    int    left    = 16; // ubatches until the next trial: a cold start is no time to try
+    int    held    = HELD / 2;
+    int    block   = 0;
+    int    n       = 0; // ubatches in the block
+    double sum     = 0; // of their seconds
+    double first   = 0; // of the block before, which is of the same pair
+    double usual   = 0; // seconds of a ubatch in the blocks so far
+    int    n_pairs = 0;
+    double mean    = 0; // of the logarithms of without / with
+    double squares = 0; // of their distances from the mean
+
+    bool        trying() const { return left == 0; }
+    static bool on_in(int block) { return (block + 1) / 2 % 2 == 0; }
+    void        add_pair(double with, double without);
 };
 
 // How much of the processor's time predictions may take: a fiftieth of the time that passes, whatever they gain.

@@ -44,7 +44,10 @@ void Prefetcher::set_automatic(bool automatic_) {
     const Table::ReadSeconds    now = table.read_seconds();
     std::lock_guard<std::mutex> lock(mutex);
     automatic = automatic_;
+    predicts  = false;
     balance   = {};
+    trial     = {};
+    decode_ns = 0;
     allowance = {};
     balanced  = now;
     spent     = 0;
@@ -82,12 +85,19 @@ void Prefetcher::begin(const void * context, IterationBegin && iteration) {
     const bool                   collecting = needs() & NEEDS_PROBS;
     const Table::ReadSeconds     now        = iteration.decode ? table.read_seconds() : Table::ReadSeconds{};
     std::unique_lock<std::mutex> lock(mutex);
-    if (automatic && iteration.decode) {
-        balance.add(now.absent - balanced.absent, now.saved - balanced.saved, spent);
-        balanced = now;
-        spent    = 0;
-        if (!balance.pays()) {
-            return;
+    if (automatic) {
+        const uint64_t before = std::exchange(decode_ns, iteration.decode ? clock_ns() : 0);
+        if (iteration.decode) {
+            balance.add(now.absent - balanced.absent, now.saved - balanced.saved, spent, predicts);
+            balanced = now;
+            spent    = 0;
+            if (balance.pays()) {
+                trial.add(before ? 1e-9 * (double) (decode_ns - before) : 0);
+            }
+            predicts = balance.pays() && trial.on();
+            if (!predicts) {
+                return;
+            }
         }
     }
     if (count<IterationBegin>() >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
@@ -106,7 +116,7 @@ bool Prefetcher::wants(int & reach) {
     const double now   = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     std::lock_guard<std::mutex> lock(mutex);
     reach = automatic && !whole ? allowance.reach(now) : INT_MAX;
-    return !automatic || balance.pays();
+    return !automatic || predicts;
 }
 
 void Prefetcher::routed(const void * context, RoutedLayer && layer) {

@@ -80,9 +80,12 @@ private:
     std::deque<std::pair<const void *, Event>> queue;
     const void *                               predicting = nullptr; // the context whose event is at work
     bool                                       automatic  = false;
+    bool                                       predicts   = false; // of automatic: in the ubatch that decodes
     PredictionBalance                          balance;
-    Table::ReadSeconds                         balanced = {}; // what of the table's is in the balance
-    double                                     spent    = 0;  // seconds of a processor, not in the balance yet
+    PredictionTrial                            trial;
+    uint64_t                                   decode_ns = 0;  // when the last ubatch began; 0: it was a prompt's
+    Table::ReadSeconds                         balanced  = {}; // what of the table's is in the balance
+    double                                     spent     = 0;  // seconds of a processor, not in the balance yet
     PredictionAllowance                        allowance;
     bool                                       stopped = false;
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <random>
 #include <vector>
 
 // Ubatches in which layers wait for reads of so many ms where nothing is predicted; predictions save a share of that,
@@ -25,7 +26,7 @@ static std::vector<double> shares(const std::vector<Regime> & regimes) {
             const bool on = balance.pays();
             n += on;
             balance.add(regime.ms_absent / 1000, on ? regime.share_saved * regime.ms_absent / 1000 : 0,
-                on ? regime.ms_spent / 1000 : 0);
+                on ? regime.ms_spent / 1000 : 0, on);
         }
         found.push_back((double) n / regime.n_ubatches);
     }
@@ -94,8 +95,44 @@ static void the_allowance_is_kept() {
     require(allowance.reach(1e6) == 0, "an hour's pause is no allowance for what comes then", {});
 }
 
+// Ubatches that take 100 ms, and with predictions so many times as long; each by chance up to a quarter more or less,
+// and what falls with time is what a cold start adds. Of n ubatches from the first, the share with predictions.
+static double tried(pyorch::PredictionTrial & trial, int n, double ratio, uint32_t seed) {
+    std::mt19937 chance(seed);
+    int          n_on = 0;
+    for (int u = 0; u < n; ++u) {
+        const double noise = 0.75 + 0.5 * (double) chance() / 4294967296.0;
+        n_on += trial.on();
+        trial.add((0.1 + 0.1 / (1 + u)) * noise * (trial.on() ? ratio : 1));
+    }
+    return (double) n_on / n;
+}
+
+static void the_sooner_is_kept() {
+    double sooner = 1, later = 0, mended = 1;
+    for (uint32_t seed = 1; seed <= 20; ++seed) {
+        pyorch::PredictionTrial gains, loses;
+        sooner = std::min(sooner, tried(gains, 2000, 0.85, seed));
+        later  = std::max(later, tried(loses, 2000, 1.15, seed));
+        mended = std::min(mended, tried(loses, 20000, 0.85, seed));
+    }
+    require(sooner > 0.9, "predictions that gain are made but in trials", { sooner });
+    require(later < 0.1, "predictions that lose are made in trials only", { later });
+    require(mended > 0.5, "they are made again where they have come to gain", { mended });
+
+    // Who asks pauses after each second ubatch: never is there a block, and predictions are made.
+    pyorch::PredictionTrial pauses;
+    int                     n_off = 0;
+    for (int u = 0; u < 1000; ++u) {
+        n_off += !pauses.on();
+        pauses.add(u % 2 ? 0.1 : 0);
+    }
+    require(n_off == 0, "pauses are no trial", { (double) n_off });
+}
+
 int main() {
     the_allowance_is_kept();
+    the_sooner_is_kept();
 
     const Regime gains = { 5000, 60, 0.2, 0.8 }, resident = { 5000, 0, 0, 0.8 }, tiny = { 5000, 0.1, 0.5, 0.8 };
     auto         found = shares({ gains });
