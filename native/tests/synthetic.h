@@ -16,9 +16,11 @@
 namespace pyorch {
 
 // Experts of up, gate and down, each of rows(layer) times 32 bytes, whose weights are a hole in a file that is written
-// to path and removed. n_used: by a token; 0: not said, so that all of a layer must fit into memory.
+// to path and removed. n_used: by a token; 0: not said, so that all of a layer must fit into memory. type: of a layer's
+// matrices, with rows of 32 numbers where not F32.
 template <typename Rows>
-ModelMap synthetic_map(const std::string & path, int n_layers, int n_expert, Rows rows, int n_used = 0) {
+ModelMap synthetic_map(
+    const std::string & path, int n_layers, int n_expert, Rows rows, int n_used = 0, ggml_type (*type)(int) = nullptr) {
     ggml_init_params params = { 1u << 20, nullptr, true };
     ggml_context *   ctx    = ggml_init(params);
     gguf_context *   gguf   = gguf_init_empty();
@@ -29,7 +31,8 @@ ModelMap synthetic_map(const std::string & path, int n_layers, int n_expert, Row
     }
     for (int l = 0; l < n_layers; ++l) {
         for (const char * role : { "up", "gate", "down" }) {
-            ggml_tensor * t = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 8, rows(l), n_expert);
+            ggml_tensor * t = type ? ggml_new_tensor_3d(ctx, type(l), 32, rows(l), n_expert) :
+                                     ggml_new_tensor_3d(ctx, GGML_TYPE_F32, 8, rows(l), n_expert);
             ggml_format_name(t, "blk.%d.ffn_%s_exps.weight", l, role);
             gguf_add_tensor(gguf, t);
         }

@@ -140,36 +140,48 @@ void DeviceBank::allocate_areas(uint64_t budget) {
             bytes = std::max(bytes, all);
         }
     }
-    for (int n = n_device_areas(budget, bytes); n > 0; --n) {
-        if (n * bytes > ggml_backend_buft_get_max_size(type)) {
-            continue;
+    // A buffer each: one is cleared while the device computes in the other.
+    while ((int) area_buffers.size() < n_device_areas(budget, bytes)) {
+        ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(type, bytes));
+        if (!buffer) {
+            break;
         }
-        area_buffer.reset(ggml_backend_buft_alloc_buffer(type, n * bytes));
-        if (!area_buffer) {
-            continue;
-        }
-        ggml_backend_buffer_clear(area_buffer.get(), 0);
-        ggml_backend_buffer_set_usage(area_buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-        auto * base = (char *) ggml_backend_buffer_get_base(area_buffer.get());
-        for (int number = 0; number < n; ++number) {
-            for (auto & kind : made[number]) { // all of them in the same memory
-                char * at = base + number * bytes;
-                for (ggml_tensor * t : kind) {
-                    ggml_backend_tensor_alloc(area_buffer.get(), t, at);
-                    at += round_up(ggml_backend_buft_get_alloc_size(type, t), alignment);
-                }
+        ggml_backend_buffer_clear(buffer.get(), 0);
+        ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+        for (auto & kind : made[area_buffers.size()]) { // all of them in the same memory
+            auto * at = (char *) ggml_backend_buffer_get_base(buffer.get());
+            for (ggml_tensor * t : kind) {
+                ggml_backend_tensor_alloc(buffer.get(), t, at);
+                at += round_up(ggml_backend_buft_get_alloc_size(type, t), alignment);
             }
         }
-        areas.assign(made.begin(), made.begin() + n);
-        used_bytes += ggml_backend_buffer_get_size(area_buffer.get());
-        return;
+        used_bytes += ggml_backend_buffer_get_size(buffer.get());
+        area_buffers.push_back(std::move(buffer));
     }
+    areas.assign(made.begin(), made.begin() + (int) area_buffers.size());
+    kind_in.assign(areas.size(), -1);
+}
+
+// Some kernels read beyond the last row of a matrix: as many bytes as the device wants behind a tensor. Those times zero
+// are nothing, unless they are no number; and such may be what another kind left there. What the same kind left is
+// none.
+void DeviceBank::begin_area(int number, int layer) {
+    const int  kind     = kind_by_layer[layer];
+    const auto reads_on = [&](const ggml_tensor * t) {
+        return ggml_backend_buffer_get_alloc_size(t->buffer, t) > ggml_nbytes(t);
+    };
+    const Area & area = areas[number];
+    if (kind_in[number] >= 0 && kind_in[number] != kind &&
+        std::any_of(area[kind].begin(), area[kind].end(), reads_on)) {
+        ggml_backend_buffer_clear(area_buffers[number].get(), 0);
+    }
+    kind_in[number] = kind;
 }
 
 void DeviceBank::allocate(uint64_t budget) {
     used_bytes = 0;
     areas.clear();
-    area_buffer.reset();
+    area_buffers.clear();
     buffer.reset();
     uint64_t all = 0;
     for (const auto & layer : map.layers) {

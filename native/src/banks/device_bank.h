@@ -85,6 +85,9 @@ public:
     // Room for one matrix of all experts of a layer: [n_in, n_out, n_expert].
     ggml_tensor * area(int number, int layer, int role) const { return areas[number][kind_by_layer[layer]][role]; }
 
+    // What comes to an area from now on is of this layer. Nothing computes there, and nothing is on its way.
+    void begin_area(int number, int layer);
+
     // As upload(), to the place of the expert in an area; and from a slot.
     void upload_to_area(int number, int layer, int expert, int role, const char * bytes);
     void copy_to_area(int number, int layer, int expert, int slot);
@@ -112,10 +115,11 @@ private:
     // By kind of layers and role.
     using Area = std::vector<std::vector<ggml_tensor *>>;
 
-    std::vector<Area>       areas;
-    std::vector<int>        kind_by_layer;
-    ggml_context_ptr        area_tensors;
-    ggml_backend_buffer_ptr area_buffer;
+    std::vector<Area>                    areas;
+    std::vector<int>                     kind_by_layer;
+    std::vector<int>                     kind_in; // by area, -1: none yet
+    ggml_context_ptr                     area_tensors;
+    std::vector<ggml_backend_buffer_ptr> area_buffers;
 
     void     allocate_areas(uint64_t budget);
     void     form_pools(double share);
