@@ -210,8 +210,7 @@ void pyorch_model_map_get_value(const pyorch_model_map * map, const char * key, 
 typedef enum pyorch_codec {
     PYORCH_CODEC_STORED = 0, // as it is
     PYORCH_CODEC_ZSTD   = 1,
-    PYORCH_CODEC_LZ4    = 2,
-    PYORCH_CODEC_TABLE  = 3, // of exponents: the 7 commonest as three bits
+    PYORCH_CODEC_TABLE  = 3, // of exponents: the 7 commonest as three bits. 2 was lz4, which none has any more
 } pyorch_codec;
 
 // Bytes of the signs and mantissas of n numbers of a ggml type; 0 for one that is not taken apart.
@@ -224,7 +223,7 @@ uint64_t pyorch_shard_numbers(uint64_t n, uint64_t n_shards);
 pyorch_status pyorch_split(const char * type, const void * raw, uint64_t n, void * e, void * sm);
 
 // raw [n] -> to [n], of which the first stored bytes are used; stored 0: the codec cannot make it smaller. level: of
-// zstd and lz4, 0 for their default.
+// zstd, 0 for its default.
 pyorch_status pyorch_encode(int32_t codec, int32_t level, const void * raw, uint64_t n, void * to, uint64_t * stored);
 
 // The other way. PYORCH_FORMAT where the bytes are not what was stored of n; raw [n] holds anything then.
