@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     }, lambda: [
         f"{output}: default vectors from {vectors.n_tokens} tokens; no token selected {unused} of the experts",
         _distance_sentence(calibrated),
-        f"computing takes {calibrated.compute_ms:.3g} ms a token here, which pyorch replay goes by",
+        f"computing takes {calibrated.compute_ms:.3g} ms a token here, which replays go by",
     ])
 
 

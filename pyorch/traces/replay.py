@@ -2,7 +2,7 @@
 
 The residency table, its policies and the predictors are those that run beside llama.cpp; they are played the routing
 of a trace. What is modelled is the rest: one disk with a bandwidth and a latency, and compute that takes a fixed time
-for each token. `pyorch replay` prints it for many settings at once.
+for each token. `python -m scripts.replay` prints it for many settings at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyorch.llama.apply import best_predictor, check_prefetch, set_uses
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.statistics import Stats, ratio
-from pyorch.settings.budget import REPLAY_BUDGETS, Budget
+from pyorch.settings.budget import Budget
 from pyorch.settings.device import AUTO as DEVICE_AUTO
 from pyorch.settings.device import DEVICE_MISSES, DeviceMisses
 from pyorch.settings.pools import Pools
@@ -98,11 +98,6 @@ Forecasts = Callable[[Recording, Schedule, int], np.ndarray]
 
 _OF_DEVICE = ("device_hits", "device_misses", "device_computed", "device_loads", "device_evictions", "device_bytes",
               "device_ahead", "device_ahead_hits", "device_ahead_late")
-
-# What is replayed unless something else is asked for.
-DEFAULTS = {
-    "budget": REPLAY_BUDGETS, "policy": (ReplaySettings.policy,), "prefetch": (ReplaySettings.prefetch,),
-}
 
 
 @dataclass(frozen=True, kw_only=True)

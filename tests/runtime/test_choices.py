@@ -52,10 +52,10 @@ def test_a_name_that_is_not_known_is_refused_with_those_that_are():
     known = "use lru, lfu, finemoe or learned"
     with pytest.raises(PyorchError, match=f'^policy "mru" is not known: {known}$'):
         policies().choose("mru")
-    with pytest.raises(PyorchError, match='^policy "fifo" is there to be compared with: only pyorch replay takes it$'):
+    with pytest.raises(PyorchError, match='^policy "fifo" is there to be compared with: only a replay takes it$'):
         policies().choose("fifo")
     assert policies().choose("fifo", in_replay=True).name == "fifo"
-    with pytest.raises(PyorchError, match='^predictor "oracle" needs to know the future: only pyorch replay does$'):
+    with pytest.raises(PyorchError, match='^predictor "oracle" needs to know the future: only a replay does$'):
         predictors().choose("oracle")
     assert predictors().choose("oracle", in_replay=True).name == "oracle"
 
