@@ -9,7 +9,6 @@ from pyorch.llama import interception
 from pyorch.llama.model import Model
 from pyorch.runtime.callbacks import Source
 from pyorch.settings.budget import Budget
-from pyorch.settings.device import DeviceMisses
 from pyorch.settings.mirrors import Mirrors
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
@@ -33,7 +32,7 @@ def load(
     pools: str | Pools | None = None,
     device: str = "none",
     vram_budget: int | str | Budget = "auto",
-    device_misses: str | DeviceMisses = "processor",
+    device_misses: str = "processor",
     device_ahead: int = 0,
     n_ctx: int = 0,
     n_ubatch: int = 0,
@@ -71,8 +70,7 @@ def load(
             such as CUDA0, or rpc:HOST:PORT
         vram_budget: its memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what
             is left
-        device_misses: what computes experts that it lacks: processor, upload, or auto: whichever is estimated
-            to be faster (auto:A:B:C:D:E gives the rates, see docs/device.md) (default: processor)
+        device_misses: what computes experts that it lacks: processor, or upload: the device, once it has them
         device_ahead: upload up to N experts of a layer before it comes, as the predictor that --prefetch
             names says (default: 0)
         n_ctx: room for N tokens of context, rounded up to a multiple of 256 (default: as trained, at most
@@ -115,7 +113,7 @@ class manage(interception.manage):
         pools: str | Pools | None = None,
         device: str = "none",
         vram_budget: int | str | Budget = "auto",
-        device_misses: str | DeviceMisses = "processor",
+        device_misses: str = "processor",
         device_ahead: int = 0,
         n_ubatch: int = 0,
         n_threads: int = 0,

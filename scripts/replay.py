@@ -82,8 +82,8 @@ def main(argv: list[str] | None = None) -> int:
                         help="slots of a device in front of the memory of --budget: a size, or a share of the experts "
                              "(default: no device)")
     parser.add_argument("--device-misses", metavar="WHO",
-                        help="what becomes of experts that the device lacks: processor, upload or auto with its five "
-                             "rates, as pyorch run takes it (default: processor)")
+                        help="what becomes of experts that the device lacks: processor or upload, as pyorch run takes "
+                             "it (default: processor)")
     parser.add_argument("--link-bandwidth", type=rate, default=0.0, metavar="RATE",
                         help="speed of uploads to the device, such as 12GB/s (default: they take no time)")
     parser.add_argument("--device-speed", type=number(above=0), metavar="TIMES",
@@ -194,7 +194,7 @@ def _report(
         "model": args.model, "trace": args.trace, "bandwidth_measured": args.read_bandwidth is None,
         "compute_from": compute_from, **shared, "pools": str(settings.pools) if packed else None,
         "decode_bandwidth": args.decode_bandwidth, "vram_budget": args.vram_budget,
-        "device_misses": str(settings.device_misses) if of_device else None,
+        "device_misses": settings.device_misses if of_device else None,
         "link_bandwidth": args.link_bandwidth or None, "device_speed": settings.device_speed if of_device else None,
         "rows": rows,
     }

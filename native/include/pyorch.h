@@ -272,23 +272,20 @@ typedef struct pyorch_config {
     uint64_t       read_bytes; // one request at most; 0: 1 MiB, of threads 4 MiB
     pyorch_read_fn read;       // NULL: the files of the map
     void *         read_user;
-    uint64_t       plain;     // nonzero: experts stay as they lie in the file; default: they are repacked when they
-                              // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
-    double   pool_shares[4];  // see pyorch_set_pools; default: all for full experts
-    void *   device;          // of pyorch_find_device: computes with experts that lie in its memory; NULL: none
-    uint64_t device_bytes;    // of its memory for them, default 0; see pyorch-devices.h
-    uint64_t device_misses;   // pyorch_device_misses; default PYORCH_PROCESSOR
-    double   device_rates[5]; // of pyorch_measure_device, for PYORCH_ESTIMATED
-    uint64_t device_ahead;    // so many experts that a predictor names are uploaded before their layer comes, at most
-                              // 64; default 0. Not while it predicts as time allows: see pyorch_set_prefetch
+    uint64_t       plain;    // nonzero: experts stay as they lie in the file; default: they are repacked when they
+                             // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
+    double   pool_shares[4]; // see pyorch_set_pools; default: all for full experts
+    void *   device;         // of pyorch_find_device: computes with experts that lie in its memory; NULL: none
+    uint64_t device_bytes;   // of its memory for them, default 0; see pyorch-devices.h
+    uint64_t device_misses;  // pyorch_device_misses; default PYORCH_PROCESSOR
+    uint64_t device_ahead;   // so many experts that a predictor names are uploaded before their layer comes, at most
+                             // 64; default 0. Not while it predicts as time allows: see pyorch_set_prefetch
 } pyorch_config;
 
 // What becomes of an expert that is not in the memory of the device when its layer needs it.
 typedef enum pyorch_device_misses {
     PYORCH_PROCESSOR = 0, // computes it from host memory; it is uploaded meanwhile if it is worth more than another
     PYORCH_UPLOAD    = 1, // it is uploaded first and computed on the device, as long as there are slots for the layer
-    PYORCH_ESTIMATED = 2, // of those that are worth a slot, as many are uploaded first as makes the layer faster by the
-                          // estimate that follows from device_rates and from counts; the processor computes the others
 } pyorch_device_misses;
 
 extern const pyorch_config pyorch_default_config;

@@ -75,7 +75,6 @@ def sentence(comparison) -> str:
                   f"uses of experts, {comparison.device} the others") if comparison.by_processor else (
                   f"{comparison.device} computed all experts")
         where += f" and {format_bytes(experts.device_used_bytes)} of {comparison.device}'s memory"
-        where += f", --device-misses {comparison.device_misses}" if ":" in comparison.device_misses else ""
         resident = f"those of the model wholly on {comparison.device}"
         managed = (f"; {shared}; {experts.device_loads} uploads into slots; in host memory {experts.misses} misses, "
                    f"{experts.evictions} evictions")

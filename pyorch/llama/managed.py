@@ -41,7 +41,7 @@ def build(plan: EnginePlan) -> Engine | None:
     settings = plan.settings
     engine = Engine(
         plan.map, plan.budget, settings.policy, plan.reads, settings.source, pools=plan.division.pools or Pools(),
-        device=plan.device, device_misses=plan.device_misses, device_bytes=plan.device_bytes, plain=plan.plain,
+        device=plan.device, device_misses=settings.device_misses, device_bytes=plan.device_bytes, plain=plan.plain,
         direct_io=settings.direct_io, device_ahead=settings.device_ahead,
     )
     try:

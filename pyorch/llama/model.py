@@ -28,7 +28,6 @@ from pyorch.runtime import fatal
 from pyorch.runtime.callbacks import Source
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, Budget
-from pyorch.settings.device import DeviceMisses
 from pyorch.settings.option import options as declared_options
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import MAX_TOKENS, Settings
@@ -89,12 +88,6 @@ class Model:
         """Of the device that computes, its name; "" where only the processor does."""
         device = self._record.device
         return device.name if device is not None else ""
-
-    @property
-    def device_misses(self) -> DeviceMisses:
-        """What computes experts that the device lacks, with the rates that are measured for auto: the same ones give
-        the same bits."""
-        return self._record.plan.device_misses
 
     @property
     def note(self) -> str:

@@ -97,7 +97,7 @@ def test_replay_counts_what_an_engine_counts(small_moe: Path, model_map: ModelMa
 @pytest.mark.parametrize(("policy", "budget", "vram_budget", "misses", "ahead"), [
     ("lru", "50%", "20%", "processor", 0), ("learned", "50%", "20%", "processor", 2),
     ("lfu", "25%", "30%", "upload", 0), ("lfu", "100%", "30%", "upload", 2),
-    ("finemoe", "100%", "40%", "auto:20GB/s:8GB/s:8GB/s:99GB/s:99GB/s", 0), ("lru", "100%", "100%", "processor", 0),
+    ("finemoe", "100%", "40%", "upload", 0), ("lru", "100%", "100%", "processor", 0),
 ])
 def test_replay_counts_what_an_engine_with_a_device_counts(
     small_moe: Path, model_map: ModelMap, device: DeviceProcess, policy: str, budget: str, vram_budget: str,
@@ -512,7 +512,7 @@ def test_the_command_refuses_what_cannot_be(
         ([small_moe, trace, "--vram-budget", "auto"], "needs a size or a share as the memory of a device"),
         ([small_moe, trace, "--device-speed", "8"], "say its memory with --vram-budget"),
         ([small_moe, trace, "--link-bandwidth", "1GB/s"], "say its memory with --vram-budget"),
-        ([small_moe, trace, "--vram-budget", "9%", "--device-misses", "auto"], "say the rates that auto goes by"),
+        ([small_moe, trace, "--vram-budget", "9%", "--device-misses", "auto"], "must be processor or upload"),
         ([small_moe, trace, "--read-bandwidth", "fast"], '--read-bandwidth: "fast" is not understood'),
     ):
         assert program.main([*rate, *map(str, arguments)]) == 2
