@@ -477,10 +477,10 @@ pyorch_status pyorch_reset_stats(pyorch_engine * engine);
 typedef enum pyorch_predictor {
     PYORCH_PREDICT_NONE         = 0,
     PYORCH_PREDICT_QUASI_HIDDEN = 1, // its router, applied to a guess of its input: see pyorch_set_default_vectors
-    PYORCH_PREDICT_ESTIMATOR    = 2, // a trained network, one layer ahead: see pyorch_set_estimator
-    PYORCH_PREDICT_HYBRID       = 3, // one of these two for each layer: see pyorch_set_hybrid
-    PYORCH_PREDICT_EXPERT_MAP   = 4, // what the most alike iteration used in the layer: see pyorch_set_history
-    PYORCH_PREDICT_ORACLE       = 5, // in a replay: what the recording says, such as the truth
+    PYORCH_PREDICT_HYBRID       = 2, // the same, corrected by a trained network (pyorch_set_estimator) where the layer
+                                     // is the next one, and pyorch_set_hybrid does not say otherwise
+    PYORCH_PREDICT_EXPERT_MAP = 3,   // what the most alike iteration used in the layer: see pyorch_set_history
+    PYORCH_PREDICT_ORACLE     = 4,   // in a replay: what the recording says, such as the truth
 } pyorch_predictor;
 
 // Sets what predicts one layer, il -1: every layer. distance: layers ahead at most, at least 1. min_precision: guesses
@@ -552,7 +552,8 @@ typedef struct pyorch_estimator {
 // Copied, matrices in 8 bits a weight or 16. PYORCH_INVALID where it does not fit the layers of the model.
 pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimator * estimator);
 
-// layers[n]: in the order of il, nonzero where hybrid takes the estimator to guess that layer, else quasi-hidden.
+// layers[n]: in the order of il, nonzero where hybrid takes the estimator to guess that layer, else quasi-hidden. Until
+// it is called: all.
 pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, int32_t n);
 
 // While on, the outputs of all experts are summed up, for pyorch_get_mean_outputs. Turning it on begins anew.

@@ -33,13 +33,13 @@ def test_every_choice_has_a_name_of_its_own_and_a_line_that_describes_it(choices
 def test_predictors_say_what_they_need():
     known = predictors()
     assert known.needing(Needs.HISTORY) == ("expert-map",)
-    assert known.needing(Needs.ESTIMATOR) == ("estimator", "hybrid")
-    assert known.present == ("none", "quasi-hidden", "estimator", "hybrid", "expert-map")
+    assert known.needing(Needs.ESTIMATOR) == ("hybrid",)
+    assert known.present == ("none", "quasi-hidden", "hybrid", "expert-map")
     assert known.foreseeing == ("oracle",)
     assert policies().foreseeing == ("belady",)
     assert policies().compared == ("fifo", "marking")
     assert policies().present == ("lru", "lfu", "finemoe", "learned")
-    assert known.executable == ("quasi-hidden", "estimator", "hybrid")
+    assert known.executable == ("quasi-hidden", "hybrid")
     assert all(Needs.ROUTERS in known[name].needs and Needs.STATES in known[name].needs for name in known.executable)
     assert Needs.DEFAULT_VECTORS in known["quasi-hidden"].uses and Needs.DISTRIBUTIONS in known["expert-map"].needs
 

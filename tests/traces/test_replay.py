@@ -419,7 +419,7 @@ def test_tokens_of_a_batch_that_share_an_expert_share_its_recovery(
     (dict(budget="auto"), BudgetError, "needs a size or a share"),
     (dict(pause_ms=5.0, pause_every_ms=5.0), PyorchError, "pauses shorter than their period"),
     (dict(prefetch=Prefetch("oracle", 9)), PyorchError, "distance 9 is not from 1 to 8"),
-    (dict(prefetch=Prefetch("estimator", 1)), PyorchError, "needs an estimator"),
+    (dict(prefetch=Prefetch("hybrid", 1)), PyorchError, "needs an estimator"),
     (dict(read_bandwidth=0.0), PyorchError, "a bandwidth above 0"),
     (dict(batch=0), PyorchError, "0 requests together"),
     (dict(n_warm_tokens=300), PyorchError, "leave none to count"),
