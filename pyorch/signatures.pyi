@@ -39,7 +39,6 @@ def load(
     n_threads: int = 0,
     cpus: str = "auto",
     maps: str | Path | None = None,
-    learned: str | Path | None = None,
     warm: bool = True,
     tuned: str | Path | None = None,
     substitution: str | Substitution | None = None,
@@ -80,10 +79,8 @@ def load(
         cpus: compute on these processors only, such as 0-5,8, or any (default: auto: the fast cores)
         maps: begin with the expert maps in FILE, and write into it what expert-map learned (default:
             MODEL.maps.gguf, write nothing)
-        learned: begin with what FILE has for the policy learned, and write into it what was learned (default:
-            MODEL.eviction.gguf, write nothing)
         warm: False: begin with no expert in memory, and keep nothing for the next start: without it, experts
-            that were resident at the end are read first the next time
+            that were resident at the end are read first the next time, and the policy learned goes on
         tuned: take the lossy setting and the budget that pyorch tune found
         substitution: what becomes of absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; `pyorch run
             --lossy help` lists all keys
@@ -119,7 +116,6 @@ class manage(interception.manage):
         n_threads: int = 0,
         cpus: str = "auto",
         maps: str | Path | None = None,
-        learned: str | Path | None = None,
         warm: bool = True,
         tuned: str | Path | None = None,
         substitution: str | Substitution | None = None,

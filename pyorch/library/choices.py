@@ -100,7 +100,7 @@ class Choices(Mapping[str, Choice]):
         return choice
 
 
-LEARNED = "learned"  # the policy that learns what can be kept in a file
+LEARNED = "learned"  # the policy that learns, of which warm memory keeps what it learned
 
 
 @functools.cache

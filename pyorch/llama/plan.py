@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.library.choices import LEARNED, default_policy
 from pyorch.llama import logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import host_dense_bytes, place
@@ -201,24 +200,16 @@ def _history(plan: EnginePlan) -> ExpertMaps | None:
 
 
 def _kept(plan: EnginePlan) -> tuple[Kept | None, str]:
-    """What memory begins with: the file that the settings name, else the newer one of the model's own and of what was
-    kept of the last time; and why that is refused."""
+    """What memory begins with, as kept of the last time; and why that is refused."""
     from pyorch.sidecars import eviction  # see pyorch.sidecars.beside
 
-    settings, model_map = plan.settings, plan.map
-    if settings.learned is not None:
-        return (eviction.read(settings.learned, model_map) if os.path.exists(settings.learned) else None), ""
-    own = plan.sidecars.learned if (settings.policy or default_policy()) == LEARNED else None
-    paths = [path for path in (own, warm.kept_in(model_map, settings)) if path is not None and path.exists()]
-    refusal = ""
-    for path in sorted(paths, key=os.path.getmtime, reverse=True):
-        try:
-            return eviction.read(path, model_map), refusal
-        except FormatError as error:
-            if path == own:
-                raise
-            refusal = f"{error}; memory begins without what was kept of the last time"
-    return None, refusal
+    path = warm.kept_in(plan.map, plan.settings)
+    if path is None or not path.exists():
+        return None, ""
+    try:
+        return eviction.read(path, plan.map), ""
+    except FormatError as error:
+        return None, f"{error}; memory begins without what was kept of the last time"
 
 
 def _uses(plan: EnginePlan) -> np.ndarray | None:

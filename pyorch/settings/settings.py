@@ -120,15 +120,10 @@ class Settings:
         help="begin with the expert maps in FILE, and write into it what {searching} learned",
         default_text="MODEL.maps.gguf, write nothing",
     )
-    learned: Path | None = option(
-        None, Path, "the path of a file", group=LONG, metavar="FILE",
-        help="begin with what FILE has for the policy learned, and write into it what was learned",
-        default_text="MODEL.eviction.gguf, write nothing",
-    )
     warm: bool = option(
         True, flag, "true or false", group=LONG, flag="--cold",
         help="begin with no expert in memory, and keep nothing for the next start: without it, experts that were "
-             "resident at the end are read first the next time",
+             "resident at the end are read first the next time, and the policy learned goes on",
     )
     tuned: Path | None = option(
         None, Path, "the path of a file", group=LONG, metavar="FILE",
