@@ -210,7 +210,7 @@ void pyorch_model_map_get_value(const pyorch_model_map * map, const char * key, 
 typedef enum pyorch_codec {
     PYORCH_CODEC_STORED = 0, // as it is
     PYORCH_CODEC_ZSTD   = 1,
-    PYORCH_CODEC_TABLE  = 3, // of exponents: the 7 commonest as three bits. 2 was lz4, which none has any more
+    PYORCH_CODEC_TABLE  = 3, // of exponents: the 7 commonest as three bits; 2 was lz4
 } pyorch_codec;
 
 // Bytes of the signs and mantissas of n numbers of a ggml type; 0 for one that is not taken apart.
