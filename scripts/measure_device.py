@@ -165,7 +165,7 @@ def run(setup: Setup, arguments: argparse.Namespace) -> Speed:
         prefill, decode_ms = measure(model.llama.model, setup, arguments, model.reset_stats)
         speed = counted(model, prefill, decode_ms, arguments.tokens)
     rates = rates_of(find_device(arguments.device), ModelMap(arguments.model), arguments.threads)
-    return replace(speed, link=rates.rates[0])
+    return replace(speed, link=rates[0])
 
 
 def counted(model: Model, prefill: dict[str, float], decode_ms: float, n_tokens: int) -> Speed:
