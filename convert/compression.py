@@ -108,7 +108,7 @@ def choose(
 ) -> Choice:
     """Tries on a sample of the experts what is asked for. Raises PyorchError for a level or shards that there are not.
 
-    level: of zstd 1 to 22, or one below 0, of lz4 1 to 12; None: for zstd the one that gives the fewest bytes.
+    level: of zstd 1 to 22, or one below 0; None: the one that gives the fewest bytes.
     """
     _check(codec, level, n_shards)
     kinds = _kinds(model_map)
@@ -116,7 +116,7 @@ def choose(
         return _choice(model_map, {kind: (Scheme(), None) for kind in kinds}, "")
     samples = {kind: _sample(places, read) for kind, places in kinds.items()}
     tried = {name: {kind: _try(kind, sample, name, level, n_shards) for kind, sample in samples.items()}
-             for name in ((codecs.ZSTD, codecs.LZ4, codecs.TABLE) if codec == AUTO else (codec,))}
+             for name in ((codecs.ZSTD, codecs.TABLE) if codec == AUTO else (codec,))}
     if all(scheme.is_plain for of_kinds in tried.values() for scheme, _ in of_kinds.values()):
         types = ", ".join(sorted({kind.type for kind in kinds}))
         gain = "" if set(codecs.TYPES) & {kind.type for kind in kinds} else f" by more than {_LEAST_GAIN:.0%}"
@@ -173,12 +173,10 @@ def _check(codec: str, level: int | None, n_shards: int | None) -> None:
     if codec not in CHOICES:
         raise PyorchError(f"there is no codec {codec!r}: use one of {', '.join(CHOICES)}")
     if level is not None:
-        levels = {codecs.ZSTD: range(-50, 23), codecs.LZ4: range(1, 13)}.get(codec)
-        if levels is None:
-            raise PyorchError(f"--level is for the codecs zstd and lz4, not for {codec}")
-        if level not in levels or level == 0:
-            raise PyorchError(f"{codec} has no level {level}: use {max(1, levels[0])} to {levels[-1]}"
-                              + (f", or {levels[0]} to -1" if levels[0] < 0 else ""))
+        if codec != codecs.ZSTD:
+            raise PyorchError(f"--level is for the codec zstd, not for {codec}")
+        if level not in range(-50, 23) or level == 0:
+            raise PyorchError(f"zstd has no level {level}: use 1 to 22, or -50 to -1")
     if n_shards is not None and codec == NONE:
         raise PyorchError("--shards is for compressed packs: give a --codec")
     if n_shards is not None and not 1 <= n_shards <= MAX_SHARDS:

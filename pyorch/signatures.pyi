@@ -9,7 +9,6 @@ from pyorch.llama import interception
 from pyorch.llama.model import Model
 from pyorch.runtime.callbacks import Source
 from pyorch.settings.budget import Budget
-from pyorch.settings.device import DeviceMisses
 from pyorch.settings.mirrors import Mirrors
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
@@ -33,14 +32,13 @@ def load(
     pools: str | Pools | None = None,
     device: str = "none",
     vram_budget: int | str | Budget = "auto",
-    device_misses: str | DeviceMisses = "processor",
+    device_misses: str = "processor",
     device_ahead: int = 0,
     n_ctx: int = 0,
     n_ubatch: int = 0,
     n_threads: int = 0,
     cpus: str = "auto",
     maps: str | Path | None = None,
-    learned: str | Path | None = None,
     warm: bool = True,
     tuned: str | Path | None = None,
     substitution: str | Substitution | None = None,
@@ -71,8 +69,7 @@ def load(
             such as CUDA0, or rpc:HOST:PORT
         vram_budget: its memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what
             is left
-        device_misses: what computes experts that it lacks: processor, upload, or auto: whichever is estimated
-            to be faster (auto:A:B:C:D:E gives the rates, see docs/device.md) (default: processor)
+        device_misses: what computes experts that it lacks: processor, or upload: the device, once it has them
         device_ahead: upload up to N experts of a layer before it comes, as the predictor that --prefetch
             names says (default: 0)
         n_ctx: room for N tokens of context, rounded up to a multiple of 256 (default: as trained, at most
@@ -82,10 +79,8 @@ def load(
         cpus: compute on these processors only, such as 0-5,8, or any (default: auto: the fast cores)
         maps: begin with the expert maps in FILE, and write into it what expert-map learned (default:
             MODEL.maps.gguf, write nothing)
-        learned: begin with what FILE has for the policy learned, and write into it what was learned (default:
-            MODEL.eviction.gguf, write nothing)
         warm: False: begin with no expert in memory, and keep nothing for the next start: without it, experts
-            that were resident at the end are read first the next time
+            that were resident at the end are read first the next time, and the policy learned goes on
         tuned: take the lossy setting and the budget that pyorch tune found
         substitution: what becomes of absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; `pyorch run
             --lossy help` lists all keys
@@ -115,13 +110,12 @@ class manage(interception.manage):
         pools: str | Pools | None = None,
         device: str = "none",
         vram_budget: int | str | Budget = "auto",
-        device_misses: str | DeviceMisses = "processor",
+        device_misses: str = "processor",
         device_ahead: int = 0,
         n_ubatch: int = 0,
         n_threads: int = 0,
         cpus: str = "auto",
         maps: str | Path | None = None,
-        learned: str | Path | None = None,
         warm: bool = True,
         tuned: str | Path | None = None,
         substitution: str | Substitution | None = None,

@@ -39,7 +39,7 @@ EXTRA_MEMORY = 1 << 30  # above what the imported libraries have mapped
 WALL_SECONDS = 120  # a process that waits for ever
 
 # In bounds: a sentence, perhaps behind notes and statistics that are lines of pyorch too.
-_SENTENCE = re.compile(r"pyorch: error: [^\n]+\n\Z")
+_SENTENCE = re.compile(r"(?:pyorch|replay): error: [^\n]+\n\Z")
 _SPEEDS = ("--read-bandwidth", "1GB/s", "--decode-bandwidth", "10GB/s", "--workers", "1")
 _RUN = ("-p", "ab", "-n", "3", "--temp", "0", "--ctx", "32", "--threads", "1")
 
@@ -117,12 +117,10 @@ def _import_everything() -> None:
     import pyorch.cli.maps
     import pyorch.cli.pack
     import pyorch.cli.plan
-    import pyorch.cli.replay
     import pyorch.cli.run
     import pyorch.convert.pack
-    import pyorch.llama.model
-    import pyorch.sidecars.predictor
-    import pyorch.traces.replay  # noqa: F401
+    import pyorch.llama.model  # noqa: F401
+    import scripts.replay  # noqa: F401
 
 
 def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
@@ -254,8 +252,9 @@ def _be_the_child(command: tuple[str, ...], directory: Path | None, out: int, er
             resource.setrlimit(resource.RLIMIT_AS, (mapped + EXTRA_MEMORY,) * 2)
             resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
         from pyorch.cli import main as pyorch
+        from scripts.replay import main as replay
 
-        status = pyorch(list(command))
+        status = replay(list(command[1:])) if command[0] == "replay" else pyorch(list(command))
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 70
     except BaseException:

@@ -49,9 +49,8 @@ from pyorch.llama import logs
 from pyorch.llama.context import Context
 from pyorch.llama.cores import physical_cores
 from pyorch.llama.model import Model, load
-from pyorch.runtime.devices import find_device, rates_for
+from pyorch.runtime.devices import find_device, rates_of
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.device import AUTO, DeviceMisses
 from pyorch.sizes import format_bytes
 
 STOCK, OURS = "llama.cpp", "pyorch"
@@ -165,8 +164,8 @@ def run(setup: Setup, arguments: argparse.Namespace) -> Speed:
               device_ahead=setup.ahead, substitution=setup.substitution or None, **options) as model:
         prefill, decode_ms = measure(model.llama.model, setup, arguments, model.reset_stats)
         speed = counted(model, prefill, decode_ms, arguments.tokens)
-    rates = rates_for(DeviceMisses(AUTO), ModelMap(arguments.model), find_device(arguments.device), arguments.threads)
-    return replace(speed, link=rates.rates[0])
+    rates = rates_of(find_device(arguments.device), ModelMap(arguments.model), arguments.threads)
+    return replace(speed, link=rates[0])
 
 
 def counted(model: Model, prefill: dict[str, float], decode_ms: float, n_tokens: int) -> Speed:
@@ -380,7 +379,7 @@ def main() -> None:
     parser.add_argument("--shares", type=numbers, default=[25, 50, 75, 100], help="of the experts, in percent")
     parser.add_argument("--budgets", type=words, default=["100%", "40%"],
                         help="host memory for experts; the last one is less than all, so that three tiers work")
-    parser.add_argument("--misses", type=words, default=["processor", "upload", "auto"])
+    parser.add_argument("--misses", type=words, default=["processor", "upload"])
     parser.add_argument("--ahead", type=numbers, default=[1, 2, 4], help="experts of a layer that forecasts upload")
     parser.add_argument("--substitution", default="mode=random,max_replaced=4", help="the lossy row of latencies")
     parser.add_argument("--rounds", type=int, default=3)

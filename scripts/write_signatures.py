@@ -31,7 +31,6 @@ from pyorch.llama import interception
 from pyorch.llama.model import Model
 from pyorch.runtime.callbacks import Source
 from pyorch.settings.budget import Budget
-from pyorch.settings.device import DeviceMisses
 from pyorch.settings.mirrors import Mirrors
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch

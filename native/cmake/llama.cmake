@@ -176,10 +176,9 @@ function(write_libgomp_notice target)
     endif()
 endfunction()
 
-# Writes the part of a source file, of llama.cpp unless its path is absolute, from the text begin up to the text end.
+# Writes the part of a source file of llama.cpp from the text begin up to the text end.
 function(write_notice target source begin end)
-    cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY "${LLAMA_SOURCE_DIR}" OUTPUT_VARIABLE path)
-    file(READ "${path}" text)
+    file(READ "${LLAMA_SOURCE_DIR}/${source}" text)
     string(FIND "${text}" "${begin}" start)
     if(start EQUAL -1)
         message(FATAL_ERROR "${source} no longer states its licence with \"${begin}\"")

@@ -68,7 +68,6 @@ typedef struct pyorch_replay_config {
     double   link_bytes_per_second; // to it; 0: uploads take no time
     int64_t  device_policy;         // pyorch_policy; default PYORCH_LEARNED
     uint64_t device_misses;         // pyorch_device_misses
-    double   device_rates[5];       // see pyorch_config
     double   device_speed;          // of its computing, in that of the processor; default 1
     double   device_prefill_speed;  // the same of a prompt
     uint64_t device_ahead;          // see pyorch_config

@@ -210,8 +210,7 @@ void pyorch_model_map_get_value(const pyorch_model_map * map, const char * key, 
 typedef enum pyorch_codec {
     PYORCH_CODEC_STORED = 0, // as it is
     PYORCH_CODEC_ZSTD   = 1,
-    PYORCH_CODEC_LZ4    = 2,
-    PYORCH_CODEC_TABLE  = 3, // of exponents: the 7 commonest as three bits
+    PYORCH_CODEC_TABLE  = 3, // of exponents: the 7 commonest as three bits; 2 was lz4
 } pyorch_codec;
 
 // Bytes of the signs and mantissas of n numbers of a ggml type; 0 for one that is not taken apart.
@@ -224,7 +223,7 @@ uint64_t pyorch_shard_numbers(uint64_t n, uint64_t n_shards);
 pyorch_status pyorch_split(const char * type, const void * raw, uint64_t n, void * e, void * sm);
 
 // raw [n] -> to [n], of which the first stored bytes are used; stored 0: the codec cannot make it smaller. level: of
-// zstd and lz4, 0 for their default.
+// zstd, 0 for its default.
 pyorch_status pyorch_encode(int32_t codec, int32_t level, const void * raw, uint64_t n, void * to, uint64_t * stored);
 
 // The other way. PYORCH_FORMAT where the bytes are not what was stored of n; raw [n] holds anything then.
@@ -273,23 +272,20 @@ typedef struct pyorch_config {
     uint64_t       read_bytes; // one request at most; 0: 1 MiB, of threads 4 MiB
     pyorch_read_fn read;       // NULL: the files of the map
     void *         read_user;
-    uint64_t       plain;     // nonzero: experts stay as they lie in the file; default: they are repacked when they
-                              // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
-    double   pool_shares[4];  // see pyorch_set_pools; default: all for full experts
-    void *   device;          // of pyorch_find_device: computes with experts that lie in its memory; NULL: none
-    uint64_t device_bytes;    // of its memory for them, default 0; see pyorch-devices.h
-    uint64_t device_misses;   // pyorch_device_misses; default PYORCH_PROCESSOR
-    double   device_rates[5]; // of pyorch_measure_device, for PYORCH_ESTIMATED
-    uint64_t device_ahead;    // so many experts that a predictor names are uploaded before their layer comes, at most
-                              // 64; default 0. Not while it predicts as time allows: see pyorch_set_prefetch
+    uint64_t       plain;    // nonzero: experts stay as they lie in the file; default: they are repacked when they
+                             // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
+    double   pool_shares[4]; // see pyorch_set_pools; default: all for full experts
+    void *   device;         // of pyorch_find_device: computes with experts that lie in its memory; NULL: none
+    uint64_t device_bytes;   // of its memory for them, default 0; see pyorch-devices.h
+    uint64_t device_misses;  // pyorch_device_misses; default PYORCH_PROCESSOR
+    uint64_t device_ahead;   // so many experts that a predictor names are uploaded before their layer comes, at most
+                             // 64; default 0. Not while it predicts as time allows: see pyorch_set_prefetch
 } pyorch_config;
 
 // What becomes of an expert that is not in the memory of the device when its layer needs it.
 typedef enum pyorch_device_misses {
     PYORCH_PROCESSOR = 0, // computes it from host memory; it is uploaded meanwhile if it is worth more than another
     PYORCH_UPLOAD    = 1, // it is uploaded first and computed on the device, as long as there are slots for the layer
-    PYORCH_ESTIMATED = 2, // of those that are worth a slot, as many are uploaded first as makes the layer faster by the
-                          // estimate that follows from device_rates and from counts; the processor computes the others
 } pyorch_device_misses;
 
 extern const pyorch_config pyorch_default_config;
@@ -481,10 +477,10 @@ pyorch_status pyorch_reset_stats(pyorch_engine * engine);
 typedef enum pyorch_predictor {
     PYORCH_PREDICT_NONE         = 0,
     PYORCH_PREDICT_QUASI_HIDDEN = 1, // its router, applied to a guess of its input: see pyorch_set_default_vectors
-    PYORCH_PREDICT_ESTIMATOR    = 2, // a trained network, one layer ahead: see pyorch_set_estimator
-    PYORCH_PREDICT_HYBRID       = 3, // one of these two for each layer: see pyorch_set_hybrid
-    PYORCH_PREDICT_EXPERT_MAP   = 4, // what the most alike iteration used in the layer: see pyorch_set_history
-    PYORCH_PREDICT_ORACLE       = 5, // in a replay: what the recording says, such as the truth
+    PYORCH_PREDICT_HYBRID       = 2, // the same, corrected by a trained network (pyorch_set_estimator) where the layer
+                                     // is the next one, and pyorch_set_hybrid does not say otherwise
+    PYORCH_PREDICT_EXPERT_MAP = 3,   // what the most alike iteration used in the layer: see pyorch_set_history
+    PYORCH_PREDICT_ORACLE     = 4,   // in a replay: what the recording says, such as the truth
 } pyorch_predictor;
 
 // Sets what predicts one layer, il -1: every layer. distance: layers ahead at most, at least 1. min_precision: guesses
@@ -556,7 +552,8 @@ typedef struct pyorch_estimator {
 // Copied, matrices in 8 bits a weight or 16. PYORCH_INVALID where it does not fit the layers of the model.
 pyorch_status pyorch_set_estimator(pyorch_engine * engine, const pyorch_estimator * estimator);
 
-// layers[n]: in the order of il, nonzero where hybrid takes the estimator to guess that layer, else quasi-hidden.
+// layers[n]: in the order of il, nonzero where hybrid takes the estimator to guess that layer, else quasi-hidden. Until
+// it is called: all.
 pyorch_status pyorch_set_hybrid(pyorch_engine * engine, const uint8_t * layers, int32_t n);
 
 // While on, the outputs of all experts are summed up, for pyorch_get_mean_outputs. Turning it on begins anew.

@@ -8,9 +8,8 @@ from pyorch.advise.machine import Compute
 from pyorch.errors import PyorchError
 from pyorch.llama.device import bias_bytes, margin_bytes
 from pyorch.llama.measure import WIDE_UBATCH, chain_bytes
-from pyorch.runtime.devices import find_device, rates_for
+from pyorch.runtime.devices import find_device, rates_of
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.device import AUTO, DeviceMisses
 from pyorch.sizes import format_bytes
 from pyorch.traces.replay import token_bytes
 
@@ -46,7 +45,7 @@ class Device:
 def measured(name: str, model_map: ModelMap, n_threads: int) -> Device:
     """One of this machine. PyorchError where there is none of that name, or it cannot be measured."""
     device = find_device(name)
-    link, processor, processor_more, first, more = rates_for(DeviceMisses(AUTO), model_map, device, n_threads).rates
+    link, processor, processor_more, first, more = rates_of(device, model_map, n_threads)
     return Device(device.name, device.total_bytes(), device.free_bytes(),
                   DeviceSpeed(link, first / processor, more / processor_more, "measured"))
 

@@ -21,7 +21,7 @@ from pyorch.errors import PyorchError
 if TYPE_CHECKING:
     from pyorch.cli.config import Configuration
 
-# Command: module, what it does. Those of every day; then the steps of prepare, and what looks at traces.
+# Command: module, what it does. Those of every day; then the steps of prepare, and what divides a model among servers.
 EVERYDAY = {
     "run": ("pyorch.cli.run", "continue a prompt, or chat"),
     "serve": ("pyorch.cli.serve", "serve a model over the OpenAI API"),
@@ -52,7 +52,6 @@ STEPS = {
     "tune": ("pyorch.cli.tune", "find the fastest lossy setting that keeps the accuracy"),
 }
 TRACES = {
-    "replay": ("pyorch.cli.replay", "simulate what a trace would cost under other settings"),
     "place": ("pyorch.cli.place", "decide which servers of a cluster hold which experts"),
 }
 COMMANDS = EVERYDAY | STEPS | TRACES

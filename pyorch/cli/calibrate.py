@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser = add_command(
         subparsers, "calibrate", summary, "pyorch calibrate olmoe.gguf --data prose.txt --tokens 20000")
     parser.description += (
-        " The predictors quasi-hidden, estimator and hybrid compute with these averages (default vectors). "
+        " The predictors quasi-hidden and hybrid compute with these averages (default vectors). "
         "The command also tries how many layers ahead reading is fastest."
     )
     add_model_options(parser, without=("prefetch", "device_ahead"))  # it tries for itself how far ahead to read
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     }, lambda: [
         f"{output}: default vectors from {vectors.n_tokens} tokens; no token selected {unused} of the experts",
         _distance_sentence(calibrated),
-        f"computing takes {calibrated.compute_ms:.3g} ms a token here, which pyorch replay goes by",
+        f"computing takes {calibrated.compute_ms:.3g} ms a token here, which replays go by",
     ])
 
 

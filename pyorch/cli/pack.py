@@ -56,7 +56,7 @@ def add_codec_options(parser: argparse.ArgumentParser) -> None:
                              "matrices that become more than 5 %% smaller. table is fast to decode, zstd small; auto "
                              "measures on this machine which brings experts into memory soonest (default: none)")
     parser.add_argument("--level", type=int, metavar="N",
-                        help="of zstd or lz4 (default: for zstd the one that gives the fewest bytes)")
+                        help="of zstd (default: the one that gives the fewest bytes)")
     parser.add_argument("--shards", type=int, metavar="K",
                         help="compress the exponents of a matrix in K parts, which one thread decodes one after "
                              "another (default: 4 of a large matrix)")

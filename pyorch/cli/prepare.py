@@ -119,7 +119,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--skip", metavar="STEP,...", help="all steps but these")
     parser.add_argument("--again", action="store_true", help="make anew what is there already")
     parser.add_argument("--keep-trace", action="store_true",
-                        help="keep what profile records as MODEL.trace, which pyorch advise and replay read too "
+                        help="keep what profile records as MODEL.trace, which pyorch advise reads too "
                              "(default: deleted when all steps have read it)")
     parser.add_argument("--json", action="store_true", help="print what was done as one JSON object")
     parser.set_defaults(run=run)

@@ -21,8 +21,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
         "pyorch profile olmoe.gguf --data prose.txt questions.jsonl -o olmoe.trace",
     )
     parser.description += (
-        " pyorch trace, plan, buddies, maps and replay read such a trace. What is recorded is enough for all of them, "
-        "but for predictors that apply routers; what would be refused is said at the start."
+        " pyorch advise, plan, place, buddies, ghosts and maps read such a trace, and what is recorded is enough for "
+        "all of them; what would be refused is said at the start."
     )
     add_model_options(parser, CONTEXT)
     add_text_options(parser)
@@ -37,8 +37,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="record the inputs of the routers for a random sample of N tokens, on which pyorch "
                              f"buddies compares experts (default: {_INPUTS}; with --append, as the trace began)")
     parser.add_argument("--states", action="store_true",
-                        help="record the hidden state before every router; pyorch replay needs these for predictors "
-                             "that apply routers")
+                        help="record the hidden state before every router, with which a replay can tell what "
+                             "predictors that apply routers would guess")
     parser.add_argument("--decode", type=whole(0), default=0, metavar="N",
                         help="after each text, generate up to N tokens greedily and record these too (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random sample (default: 0)")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     begun_as = Trace(args.output).header if args.append and args.output.exists() else None
     router = args.router or (begun_as.router if begun_as is not None else "full")
     n_inputs = args.inputs if args.inputs is not None else begun_as.n_inputs if begun_as is not None else _INPUTS
-    refusals = _refusals(router, n_inputs, args.states)
+    refusals = _refusals(router, n_inputs)
     part = part_path(args.output)
     begun = part.exists()
     try:
@@ -81,12 +81,11 @@ def run(args: argparse.Namespace) -> int:
     return answer(args, recorded, lambda: [_sentence(recorded)])
 
 
-def _refusals(router: str, n_inputs: int, states: bool) -> list[tuple[str, str]]:
+def _refusals(router: str, n_inputs: int) -> list[tuple[str, str]]:
     """(what will not do with such a trace, the option that would help)."""
     lacking = [
         (router != "full", "pyorch maps", "--router full"),
         (not n_inputs, "pyorch ghosts", "--inputs"),
-        (not states, "pyorch replay with predictors that apply routers", "--states"),
     ]
     return [(command, option) for lacks, command, option in lacking if lacks]
 

@@ -87,8 +87,6 @@ def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:
         values["substitution"] = None
     if "maps" in values:
         _check_maps(values)
-    if "learned" in values:
-        _check_learned(values)
     return values
 
 
@@ -152,13 +150,3 @@ def _check_maps(values: dict[str, Any]) -> None:
     if not prefetch.searches_maps:
         raise PyorchError(f'--maps is for the predictors {names()["searching"]}, and --prefetch is "{prefetch}"')
     check_target(values["maps"].absolute())
-
-
-def _check_learned(values: dict[str, Any]) -> None:
-    from pyorch.files import check_target
-    from pyorch.library.choices import LEARNED, default_policy
-
-    policy = values.get("policy") or default_policy()
-    if policy != LEARNED:
-        raise PyorchError(f'--learned is for the policy {LEARNED}, and --policy is "{policy}"')
-    check_target(values["learned"].absolute())

@@ -28,12 +28,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt (default: a paragraph of prose)")
     source.add_argument("-f", "--file", type=Path, metavar="FILE", help="take the prompt from a file")
-    parser.add_argument("--read-time", type=float, default=1.0, metavar="LAYERS",
-                        help="for lossy settings: an expert counts as read after the time in which so many layers of a "
-                             "token are computed; it does not depend on this machine (default: %(default)g)")
-    parser.add_argument("--read-seed", type=int, default=0, metavar="N",
-                        help="let each of these reads take from half to one and a half of that time, as drawn with "
-                             "this seed (default: 0, all the same)")
     parser.add_argument("--json", action="store_true", help="print a JSON array with one object for each budget")
     parser.set_defaults(run=run)
     return parser
@@ -43,15 +37,14 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0 if every logit is bit-identical under every budget; 1 otherwise, also where that was asked for."""
     prompt = read_prompt(args.prompt, args.file)
 
-    from pyorch.eval.method import Arrival
     from pyorch.eval.verify import PROMPT, verify
 
     comparisons = []
     budgets, settings = listed(args, "budget") or VERIFY_BUDGETS, given_settings(args, "budget")
     with Progress(live=not args.verbose) as progress:
         for comparison in verify(
-            args.model, budgets, prompt or PROMPT, args.tokens, on_progress=progress.update,
-            arrival=Arrival(args.read_time, args.read_seed), verbose=args.verbose, **settings,
+            args.model, budgets, prompt or PROMPT, args.tokens, on_progress=progress.update, verbose=args.verbose,
+            **settings,
         ):
             comparisons.append(comparison)
             if not args.json:
@@ -75,7 +68,6 @@ def sentence(comparison) -> str:
                   f"uses of experts, {comparison.device} the others") if comparison.by_processor else (
                   f"{comparison.device} computed all experts")
         where += f" and {format_bytes(experts.device_used_bytes)} of {comparison.device}'s memory"
-        where += f", --device-misses {comparison.device_misses}" if ":" in comparison.device_misses else ""
         resident = f"those of the model wholly on {comparison.device}"
         managed = (f"; {shared}; {experts.device_loads} uploads into slots; in host memory {experts.misses} misses, "
                    f"{experts.evictions} evictions")

@@ -2,8 +2,8 @@
 
 A row is what one expert makes of one token. A server computes the dense part of a layer, then the experts that it has,
 one job after another; peers are asked for the rest, in one message each. The coefficients lie in a JSON file, of the
-whole server with all its devices (docs/cluster.md); only what differs from the defaults need stand there. Links that
-are not named there are those of the cluster.toml.
+whole server with all its devices (scripts/papers/dancemoe/README.md); only what differs from the defaults need stand
+there. Links that are not named there are those of the cluster.toml.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ MAX_LENGTH = 4096  # tokens of a text, unless the user says otherwise: attention
 MAX_GEN_TOKS = 256
 
 _LOSSY = "lossy"  # the flag that has settings of its own
-_NOT_HERE = ("n_ctx", "n_ubatch", "tuned", "maps", "learned")  # the harness has its own sizes, and runs once
+_NOT_HERE = ("n_ctx", "n_ubatch", "tuned", "maps")  # the harness has its own sizes, and runs once
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,7 @@ class Comparison:
     kl_divergence: mean over positions, in nats, of the reference's distribution from the managed one's.
     top1_agreement: share of positions with the same most probable token. device: what computes beside the processor, ""
     for nothing: then the reference is wholly there. by_processor: uses of experts that the processor computed, None
-    without a device; where it is 0, bits must be the same, and else differences are those of other sums. device_misses:
-    who computes what the device lacks, as --device-misses reads it, with the rates of auto; "" without a device.
+    without a device; where it is 0, bits must be the same, and else differences are those of other sums.
     """
 
     budget: str
@@ -63,7 +62,6 @@ class Comparison:
     top1_agreement: float
     device: str
     by_processor: int | None
-    device_misses: str
     experts: Stats | None
     substitution: SubstitutionStats | None  # None where nothing is substituted
     speculation: SpeculationStats | None  # None where nothing is executed on speculation
@@ -137,7 +135,6 @@ def _compare(budget: str, reference: np.ndarray, logits: np.ndarray, model: Mode
         device=model.device,
         by_processor=experts.device_hits + experts.device_misses - experts.device_computed
         if model.device and experts is not None else None,
-        device_misses=str(model.device_misses) if model.device else "",
         experts=experts,
         substitution=model.stats().substitution,
         speculation=model.stats().speculation,

@@ -94,13 +94,13 @@ class Choices(Mapping[str, Choice]):
             known = tuple(self) if in_replay else self.present
             raise PyorchError(f'{self.what} "{name}" is not known: use {listed((*also, *known))}')
         if Needs.FUTURE in choice.needs and not in_replay:
-            raise PyorchError(f'{self.what} "{name}" needs to know the future: only pyorch replay does')
+            raise PyorchError(f'{self.what} "{name}" needs to know the future: only a replay does')
         if Needs.REPLAY in choice.needs and not in_replay:
-            raise PyorchError(f'{self.what} "{name}" is there to be compared with: only pyorch replay takes it')
+            raise PyorchError(f'{self.what} "{name}" is there to be compared with: only a replay takes it')
         return choice
 
 
-LEARNED = "learned"  # the policy that learns what can be kept in a file
+LEARNED = "learned"  # the policy that learns, of which warm memory keeps what it learned
 
 
 @functools.cache

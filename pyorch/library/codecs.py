@@ -10,10 +10,10 @@ from pyorch.library.bindings import check, ffi, lib
 from pyorch.library.numerics import np
 
 TYPES = {"bf16": 16, "f16": 16, "f32": 32}  # ggml types, and their bits
-STORED, ZSTD, LZ4, TABLE = "stored", "zstd", "lz4", "table"
-NAMES = (STORED, ZSTD, LZ4, TABLE)  # by their numbers in packs
+STORED, ZSTD, TABLE = "stored", "zstd", "table"
+NAMES = (STORED, ZSTD, "lz4", TABLE)  # by their numbers in packs; lz4 is no longer read or written
 NONE, AUTO = "none", "auto"
-CHOICES = (*NAMES[1:], NONE, AUTO)  # that can be asked for
+CHOICES = (ZSTD, TABLE, NONE, AUTO)  # that can be asked for
 
 
 def sm_bytes(type_name: str, n: int) -> int:
@@ -37,7 +37,7 @@ def split(type_name: str, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def encode(codec: str, level: int, raw: np.ndarray) -> np.ndarray | None:
     """uint8[n] -> what is stored of it, fewer bytes; None where the codec cannot make it smaller.
 
-    level: of zstd and lz4, 0 for their default.
+    level: of zstd, 0 for its default.
     """
     to, stored = np.empty(len(raw), np.uint8), ffi.new("uint64_t *")
     check(lib.pyorch_encode(NAMES.index(codec), level, _pointer(raw), len(raw), _pointer(to), stored))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import DeviceError, ExpertReadError, PyorchError
+from pyorch.errors import DeviceError, ExpertReadError, FormatError, PyorchError
 from pyorch.library.bindings import decode_error
 from pyorch.llama import warm
 from pyorch.llama.apply import apply_prefetch, apply_substitution, set_uses
@@ -41,7 +41,7 @@ def build(plan: EnginePlan) -> Engine | None:
     settings = plan.settings
     engine = Engine(
         plan.map, plan.budget, settings.policy, plan.reads, settings.source, pools=plan.division.pools or Pools(),
-        device=plan.device, device_misses=plan.device_misses, device_bytes=plan.device_bytes, plain=plan.plain,
+        device=plan.device, device_misses=settings.device_misses, device_bytes=plan.device_bytes, plain=plan.plain,
         direct_io=settings.direct_io, device_ahead=settings.device_ahead,
     )
     try:
@@ -49,7 +49,8 @@ def build(plan: EnginePlan) -> Engine | None:
         if plan.history is not None:
             engine.set_history(plan.history)
         if plan.kept is not None and plan.kept.learned:
-            plan.kept.tell(engine)
+            with contextlib.suppress(FormatError):  # what the cache has is no reason not to start
+                plan.kept.tell(engine)
         apply_prefetch(plan.prefetch, engine, plan.sidecars)
         engine.set_speculation("decode" if settings.speculate else "none")
         for layer in plan.map.layers:
@@ -147,10 +148,6 @@ class ManagedModel:
             self.engine.wait_idle()  # until the last token was learned from
             if self.engine.history:
                 self.engine.history.write(settings.maps, self.map)
-        if settings.learned is not None:
-            from pyorch.sidecars import eviction  # see pyorch.sidecars.beside
-
-            eviction.write(settings.learned, self.engine, self.map, self.engine.learned())
 
     def lost(self) -> str:
         """Says that the device is."""

@@ -28,13 +28,11 @@ from pyorch.runtime import fatal
 from pyorch.runtime.callbacks import Source
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, Budget
-from pyorch.settings.device import DeviceMisses
 from pyorch.settings.option import options as declared_options
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import MAX_TOKENS, Settings
 from pyorch.settings.signature import describe
 from pyorch.settings.substitution import OFF, Substitution
-from pyorch.sidecars import eviction
 from pyorch.sidecars.buddies import Buddies
 from pyorch.sidecars.container import default_path, refuse_sidecar
 from pyorch.sizes import format_bytes
@@ -89,12 +87,6 @@ class Model:
         """Of the device that computes, its name; "" where only the processor does."""
         device = self._record.device
         return device.name if device is not None else ""
-
-    @property
-    def device_misses(self) -> DeviceMisses:
-        """What computes experts that the device lacks, with the rates that are measured for auto: the same ones give
-        the same bits."""
-        return self._record.plan.device_misses
 
     @property
     def note(self) -> str:
@@ -256,15 +248,6 @@ class Model:
             )
         self.engine.wait_idle()  # until the last token was learned from
         self.engine.history.write(path or default_path(self.map.path, "maps"), self.map)
-
-    def save_learned(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Writes what the policy "learned" has learned, by default beside the model, where load() finds it.
-
-        Raises PyorchError under another policy, or if the file cannot be written.
-        """
-        if self.engine is None:
-            raise PyorchError("all experts are in memory: nothing was learned about which to keep")
-        eviction.write(path or default_path(self.map.path, eviction.KIND), self.engine, self.map, self.engine.learned())
 
     def stats(self) -> ModelStats:
         """What was measured since loading, or since reset_stats()."""

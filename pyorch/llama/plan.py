@@ -15,17 +15,16 @@ from typing import TYPE_CHECKING
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.library.choices import LEARNED, default_policy
-from pyorch.llama import cores, logs, measure, memory, warm
+from pyorch.llama import logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import host_dense_bytes, place
 from pyorch.llama.measure import NARROW_UBATCH
-from pyorch.runtime.devices import Device, find_device, rates_for
+from pyorch.runtime.devices import Device, find_device
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.mirrors import add_mirrors
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, RESIDENT
-from pyorch.settings.device import NONE, DeviceMisses
+from pyorch.settings.device import NONE
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
@@ -72,9 +71,9 @@ class EnginePlan:
     map: with the pack attached from which experts are read. settings: with those of a tuned setting. budget: bytes,
     under the automatic budget the least that works: contexts set it to what they leave; None: no engine, llama.cpp
     keeps the experts, or there are none. plain: experts are computed with as they lie in the file. device_bytes: of the
-    device's memory, 0 where a context says it. device_misses: with the rates that they go by. history, kept,
-    uses: what predictors, memory with the policy "learned", and ranks of experts begin with, None for nothing. placed:
-    other servers compute experts. notes: sentences for people.
+    device's memory, 0 where a context says it. history, kept, uses: what predictors, memory with the policy "learned",
+    and ranks of experts begin with, None for nothing. placed: other servers compute experts. notes: sentences for
+    people.
     """
 
     map: ModelMap
@@ -87,7 +86,6 @@ class EnginePlan:
     division: Division = Division()
     reads: Reads = Reads()
     device_bytes: int = 0
-    device_misses: DeviceMisses = DeviceMisses()
     prefetch: Prefetch = Prefetch()
     buddies: Buddies | None = None
     ghosts: Ghosts | None = None
@@ -159,27 +157,21 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         if settings.mirror is not None:
             add_mirrors(model_map, settings.mirror.paths, _Compared())
     kept, refusal = _kept(plan)
-    expert_bytes, device_bytes, device_misses = model_map.info.expert_bytes, 0, settings.device_misses
-    notes = (*plan.notes, refusal)
-    if plan.device is not None:
-        if settings.vram_budget != AUTO:
-            device_bytes = min(settings.vram_budget.amount.of(expert_bytes), expert_bytes)
-        device_misses = rates_for(device_misses, model_map, plan.device, settings.n_threads or cores.physical_cores())
-        if device_misses.rates and not logs.is_quiet():
-            notes += (f"experts that {plan.device.name} lacks are computed as --device-misses {device_misses} says",)
+    expert_bytes, device_bytes = model_map.info.expert_bytes, 0
+    if plan.device is not None and settings.vram_budget != AUTO:
+        device_bytes = min(settings.vram_budget.amount.of(expert_bytes), expert_bytes)
     return replace(
         plan,
         division=plan.division.at(plan.budget),
         reads=reads,
         device_bytes=device_bytes,
-        device_misses=device_misses,
         prefetch=speculative(settings.prefetch, sidecars) if settings.speculate else settings.prefetch,
         buddies=buddies,
         ghosts=find_ghosts(settings.substitution, sidecars),
         history=_history(plan),
         kept=kept,
         uses=_uses(plan),
-        notes=notes,
+        notes=(*plan.notes, refusal),
     )
 
 
@@ -208,24 +200,16 @@ def _history(plan: EnginePlan) -> ExpertMaps | None:
 
 
 def _kept(plan: EnginePlan) -> tuple[Kept | None, str]:
-    """What memory begins with: the file that the settings name, else the newer one of the model's own and of what was
-    kept of the last time; and why that is refused."""
+    """What memory begins with, as kept of the last time; and why that is refused."""
     from pyorch.sidecars import eviction  # see pyorch.sidecars.beside
 
-    settings, model_map = plan.settings, plan.map
-    if settings.learned is not None:
-        return (eviction.read(settings.learned, model_map) if os.path.exists(settings.learned) else None), ""
-    own = plan.sidecars.learned if (settings.policy or default_policy()) == LEARNED else None
-    paths = [path for path in (own, warm.kept_in(model_map, settings)) if path is not None and path.exists()]
-    refusal = ""
-    for path in sorted(paths, key=os.path.getmtime, reverse=True):
-        try:
-            return eviction.read(path, model_map), refusal
-        except FormatError as error:
-            if path == own:
-                raise
-            refusal = f"{error}; memory begins without what was kept of the last time"
-    return None, refusal
+    path = warm.kept_in(plan.map, plan.settings)
+    if path is None or not path.exists():
+        return None, ""
+    try:
+        return eviction.read(path, plan.map), ""
+    except FormatError as error:
+        return None, f"{error}; memory begins without what was kept of the last time"
 
 
 def _uses(plan: EnginePlan) -> np.ndarray | None:

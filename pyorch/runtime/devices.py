@@ -1,7 +1,5 @@
-"""Devices that compute with experts in their own memory, and how fast they do: what --device-misses auto goes by.
-
-It is measured once for each device, number of threads and kind of experts, and kept: what is computed where follows
-from it, and so do the last bits of an answer.
+"""Devices that compute with experts in their own memory, and how fast they do, which is measured once for each
+device, number of threads and kind of experts, and kept.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from pyorch.errors import PyorchError
 from pyorch.library.bindings import call, check, ffi, lib, string
 from pyorch.runtime import fatal, kept
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.device import AUTO, REMOTE, DeviceMisses
+from pyorch.settings.device import REMOTE
 
 _SOON_SECONDS = 2.0  # a device of another process answers within
 _DIGITS = 3  # that a measured rate has: as many as its text
@@ -81,13 +79,12 @@ def _waiting_is_said(name: str) -> Iterator[None]:
         timer.cancel()
 
 
-def rates_for(misses: DeviceMisses, model_map: ModelMap, device: Device, n_threads: int) -> DeviceMisses:
-    """What was asked for; of auto without rates, with those that were kept, or are measured and kept now.
+def rates_of(device: Device, model_map: ModelMap, n_threads: int) -> list[float]:
+    """In bytes of weights a second: of uploads, of the processor for the first row of an expert and for each further
+    one, and the same of the device (pyorch_measure_device). As they were kept, or are measured and kept now.
 
     PyorchError where the device cannot be measured.
     """
-    if misses.who != AUTO or misses.rates:
-        return misses
     layer = model_map.layers[0]
     # An endpoint of another process is not what it is known by: ports come and go.
     name = kept.name_of("device", [
@@ -99,11 +96,11 @@ def rates_for(misses: DeviceMisses, model_map: ModelMap, device: Device, n_threa
             or not all(type(rate) is float and 0 < rate < math.inf for rate in rates)):
         rates = measure(model_map, device, n_threads)
         kept.keep(name, rates)
-    return DeviceMisses(AUTO, tuple(rates))
+    return rates
 
 
 def measure(model_map: ModelMap, device: Device, n_threads: int) -> list[float]:
-    """The five rates of DeviceMisses, now."""
+    """The rates, now."""
     rates = ffi.new("double[5]")
     check(lib.pyorch_measure_device(model_map.handle, device.handle, n_threads, rates))
     return [float(f"{rate:.{_DIGITS}g}") for rate in rates]

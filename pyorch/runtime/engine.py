@@ -29,7 +29,7 @@ from pyorch.runtime.statistics import (
     read,
 )
 from pyorch.settings.budget import Budget
-from pyorch.settings.device import DEVICE_MISSES, DeviceMisses
+from pyorch.settings.device import DEVICE_MISSES, PROCESSOR
 from pyorch.settings.pools import Pools
 from pyorch.settings.reads import READERS, Reads
 
@@ -70,7 +70,7 @@ class Engine:
         simulated: for pyorch.replay: nothing is read, and no model can be loaded under it.
         pools: how the budget is divided among the forms of compressed experts.
         device: computes with experts that lie in its memory; needs plain.
-        device_misses: what computes an expert that is not there; of auto, with its rates.
+        device_misses: what computes an expert that is not there: one of DEVICE_MISSES.
         config: further fields of pyorch_config, as the header says them, such as plain: compute with experts as they
             lie in the file, not repacked for faster kernels (Role.layout).
     """
@@ -85,7 +85,7 @@ class Engine:
         simulated: bool = False,
         pools: Pools | str = Pools(),
         device: Device | None = None,
-        device_misses: DeviceMisses = DeviceMisses(),
+        device_misses: str = PROCESSOR,
         **config: int,
     ) -> None:
         self._read = read_callback(source) if source is not None else ffi.NULL
@@ -100,7 +100,7 @@ class Engine:
             "pyorch_config", budget_bytes=Budget.parse(budget).resolve(model_map.info),
             reader=READERS.index(how.reader), read_depth=how.depth, read_bytes=how.request_bytes, read=self._read,
             pool_shares=Pools.parse(pools).shares, device=device.handle if device is not None else ffi.NULL,
-            device_misses=DEVICE_MISSES.index(device_misses.who), device_rates=device_misses.rates, **config,
+            device_misses=DEVICE_MISSES.index(device_misses), **config,
         )
         if policy is not None:
             raw.policy = policies().choose(policy, simulated).value

@@ -47,7 +47,7 @@ _NOT_WITH = re.compile(r"--?(slot-save-path|spec|md$|model-draft|mm$|mmproj|embe
                        r"|control-vector).*")
 
 # Settings that change no bit of what is computed.
-_FREE = {"budget", "policy", "prefetch", "reads", "direct_io", "packed", "pools", "maps", "learned", "mirror", "warm",
+_FREE = {"budget", "policy", "prefetch", "reads", "direct_io", "packed", "pools", "maps", "mirror", "warm",
          "cpus"}
 
 

@@ -78,5 +78,4 @@ _NAMED = {str(budget): budget for budget in (AUTO, RESIDENT)}
 
 # What commands compare where no budget is given.
 BENCH_BUDGETS = tuple(map(Budget.parse, ("25%", "40%", "60%", "100%")))  # where all experts fit in memory
-REPLAY_BUDGETS = tuple(map(Budget.parse, ("25%", "40%", "60%")))
 VERIFY_BUDGETS = (Budget.parse("50%"),)

@@ -2,58 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.settings.budget import RESIDENT, Budget
-from pyorch.sizes import Amount
 
 NONE = "none"  # no device
 REMOTE = "rpc:"  # before HOST:PORT of another process that has one
 
 # What computes an expert that the device does not have: the processor, from host memory, while the expert is uploaded
-# if it is worth it; or the device, once it was uploaded; or whichever is estimated to be faster. In the order of
-# pyorch_device_misses.
-PROCESSOR, UPLOAD, AUTO = DEVICE_MISSES = ("processor", "upload", "auto")
+# if it is worth it; or the device, once it was uploaded. In the order of pyorch_device_misses.
+PROCESSOR, UPLOAD = DEVICE_MISSES = ("processor", "upload")
 
 MAX_AHEAD = 64  # experts of a layer that forecasts upload
 
-_N_RATES = 5
 
-
-@dataclass(frozen=True)
-class DeviceMisses:
-    """who: one of DEVICE_MISSES.
-
-    rates: what auto estimates by, bytes of weights a second: of uploads, of the processor for the first row of an
-    expert and for each further one, and the same of the device (pyorch_measure_device); (): they are measured.
-    """
-
-    who: str = PROCESSOR
-    rates: tuple[float, ...] = ()
-
-    @classmethod
-    def parse(cls, given: str | DeviceMisses) -> DeviceMisses:
-        """From "processor", "upload", "auto", or "auto:12GB/s:20GB/s:90GB/s:300GB/s:2TB/s"."""
-        if isinstance(given, DeviceMisses):
-            return given
-        if not isinstance(given, str):
-            raise TypeError(given)
-        who, *rates = given.split(":")
-        if who not in DEVICE_MISSES or (rates and (who != AUTO or len(rates) != _N_RATES)):
-            raise ValueError(given)
-        return cls(who, tuple(_rate(rate) for rate in rates))
-
-    def __str__(self) -> str:
-        """What parse() reads."""
-        return ":".join([self.who, *(f"{rate / 1e9:g}GB/s" for rate in self.rates)])
-
-
-def _rate(text: str) -> float:
-    rate = Amount.parse(text.strip().removesuffix("/s")).n_bytes
-    if not rate or rate <= 0:
-        raise ValueError(text)
-    return float(rate)
+def device_misses(given: str) -> str:
+    """One of DEVICE_MISSES."""
+    if not isinstance(given, str):
+        raise TypeError(given)
+    return DEVICE_MISSES[DEVICE_MISSES.index(given)]
 
 
 def device_name(given: str) -> str:

@@ -14,7 +14,7 @@ from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.cpus import ANY as CPUS_ANY
 from pyorch.settings.cpus import AUTO as CPUS_AUTO
 from pyorch.settings.cpus import cpu_list, cpu_numbers
-from pyorch.settings.device import MAX_AHEAD, NONE, DeviceMisses, device_name, vram_budget
+from pyorch.settings.device import MAX_AHEAD, NONE, PROCESSOR, device_misses, device_name, vram_budget
 from pyorch.settings.mirrors import MAX_MIRRORS, Mirrors
 from pyorch.settings.option import CONTEXT, DEVICE, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.pools import Pools
@@ -89,12 +89,9 @@ class Settings:
         AUTO, vram_budget, "a size or a share", flag="--vram-budget", group=DEVICE, metavar="SIZE",
         help="its memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what is left",
     )
-    device_misses: DeviceMisses = option(
-        DeviceMisses(), DeviceMisses.parse, "processor, upload, auto or auto with five rates", flag="--device-misses",
-        group=DEVICE, metavar="WHO",
-        help="what computes experts that it lacks: processor, upload, or auto: whichever is estimated to be faster "
-             "(auto:A:B:C:D:E gives the rates, see docs/device.md)",
-        default_text="processor",
+    device_misses: str = option(
+        PROCESSOR, device_misses, "processor or upload", flag="--device-misses", group=DEVICE, metavar="WHO",
+        help="what computes experts that it lacks: processor, or upload: the device, once it has them",
     )
     device_ahead: int = option(
         0, whole(MAX_AHEAD, least=0), f"from 0 (none) to {MAX_AHEAD}", flag="--device-ahead", group=DEVICE, metavar="N",
@@ -123,15 +120,10 @@ class Settings:
         help="begin with the expert maps in FILE, and write into it what {searching} learned",
         default_text="MODEL.maps.gguf, write nothing",
     )
-    learned: Path | None = option(
-        None, Path, "the path of a file", group=LONG, metavar="FILE",
-        help="begin with what FILE has for the policy learned, and write into it what was learned",
-        default_text="MODEL.eviction.gguf, write nothing",
-    )
     warm: bool = option(
         True, flag, "true or false", group=LONG, flag="--cold",
         help="begin with no expert in memory, and keep nothing for the next start: without it, experts that were "
-             "resident at the end are read first the next time",
+             "resident at the end are read first the next time, and the policy learned goes on",
     )
     tuned: Path | None = option(
         None, Path, "the path of a file", group=LONG, metavar="FILE",
@@ -169,7 +161,7 @@ class Settings:
         if self.pools is not None and not self.packed:
             raise PyorchError("--pools divides memory among the forms of experts of a compressed pack, and with "
                               "--no-pack (packed=False in Python) none is read: leave out one of them")
-        if self.device == NONE and (self.vram_budget != AUTO or self.device_misses != DeviceMisses()):
+        if self.device == NONE and (self.vram_budget != AUTO or self.device_misses != PROCESSOR):
             raise PyorchError("--vram-budget and --device-misses are about experts on a device: name it with --device")
         names_experts = self.prefetch.predictor not in (PREFETCH_AUTO, PREFETCH_NONE)
         if self.device_ahead > 0 and (self.device == NONE or not names_experts):

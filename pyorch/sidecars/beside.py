@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyorch.library.numerics import np
@@ -86,11 +85,6 @@ class Sidecars:
 
         counts = self.new_maps(DISTANCE).uses.astype(np.float64)
         return counts if (counts.sum(axis=1) > 0).all() else None
-
-    @property
-    def learned(self) -> Path | None:
-        """The file with which an engine that evicts by what it learns begins, None where there is none."""
-        return self._paths.get("eviction")
 
     def new_maps(self, distance: int) -> ExpertMaps:
         """The expert maps, an empty store where there are none. Read anew: an engine adds to its own."""

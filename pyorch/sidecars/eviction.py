@@ -1,5 +1,5 @@
 """What eviction knows of a model, to begin with the next time: which experts were resident, and what the policy
-`learned` had learned. The sidecar model.eviction.gguf, and a file of the cache directory (pyorch.llama.warm)."""
+`learned` had learned. A file of the cache directory (pyorch.llama.warm)."""
 
 from __future__ import annotations
 

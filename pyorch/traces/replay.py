@@ -2,7 +2,7 @@
 
 The residency table, its policies and the predictors are those that run beside llama.cpp; they are played the routing
 of a trace. What is modelled is the rest: one disk with a bandwidth and a latency, and compute that takes a fixed time
-for each token. `pyorch replay` prints it for many settings at once.
+for each token. `python -m scripts.replay` prints it for many settings at once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from pyorch.llama.apply import best_predictor, check_prefetch, set_uses
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.statistics import Stats, ratio
-from pyorch.settings.budget import REPLAY_BUDGETS, Budget
-from pyorch.settings.device import AUTO as DEVICE_AUTO
-from pyorch.settings.device import DEVICE_MISSES, DeviceMisses
+from pyorch.settings.budget import Budget
+from pyorch.settings.device import DEVICE_MISSES, PROCESSOR
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import AUTO, DISTANCE, NONE, Prefetch
 from pyorch.settings.settings import Settings
@@ -53,7 +52,7 @@ class ReplaySettings:
     its experts, bytes a second of what kernels compute with; 0: decoding takes no time. n_decoders: such threads.
 
     vram_budget: memory of a device for experts, in front of the budget, a size or a share of them; 0: there is none.
-    The policy is that of both. device_misses: as pyorch.load takes it; auto with its rates. link_bandwidth: to the
+    The policy is that of both. device_misses: as pyorch.load takes it. link_bandwidth: to the
     device, bytes a second; 0: uploads take no time. device_speed: how many times as fast as the processor the device
     computes, which has the dense layers too; device_prefill_speed: the same of a prompt, None: as device_speed.
     device_ahead: as pyorch.load takes it.
@@ -80,7 +79,7 @@ class ReplaySettings:
     decode_bandwidth: float = 0.0
     n_decoders: int = 1
     vram_budget: Budget | int | str = 0
-    device_misses: DeviceMisses | str = DeviceMisses()
+    device_misses: str = PROCESSOR
     link_bandwidth: float = 0.0
     device_speed: float = 1.0
     device_prefill_speed: float | None = None
@@ -90,7 +89,6 @@ class ReplaySettings:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         object.__setattr__(self, "pools", Pools.parse(self.pools))
         object.__setattr__(self, "vram_budget", Budget.parse(self.vram_budget))
-        object.__setattr__(self, "device_misses", DeviceMisses.parse(self.device_misses))
 
 
 # Of a schedule and a distance: see replay().
@@ -98,11 +96,6 @@ Forecasts = Callable[[Recording, Schedule, int], np.ndarray]
 
 _OF_DEVICE = ("device_hits", "device_misses", "device_computed", "device_loads", "device_evictions", "device_bytes",
               "device_ahead", "device_ahead_hits", "device_ahead_late")
-
-# What is replayed unless something else is asked for.
-DEFAULTS = {
-    "budget": REPLAY_BUDGETS, "policy": (ReplaySettings.policy,), "prefetch": (ReplaySettings.prefetch,),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,9 +243,6 @@ def _checked(
                           "none to count")
     if settings.vram_budget.amount is None:
         raise BudgetError("a replay needs a size or a share as the memory of a device")
-    if settings.device_misses.who == DEVICE_AUTO and not settings.device_misses.rates:
-        raise PyorchError("a replay has no device to measure: say the rates that auto goes by, as pyorch verify prints "
-                          "them")
     if settings.budget.amount is None:
         raise BudgetError('a replay needs a size or a share as its budget, not "auto"')
     return prefetch
@@ -290,8 +280,8 @@ def _play(
         pause_seconds=settings.pause_ms / 1000, period_seconds=settings.pause_every_ms / 1000,
         decode_bytes_per_second=settings.decode_bandwidth, n_decoders=settings.n_decoders,
         device_bytes=settings.vram_budget.amount.of(model_map.info.expert_bytes),
-        link_bytes_per_second=settings.link_bandwidth, device_misses=DEVICE_MISSES.index(settings.device_misses.who),
-        device_rates=settings.device_misses.rates, device_speed=settings.device_speed,
+        link_bytes_per_second=settings.link_bandwidth, device_misses=DEVICE_MISSES.index(settings.device_misses),
+        device_speed=settings.device_speed,
         device_prefill_speed=settings.device_prefill_speed or settings.device_speed,
         device_ahead=settings.device_ahead,
     )

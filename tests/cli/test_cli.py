@@ -16,7 +16,7 @@ from processes import HANG_SECONDS, pyorch
 from pyorch.cli import COMMANDS, main
 from pyorch.cli.numbers import rate, share
 from pyorch.llama.model import load
-from pyorch.settings.budget import BENCH_BUDGETS, REPLAY_BUDGETS, VERIFY_BUDGETS, Budget
+from pyorch.settings.budget import BENCH_BUDGETS, VERIFY_BUDGETS, Budget
 
 
 def kinds(command: str) -> list[tuple[str, str]]:
@@ -97,9 +97,7 @@ def test_every_command_explains_itself(words: tuple[str, ...], capsys: pytest.Ca
     assert "--json" in usage or words in silent
 
 
-@pytest.mark.parametrize(
-    ("command", "budgets"), [("bench", BENCH_BUDGETS), ("replay", REPLAY_BUDGETS), ("verify", VERIFY_BUDGETS)]
-)
+@pytest.mark.parametrize(("command", "budgets"), [("bench", BENCH_BUDGETS), ("verify", VERIFY_BUDGETS)])
 def test_help_tells_the_budgets_that_are_compared(command: str, budgets: tuple[Budget, ...], capsys) -> None:
     with pytest.raises(SystemExit):
         main([command, "--help"])
@@ -155,13 +153,13 @@ def test_help_tells_no_default_where_something_must_be_given(capsys: pytest.Capt
 def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["xyz"]) == 2
     assert capsys.readouterr().err == 'pyorch: error: "xyz" is not a command; pyorch --help lists them all\n'
-    assert main(["replai", "--json"]) == 2
-    assert '"replai" is not a command: did you mean replay?; pyorch --help' in capsys.readouterr().err
+    assert main(["prepair", "--json"]) == 2
+    assert '"prepair" is not a command: did you mean prepare?; pyorch --help' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
     ("bench m.gguf --repeat often", '--repeat: "often" is not a whole number of 1 or more;'),
-    ("replay m.gguf t.trace --compute-ms long", '--compute-ms: "long" is not a number'),
+    ("profile m.gguf --data d -o t --minutes long", '--minutes: "long" is not a number'),
     ("eval arc m.gguf --data d --speed-tokens 1.5", '--speed-tokens: "1.5" is not a whole number of 0 or more;'),
     ("tune m.gguf --data d --min-accuracy most", '"most" is not a share above 0 and at most 1, such as 0.5 or 50%;'),
     ("eval perplexity m.gguf --data d --cache-rate 150%", '"150%" is not a share above 0 and at most 1'),

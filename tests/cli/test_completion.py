@@ -28,7 +28,7 @@ def names(*words: str) -> list[str]:
 
 
 def test_commands_and_flags_are_completed() -> None:
-    assert names("re") == ["replay"] and names("--config", "x.toml", "cal") == ["calibrate"]
+    assert names("prep") == ["prepare"] and names("--config", "x.toml", "cal") == ["calibrate"]
     assert names("") == list(COMMANDS) and names("eval", "ar") == ["arc"] and names("nothing", "x") == []
     assert set(names("run", "m.gguf", "--bu")) == {"--buddies-file", "--budget", "--buffered"}
     assert names("pack", "m.gguf", "--layout", "") == ["plain", "native"]

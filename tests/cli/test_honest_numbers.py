@@ -14,6 +14,7 @@ from pyorch.llama import memory
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget
 from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
+from scripts import replay
 
 
 @pytest.mark.parametrize(("budget", "said"), [("4GB", True), ("100%", False), ("auto", False), ("50%", False)])
@@ -33,17 +34,17 @@ def test_it_is_said_by_whatever_loads_the_model(small_moe: Path) -> None:
 
 
 def replayed(small_moe: Path, trace: Path, *more: str) -> list[str]:
-    return ["replay", str(small_moe), str(trace), "--budget", "50%", "--read-bandwidth", "1GB/s", *more]
+    return [str(small_moe), str(trace), "--budget", "50%", "--read-bandwidth", "1GB/s", *more]
 
 
 def test_a_replay_shows_no_times_where_nobody_knows_how_long_computing_takes(
     small_moe: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(replayed(small_moe, trace)) == 0
+    assert replay.main(replayed(small_moe, trace)) == 0
     shown = capsys.readouterr().out
     assert "hits" in shown and "ms/token" not in shown and "stall ms" not in shown
     assert "give --compute-ms, or have pyorch calibrate measure it" in shown
-    assert main(replayed(small_moe, trace, "--json")) == 0
+    assert replay.main(replayed(small_moe, trace, "--json")) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["compute_from"] == "assumed" and report["rows"][0]["tpot_ms"] is None
     assert report["rows"][0]["hit_rate"] > 0
@@ -58,10 +59,10 @@ def test_a_replay_takes_the_calibrated_time(
         counts = {il: np.ones(len(array), np.int64) for il, array in vectors.items()}
         PredictorFile(DefaultVectors(vectors, counts, 1), compute_ms=2.5).write(sidecar, model_map)
     try:
-        assert main(replayed(small_moe, trace)) == 0
+        assert replay.main(replayed(small_moe, trace)) == 0
         shown = capsys.readouterr().out
         assert "compute 2.5 ms a token (calibrated)" in shown and "ms/token" in shown
-        assert main(replayed(small_moe, trace, "--compute-ms", "4")) == 0
+        assert replay.main(replayed(small_moe, trace, "--compute-ms", "4")) == 0
         assert "compute 4 ms a token (given)" in capsys.readouterr().out
     finally:
         sidecar.unlink()
@@ -77,8 +78,7 @@ def test_no_roofline_of_a_model_that_fits_into_the_cache(small_moe: Path, monkey
 
 
 @pytest.mark.parametrize(("options", "refused"), [
-    ((), ["pyorch replay"]), (("--states",), []),
-    (("--router", "topk", "--inputs", "0"), ["pyorch maps", "pyorch ghosts", "pyorch replay"]),
+    ((), []), (("--router", "topk", "--inputs", "0"), ["pyorch maps", "pyorch ghosts"]),
 ])
 def test_profile_says_at_the_start_which_commands_will_refuse(
     options: tuple[str, ...], refused: list[str], small_moe: Path, text: Path, tmp_path: Path, capsys

@@ -155,8 +155,8 @@ def test_a_kept_trace_has_the_name_that_other_commands_look_for(
     model_q4: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(capsys, model_q4, *FEW, "--only", "maps", "--keep-trace")
-    assert main(["replay", str(model_q4), str(model_q4.with_name("model.trace")), "--budget", "50%",
-                 "--read-bandwidth", "1GB/s"]) == 0
+    command = ["buddies", str(model_q4), "--trace", str(model_q4.with_name("model.trace"))]
+    assert main([*command, "-o", str(model_q4.with_name("b.gguf"))]) == 0
 
 
 def test_models_whose_names_look_like_options_are_prepared(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,7 +168,6 @@ def test_json_is_clean_where_a_bar_is_shown(small_moe: Path, terminal: Terminal)
     ("calibrate MODEL --data TEXT -o OUT", ["calibrating"]),
     ("maps MODEL TRACE -o OUT", ["searching"]),
     ("buddies MODEL --trace TRACE -o OUT", ["counting"]),
-    ("replay MODEL TRACE --read-bandwidth 1GB/s --policy lru --budget 50%", ["replaying lru"]),
     ("eval perplexity MODEL --data TEXT --tokens 64", ["tokens"]),
     ("demo --tokens 8 -o OUT", ["converting", "resident model", "budget 50%"]),
 ])

@@ -33,8 +33,6 @@ INPUTS = [
     "profile MODEL --data NONE -o OUT",
     "plan NONE --budget 40%",
     "plan MODEL --trace NONE --budget 40%",
-    "replay NONE TRACE --read-bandwidth 1GB/s",
-    "replay MODEL NONE --read-bandwidth 1GB/s",
     "calibrate NONE --data TEXT -o OUT",
     "calibrate MODEL --data NONE -o OUT",
     "prepare NONE --data TEXT",

@@ -376,11 +376,12 @@ def test_a_cluster_that_is_only_starting_is_not_called_ended(
 
 
 def test_where_the_cluster_is_cannot_be_written_or_read(
-    private_state: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # that of other tests may have a cluster that is up
     running = state.Running.new(tmp_path / "cluster.toml")
     state.remember(running)
-    (path,) = (Path(os.environ["XDG_RUNTIME_DIR"]) / "pyorch").glob("cluster-*.json")
+    (path,) = (tmp_path / "pyorch").glob("cluster-*.json")
     path.write_text(path.read_text()[:-9])
     assert main(["cluster", "down", "--config", running.config]) == 2
     assert "cannot be read" in (said := capsys.readouterr().err) and "remove it" in said

@@ -304,8 +304,9 @@ def watched(model: pyorch.Model, predictor: str, distance: int = 1) -> tuple[lis
 
 def test_estimates_equal_what_torch_computes(made: Made, tmp_path: Path) -> None:
     il, file = 4, made.read()
-    with small_model(made.model, "50%", prefetch="estimator") as model:
-        routings, guesses = watched(model, "estimator")
+    with small_model(made.model, "50%", prefetch="hybrid") as model:
+        model.engine.set_hybrid([True] * N_LAYERS)
+        routings, guesses = watched(model, "hybrid")
         routed = [routing for routing in routings if routing.il == il]
         router = model.engine.router(il + 1)
         states = np.random.default_rng(0).normal(size=(20, len(router.norm))).astype(np.float32)
@@ -349,9 +350,9 @@ def test_the_router_is_that_of_the_file(made: Made) -> None:
 def test_hybrid_asks_the_estimator_for_the_layers_that_it_is_better_at(made: Made) -> None:
     with small_model(made.model, "50%", prefetch="hybrid") as model:
         model.engine.set_hybrid([il in (2, 5) for il in range(N_LAYERS)])
-        hybrid, estimator, quasi_hidden = (
-            watched(model, name, 2)[1] for name in ("hybrid", "estimator", "quasi-hidden")
-        )
+        hybrid, quasi_hidden = (watched(model, name, 2)[1] for name in ("hybrid", "quasi-hidden"))
+        model.engine.set_hybrid([True] * N_LAYERS)
+        estimator = watched(model, "hybrid", 2)[1]
     common = hybrid.keys() & estimator.keys() & quasi_hidden.keys()
     assert len({key[1:] for key in common}) == 7 + 6 and len(common) > N_TOKENS * 13 / 4
     for key in common:
@@ -364,10 +365,9 @@ def test_hybrid_asks_the_estimator_for_the_layers_that_it_is_better_at(made: Mad
         assert any(estimator[key] != quasi_hidden[key] for key in common if key[1:] == (il - 1, il))
 
 
-@pytest.mark.parametrize("predictor", ["estimator", "hybrid"])
-def test_a_model_without_an_estimator_cannot_be_guessed_by_one(small_moe: Path, predictor: str) -> None:
+def test_a_model_without_an_estimator_cannot_be_guessed_by_one(small_moe: Path) -> None:
     with pytest.raises(PyorchError, match="make one with pyorch train-predictor"):
-        small_model(small_moe, "50%", prefetch=predictor)
+        small_model(small_moe, "50%", prefetch="hybrid")
 
 
 def test_an_engine_refuses_an_estimator_that_does_not_fit(made: Made) -> None:

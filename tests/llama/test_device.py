@@ -36,12 +36,12 @@ from pyorch.llama.managed import find
 from pyorch.llama.model import Model
 from pyorch.runtime import fatal
 from pyorch.runtime.devices import Device as RuntimeDevice
-from pyorch.runtime.devices import find_device
+from pyorch.runtime.devices import find_device, rates_of
+from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.statistics import Stats
 from pyorch.serve import server
 from pyorch.serve.llama_server import Flags
 from pyorch.settings.budget import RESIDENT
-from pyorch.settings.device import DeviceMisses
 from pyorch.settings.settings import Settings
 from pyorch.sizes import MiB
 
@@ -99,7 +99,6 @@ def assert_same(actual: np.ndarray, expected: np.ndarray, device: Device, expert
 
 @pytest.mark.parametrize(("vram_budget", "misses"), [
     ("5%", "upload"), ("30%", "upload"), ("100%", "upload"), ("5%", "processor"), ("40%", "processor"),
-    ("30%", "auto:2GB/s:8GB/s:2GB/s:9TB/s:9TB/s"),
 ])
 def test_logits_are_those_of_the_model_that_is_wholly_on_the_device(
     small_moe: Path, device: Device, prompt_tokens: list[int], expected: np.ndarray, vram_budget: str,
@@ -342,36 +341,18 @@ def test_where_each_token_is_computed_follows_from_the_tokens(
     assert counts[0] == counts[1] and counts[0][3] > 0
 
 
-def test_more_is_computed_on_a_device_whose_uploads_are_estimated_to_be_fast(
-    small_moe: Path, process: DeviceProcess, prompt_tokens: list[int]
-) -> None:
-    computed = {}
-    for upload in ("1KB/s", "3GB/s", "9TB/s"):
-        misses = f"auto:{upload}:8GB/s:2GB/s:9TB/s:9TB/s"  # 3 GB/s: what two rows or more use
-        with small_model(small_moe, "50%", device=process.name, vram_budget="20%", device_misses=misses) as model:
-            logits(model, prompt_tokens)
-            experts = model.stats().experts
-            computed[upload] = experts.device_computed - experts.device_hits
-    assert computed["1KB/s"] == 0 < computed["3GB/s"] < computed["9TB/s"]
-
-
-def test_what_an_estimate_goes_by_is_measured_once_and_kept(
+def test_the_speed_of_a_device_is_measured_once_and_kept(
     small_moe: Path, process: DeviceProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    names = []
-    for _ in range(2):
-        with small_model(small_moe, "50%", device=process.name, vram_budget="20%", device_misses="auto") as model:
-            names.append(str(model.device_misses))
-    kept = list((tmp_path / "pyorch").glob("device-*.json"))
-    assert len(kept) == 1 and names[0] == names[1]
-    assert DeviceMisses.parse(names[0]).rates == tuple(json.loads(kept[0].read_text()))
-    kept[0].write_text("[1.0, 2.0, NaN, 4.0, 5.0]")
-    with small_model(small_moe, "50%", device=process.name, vram_budget="20%", device_misses="auto") as model:
-        assert len(model.device_misses.rates) == 5 and min(model.device_misses.rates) > 100
-    for wrong in ("auto:1GB/s", "upload:1GB/s", "auto:0:1:1:1:1", "sometimes"):
-        with pytest.raises(PyorchError, match="auto with five rates"):
-            small_model(small_moe, "50%", device=process.name, device_misses=wrong)
+    device = find_device(process.name)
+    with ModelMap(small_moe) as model_map:
+        rates = [rates_of(device, model_map, n_threads=1) for _ in range(2)]
+        kept = list((tmp_path / "pyorch").glob("device-*.json"))
+        assert len(kept) == 1 and rates[0] == rates[1] == json.loads(kept[0].read_text())
+        kept[0].write_text("[1.0, 2.0, NaN, 4.0, 5.0]")
+        again = rates_of(device, model_map, n_threads=1)
+        assert len(again) == 5 and min(again) > 100
 
 
 def test_a_layer_has_limits_on_the_device(

@@ -46,13 +46,13 @@ def test_an_unmodified_llama_cpp_script_runs_under_a_budget(small_moe: Path, scr
 
 @pytest.mark.parametrize(("last", "status"), [("", 0), ("sys.exit(3)", 3)])
 def test_what_a_script_leaves_to_the_interpreter_is_saved_and_counted_once(
-    small_moe: Path, script: Path, tmp_path: Path, last: str, status: int
+    small_moe: Path, script: Path, tmp_path: Path, last: str, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script.write_text(f"{SCRIPT}\nsys.kept = llm\n{last}\n")
-    learned = tmp_path / "learned.gguf"
-    done = python("-m", "pyorch", "exec", "--verbose", "--budget", "15%", "--learned", learned, script, small_moe)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    done = python("-m", "pyorch", "exec", "--verbose", "--budget", "15%", script, small_moe)
     assert done.returncode == status and done.stderr.count("hit rate") == 1, done.stderr
-    assert learned.is_file()
+    assert len(list(tmp_path.glob("pyorch/warm-*.gguf"))) == 1
 
 
 def test_a_script_that_fails_fails_as_it_would_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import shared
 
@@ -12,6 +13,7 @@ from pyorch.llama import warm
 from pyorch.llama.managed import find
 from pyorch.llama.model import Model, load
 from pyorch.runtime import kept
+from pyorch.sidecars import container, eviction
 
 BUDGET = "40%"
 
@@ -64,11 +66,32 @@ def test_a_start_brings_back_what_was_resident(small_moe: Path, cache: Path) -> 
         assert 0 < len(resident(model)) < len(first)
 
 
+def test_the_policy_goes_on_from_what_it_had_learned(small_moe: Path, cache: Path) -> None:
+    run(small_moe)
+    with load(small_moe, budget=BUDGET) as model:
+        known, kept_ones = model.engine.learned(), eviction.read(files(cache)[0], model.map).learned
+        assert known["tables"].any() and known.keys() == kept_ones.keys()
+        assert all(np.array_equal(known[name], values) for name, values in kept_ones.items())
+    with load(small_moe, budget=BUDGET, warm=False) as model:
+        assert not model.engine.learned()["tables"].any()
+
+
 def test_nothing_is_kept_where_that_is_not_wanted(small_moe: Path, cache: Path) -> None:
     run(small_moe, "--cold")
     assert not files(cache)
     assert main(["run", str(small_moe), "-p", "x", "-n", "2", "--budget", "100%"]) == 0
     assert not files(cache)  # all are read anyway
+
+
+def test_a_file_with_what_cannot_have_been_learned_keeps_nobody_from_starting(small_moe: Path, cache: Path) -> None:
+    run(small_moe)
+    [file] = files(cache)
+    with load(small_moe, budget=BUDGET) as model:
+        metadata, arrays = container.read(file, eviction.KIND, eviction.VERSION, model.map)
+        container.write(file, eviction.KIND, eviction.VERSION, model.map, metadata,
+                        {**arrays, "bias": np.full_like(arrays["bias"], np.nan)})
+    with load(small_moe, budget=BUDGET) as model:
+        assert not model.engine.learned()["tables"].any() and text(model)
 
 
 @pytest.mark.parametrize("contents", ["damaged", "foreign"])

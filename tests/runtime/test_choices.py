@@ -33,13 +33,13 @@ def test_every_choice_has_a_name_of_its_own_and_a_line_that_describes_it(choices
 def test_predictors_say_what_they_need():
     known = predictors()
     assert known.needing(Needs.HISTORY) == ("expert-map",)
-    assert known.needing(Needs.ESTIMATOR) == ("estimator", "hybrid")
-    assert known.present == ("none", "quasi-hidden", "estimator", "hybrid", "expert-map")
+    assert known.needing(Needs.ESTIMATOR) == ("hybrid",)
+    assert known.present == ("none", "quasi-hidden", "hybrid", "expert-map")
     assert known.foreseeing == ("oracle",)
     assert policies().foreseeing == ("belady",)
     assert policies().compared == ("fifo", "marking")
     assert policies().present == ("lru", "lfu", "finemoe", "learned")
-    assert known.executable == ("quasi-hidden", "estimator", "hybrid")
+    assert known.executable == ("quasi-hidden", "hybrid")
     assert all(Needs.ROUTERS in known[name].needs and Needs.STATES in known[name].needs for name in known.executable)
     assert Needs.DEFAULT_VECTORS in known["quasi-hidden"].uses and Needs.DISTRIBUTIONS in known["expert-map"].needs
 
@@ -52,10 +52,10 @@ def test_a_name_that_is_not_known_is_refused_with_those_that_are():
     known = "use lru, lfu, finemoe or learned"
     with pytest.raises(PyorchError, match=f'^policy "mru" is not known: {known}$'):
         policies().choose("mru")
-    with pytest.raises(PyorchError, match='^policy "fifo" is there to be compared with: only pyorch replay takes it$'):
+    with pytest.raises(PyorchError, match='^policy "fifo" is there to be compared with: only a replay takes it$'):
         policies().choose("fifo")
     assert policies().choose("fifo", in_replay=True).name == "fifo"
-    with pytest.raises(PyorchError, match='^predictor "oracle" needs to know the future: only pyorch replay does$'):
+    with pytest.raises(PyorchError, match='^predictor "oracle" needs to know the future: only a replay does$'):
         predictors().choose("oracle")
     assert predictors().choose("oracle", in_replay=True).name == "oracle"
 

@@ -79,22 +79,7 @@ def test_logits_are_those_of_the_resident_model(small_moe: Path) -> None:
                  "--threads", "1"]) == 0
 
 
-def test_what_was_learned_is_kept_and_goes_on(small_moe: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model.gguf"
-    model.symlink_to(small_moe)
-    kept, beside = tmp_path / "kept.gguf", container.default_path(model, "eviction")
-    assert main(["run", str(model), "-p", "import os", "-n", "20", "--budget", "40%", "--policy", "learned",
-                 "--learned", str(kept)]) == 0
-    with loaded(model, learned=kept) as first:
-        arrays = first.engine.learned()
-        assert arrays["tables"].any() and arrays["tables"].shape == (8, 3, 64, 64)
-        first.save_learned()
-    with loaded(model) as second:  # finds what lies beside it
-        assert all(np.array_equal(second.engine.learned()[name], values) for name, values in arrays.items())
-    assert beside.exists()
-
-
-def test_what_cannot_have_been_learned_is_refused(small_moe: Path, tmp_path: Path, capsys) -> None:
+def test_what_cannot_have_been_learned_is_refused(small_moe: Path, tmp_path: Path) -> None:
     path = tmp_path / "eviction.gguf"
     with ModelMap(small_moe) as model_map, Engine(model_map, "40%", "learned", simulated=True) as engine:
         good = engine.learned()
@@ -116,16 +101,3 @@ def test_what_cannot_have_been_learned_is_refused(small_moe: Path, tmp_path: Pat
         engine.set_policy("lru")
         with pytest.raises(PyorchError, match="only learned does"):
             engine.learned()
-    for arguments, sentence in (
-        (("--policy", "learned", "--learned", path), "damaged or cut off"),
-        (("--policy", "lru", "--learned", path), "--learned is for the policy learned"),
-    ):
-        assert main(["run", str(small_moe), "-p", "x", "--budget", "40%", *map(str, arguments)]) == 2
-        assert sentence in capsys.readouterr().err
-
-
-def test_what_another_model_taught_is_refused(small_moe: Path, small_moe_q4: Path, tmp_path: Path) -> None:
-    with loaded(small_moe_q4) as other:
-        other.save_learned(tmp_path / "other.gguf")
-    with pytest.raises(FormatError, match="belongs to another model"):
-        loaded(small_moe, learned=tmp_path / "other.gguf")

@@ -180,5 +180,5 @@ def test_a_layer_may_have_a_predictor_of_its_own(small_moe: Path):
     ("policy", "fifo", "is there to be compared with"),
 ])
 def test_what_is_for_replays_is_refused(small_moe: Path, what: str, name: str, why: str):
-    with pytest.raises(pyorch.PyorchError, match=f'"{name}" {why}: only pyorch replay'):
+    with pytest.raises(pyorch.PyorchError, match=f'"{name}" {why}: only a replay'):
         pyorch.load(small_moe, budget="30%", n_ctx=64, **{what: name})

@@ -22,8 +22,9 @@ from pyorch.sidecars.history import ExpertMaps
 ENDLESS = -1  # tokens
 
 
-def serve(start, model: Path, *options: str) -> ServerProcess:
-    return start(pyorch_serve(model, "--budget", "30%", "--threads", "1", "--json", *options, "--", "--context-shift"))
+def serve(start, model: Path, *options: str, warm: bool = False) -> ServerProcess:
+    command = pyorch_serve(model, "--budget", "30%", "--threads", "1", "--json", *options, "--", "--context-shift")
+    return start([word for word in command if not warm or word != "--cold"])
 
 
 def half_sent(server: ServerProcess, text: bytes) -> socket.socket:
@@ -112,15 +113,18 @@ def test_an_answer_that_waits_for_the_disk_when_the_server_ends_is_an_error(star
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_is_left_after_the_grace_is_ended_and_all_is_written(start, small_moe: Path, tmp_path: Path, number):
-    maps, learned = tmp_path / "maps.gguf", tmp_path / "learned.gguf"
+def test_what_is_left_after_the_grace_is_ended_and_all_is_written(
+    start, small_moe: Path, tmp_path: Path, number, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    maps = tmp_path / "maps.gguf"
     with ModelMap(small_moe) as model_map:  # something to write, however much of the request its thread has seen
         store = ExpertMaps.for_model(model_map)
         store.uses += 1
         store.write(maps, model_map)
     before = maps.stat().st_ino
     server = serve(start, small_moe, "--grace", "0", "--prefetch", "expert-map", "--maps", str(maps),
-                   "--learned", str(learned))
+                   warm=True)
     with closing(Stream(server, ENDLESS)) as stream:
         next(iter(stream))
         waiting = [half_sent(server, text) for text in (b"POST /completion HTTP/1.1\r\n", b"GET", b"", b"P", b"G")]
@@ -129,7 +133,7 @@ def test_what_is_left_after_the_grace_is_ended_and_all_is_written(start, small_m
             connection.close()
     assert status == 0, server.log.read_text()
     assert json.loads(stdout.splitlines()[-1])["misses"] > 0
-    assert maps.stat().st_ino != before and learned.stat().st_size
+    assert maps.stat().st_ino != before and len(list(tmp_path.glob("pyorch/warm-*.gguf"))) == 1
 
 
 def test_half_sent_requests_do_not_wait_for_the_grace(start, small_moe: Path):
@@ -142,16 +146,18 @@ def test_half_sent_requests_do_not_wait_for_the_grace(start, small_moe: Path):
         connection.close()
 
 
-def test_a_second_signal_ends_it_at_once_and_it_still_writes(start, small_moe: Path, tmp_path: Path):
-    learned = tmp_path / "learned.gguf"
-    server = serve(start, small_moe, "--grace", str(2 * HANG_SECONDS), "--learned", str(learned))
+def test_a_second_signal_ends_it_at_once_and_it_still_writes(
+    start, small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    server = serve(start, small_moe, "--grace", str(2 * HANG_SECONDS), warm=True)
     with closing(Stream(server, ENDLESS)) as stream:
         answers = iter(stream)
         next(answers)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: "a second signal" in server.log.read_text())
         status, stdout = server.stop()
-    assert status == 128 + signal.SIGTERM and learned.stat().st_size
+    assert status == 128 + signal.SIGTERM and len(list(tmp_path.glob("pyorch/warm-*.gguf"))) == 1
     assert json.loads(stdout.splitlines()[-1])["misses"] > 0
 
 

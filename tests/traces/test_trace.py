@@ -600,7 +600,7 @@ def test_profile_as_a_command(small_moe: Path, tmp_path: Path, capsys) -> None:
     assert main(command) == 0
     printed = capsys.readouterr()
     assert "tok/s" in printed.out and "router inputs of 10" in printed.out
-    assert printed.err.startswith("pyorch: note: ") and printed.err.count("\n") == 1, "what states would be for"
+    assert printed.err == "", "such a trace is enough for every command"
     assert main([*command, "--append", "--json"]) == 0
     done = json.loads(capsys.readouterr().out)
     assert done["prefill_tokens"] == 300 and done["n_records"] == len(Trace(path)) > 600

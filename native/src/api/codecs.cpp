@@ -10,11 +10,11 @@ using namespace pyorch;
 namespace {
 
 static_assert((int) PlaneCodec::STORED == PYORCH_CODEC_STORED && (int) PlaneCodec::ZSTD == PYORCH_CODEC_ZSTD &&
-        (int) PlaneCodec::LZ4 == PYORCH_CODEC_LZ4 && (int) PlaneCodec::TABLE == PYORCH_CODEC_TABLE,
+        (int) PlaneCodec::TABLE == PYORCH_CODEC_TABLE,
     "one numbering of codecs");
 
 PlaneCodec checked(int32_t codec) {
-    if (codec < 0 || codec >= N_PLANE_CODECS) {
+    if (codec < 0 || codec >= N_PLANE_CODECS || codec == FORMER_LZ4) {
         throw Failure(PYORCH_INVALID, format("there is no codec %d", codec));
     }
     return (PlaneCodec) codec;

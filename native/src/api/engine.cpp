@@ -23,12 +23,9 @@ void check_shares(const double * shares) {
 }
 
 void check_misses(const pyorch_config & given) {
-    if (given.device_misses > PYORCH_ESTIMATED) {
+    if (given.device_misses > PYORCH_UPLOAD) {
         throw Failure(PYORCH_INVALID,
             format("there is no way %llu to treat what a device lacks", (unsigned long long) given.device_misses));
-    }
-    if (given.device_misses == PYORCH_ESTIMATED && !DeviceRates::of(given.device_rates).known()) {
-        throw Failure(PYORCH_INVALID, "an estimate of what a device lacks needs rates above 0: measure them");
     }
 }
 

@@ -2,13 +2,10 @@
 
 #include "codecs/plane_kernels.h"
 
-#include "lz4.h"
-#include "lz4hc.h"
 #include "zstd.h"
 
 #include <algorithm>
 #include <array>
-#include <climits>
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -143,28 +140,12 @@ bool encode_zstd(int level, const uint8_t * raw, size_t n, std::vector<uint8_t> 
     return true;
 }
 
-bool encode_lz4(int level, const uint8_t * raw, size_t n, std::vector<uint8_t> & to) {
-    if (n > LZ4_MAX_INPUT_SIZE) {
-        return false;
-    }
-    to.resize(LZ4_compressBound((int) n));
-    const auto * from   = (const char *) raw;
-    const int    stored = level == 0 ? LZ4_compress_default(from, (char *) to.data(), (int) n, (int) to.size()) :
-                                       LZ4_compress_HC(from, (char *) to.data(), (int) n, (int) to.size(), level);
-    if (stored <= 0 || (size_t) stored >= n) {
-        return false;
-    }
-    to.resize(stored);
-    return true;
-}
-
 } // namespace
 
 const char * name_of(PlaneCodec codec) {
     switch (codec) {
     case PlaneCodec::STORED: return "stored";
     case PlaneCodec::ZSTD: return "zstd";
-    case PlaneCodec::LZ4: return "lz4";
     case PlaneCodec::TABLE: return "table";
     }
     return "";
@@ -173,7 +154,6 @@ const char * name_of(PlaneCodec codec) {
 bool encode(PlaneCodec codec, int level, const uint8_t * raw, size_t n, std::vector<uint8_t> & to) {
     switch (codec) {
     case PlaneCodec::ZSTD: return encode_zstd(level, raw, n, to);
-    case PlaneCodec::LZ4: return encode_lz4(level, raw, n, to);
     case PlaneCodec::TABLE: return encode_table(raw, n, to);
     default: return false;
     }
@@ -191,9 +171,6 @@ bool decode(PlaneCodec codec, const uint8_t * stored, size_t stored_bytes, uint8
         ZSTD_DCtx * reader = zstd_reader();
         return reader && ZSTD_decompressDCtx(reader, raw, n, stored, stored_bytes) == n;
     }
-    case PlaneCodec::LZ4:
-        return n <= LZ4_MAX_INPUT_SIZE && stored_bytes <= INT_MAX &&
-            LZ4_decompress_safe((const char *) stored, (char *) raw, (int) stored_bytes, (int) n) == (int) n;
     case PlaneCodec::TABLE: {
         TableReader reader(stored, stored_bytes, n, simd);
         return reader.ok() && reader.read(raw, n) && reader.is_at_end();

@@ -164,6 +164,10 @@ private:
                 throw pack.damaged(
                     format("%sindex has expert %" PRId64 ", matrix %" PRId64, block.c_str(), row.expert, row.role));
             }
+            if (row.codec == FORMER_LZ4) {
+                throw Failure(PYORCH_FORMAT,
+                    pack.path + " is compressed with lz4, which is no longer read: make it again with `pyorch pack`");
+            }
             if (row.codec < 0 || row.codec >= N_PLANE_CODECS || row.plane < 0 || row.plane > MAX_SHARDS + 1) {
                 throw Failure(PYORCH_FORMAT,
                     format("%s was written by a newer version: chunks of its layer %d have the codec %" PRId64

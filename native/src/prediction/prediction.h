@@ -98,7 +98,7 @@ struct PredictionModel {
     CompactMatrices                  gates;    // [n_expert][n_embd] of routers, for predictors that apply them
     CompactMatrices                  defaults; // [n_expert][n_embd] the mean output of each expert
     std::shared_ptr<const Estimator> estimator;
-    std::vector<uint8_t>             estimated; // by layer: hybrid takes the estimator
+    std::vector<uint8_t>             estimated; // by layer: hybrid takes the estimator; empty: for all
     std::shared_ptr<ExpertMapStore>  maps;      // of past iterations; this one grows
 };
 

@@ -1,7 +1,5 @@
 #include "prediction/router.h"
 
-#include "base/cpu_backend.h"
-
 #include <algorithm>
 #include <cmath>
 #include <numeric>
@@ -58,15 +56,6 @@ std::vector<int> top(const float * values, int n_values, int n) {
 }
 
 bool known(int32_t gating) { return gating >= PYORCH_GATING_SOFTMAX && gating <= PYORCH_GATING_SQRT_SOFTPLUS; }
-
-void apply_router(const Router & router, const float * input, std::vector<float> & logits) {
-    const auto dot = cpu_backend().type_traits(GGML_TYPE_F32)->vec_dot;
-    logits.resize(router.n_expert);
-    for (int e = 0; e < router.n_expert; ++e) {
-        dot(router.n_embd, &logits[e], 0, router.gate + (size_t) e * router.n_embd, 0, input, 0, 1);
-        logits[e] += router.bias ? router.bias[e] : 0;
-    }
-}
 
 Choice choose(const Router & router, const std::vector<float> & logits, int n_experts) {
     std::vector<float> probs = logits;

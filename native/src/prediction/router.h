@@ -31,9 +31,6 @@ struct Choice {
     std::vector<float> probability; // [n_expert] with the sum 1
 };
 
-// logits[n_expert] for input[n_embd]
-void apply_router(const Router & router, const float * input, std::vector<float> & logits);
-
 // n_experts: how many are named at most; those of groups that do not count never are.
 // REQUIRES: known(router.gating)
 Choice choose(const Router & router, const std::vector<float> & logits, int n_experts);

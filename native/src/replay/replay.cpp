@@ -279,7 +279,7 @@ private:
                     run_until(now);
                 }
                 double at = now;
-                on_device = device->begin({ this, layer, continues, experts }, rows, n_tokens, decode, at);
+                on_device = device->begin({ this, layer, continues, experts }, n_tokens, decode, at);
                 wait_until(at);
                 const auto there = [&](int e) { return on_device.computes(e); };
                 const auto stays = [&](int e) { return on_device.keeps(e); };
@@ -478,11 +478,8 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
         throw Failure(PYORCH_INVALID,
             format("a replay names tokens that the recording of %lld does not have", (long long) rec.n_tokens));
     }
-    if (config.device_misses > PYORCH_ESTIMATED ||
-        (config.device_misses == PYORCH_ESTIMATED && !DeviceRates::of(config.device_rates).known())) {
-        throw Failure(PYORCH_INVALID,
-            "a replay of a device needs a way to treat what it lacks, and rates above 0 where "
-            "that is estimated");
+    if (config.device_misses > PYORCH_UPLOAD) {
+        throw Failure(PYORCH_INVALID, "a replay of a device needs a way to treat what it lacks");
     }
     if (!(config.device_speed > 0) || !(config.device_prefill_speed > 0)) {
         throw Failure(PYORCH_INVALID, "a device computes at a speed above 0");

@@ -14,11 +14,9 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
         table(table), seconds_per_byte(config.link_bytes_per_second > 0 ? 1 / config.link_bytes_per_second : 0),
         coming(table.map.layers.size()), there_at(table.map.layers.size()), ahead((int) config.device_ahead),
         ordered(table.map.layers.size()) {
-    uint64_t              all = 0, area = 1;
-    std::vector<int>      n_slots, pool_of;
-    std::vector<uint64_t> expert_bytes;
+    uint64_t         all = 0, area = 1;
+    std::vector<int> n_slots, pool_of;
     for (const auto & of : table.map.layers) {
-        expert_bytes.push_back(of.expert_bytes());
         all += of.n_expert * of.expert_bytes();
         area = std::max(area, of.n_expert * of.expert_bytes());
     }
@@ -30,8 +28,7 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
     }
     seats = std::make_unique<DeviceTable>(
         table.map.n_experts(), pool_of, n_slots, (pyorch_policy) config.device_policy, replay_policies());
-    seats->set_misses(slots_bytes == all ? PYORCH_UPLOAD : (pyorch_device_misses) config.device_misses,
-        DeviceRates::of(config.device_rates), expert_bytes);
+    seats->set_misses(slots_bytes == all ? PYORCH_UPLOAD : (pyorch_device_misses) config.device_misses);
     if (ahead > 0 && slots_bytes < all) {
         seats->set_ahead(ahead);
     }
@@ -87,8 +84,7 @@ double SimulatedDevice::settle_ahead(const void * context, const std::vector<int
     return there;
 }
 
-DevicePass SimulatedDevice::begin(
-    const Visit & visit, const std::vector<int> & rows, int n_tokens, bool decode, double & now) {
+DevicePass SimulatedDevice::begin(const Visit & visit, int n_tokens, bool decode, double & now) {
     const std::vector<int> & experts = visit.experts;
     for (int expert : held) {
         seats->unhold(layer, expert);
@@ -105,7 +101,7 @@ DevicePass SimulatedDevice::begin(
     const bool through_area = !decode && n_tokens >= LEAST_AREA_TOKENS && n_areas > 0;
     now                     = settle_ahead(visit.context, through_area ? std::vector<int>() : experts, now);
     if (through_area) {
-        DevicePass pass = { std::vector<int>(rows.size(), DeviceTable::NONE) };
+        DevicePass pass = { std::vector<int>(table.map.layers[layer].n_expert, DeviceTable::NONE) };
         for (int expert : experts) {
             pass.slots[expert] = seats->slot(layer, expert);
             if (pass.slots[expert] == DeviceTable::NONE) {
@@ -121,7 +117,7 @@ DevicePass SimulatedDevice::begin(
     if (n_tokens < Demand::SCAN_TOKENS) {
         learned = table.learn_visit(visit);
     }
-    DevicePass pass = seats->pass(layer, { experts, experts, rows, n_tokens, visit.context }, learned);
+    DevicePass pass = seats->pass(layer, { experts, experts, n_tokens, visit.context }, learned);
     for (int expert : experts) {
         if (pass.slots[expert] != DeviceTable::NONE) {
             held.push_back(expert);

@@ -29,9 +29,9 @@ public:
     void order(
         const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision, double now);
 
-    // A layer comes at a time, which becomes that at which all is there that was to come for it. rows: by expert. Says
-    // which of the experts that its router chose the device has or gets.
-    DevicePass begin(const Visit & visit, const std::vector<int> & rows, int n_tokens, bool decode, double & now);
+    // A layer comes at a time, which becomes that at which all is there that was to come for it. Says which of the
+    // experts that its router chose the device has or gets.
+    DevicePass begin(const Visit & visit, int n_tokens, bool decode, double & now);
 
     // What comes for that layer goes over the link, from host memory, which has it; returns when it is there. What
     // comes behind that follows. True of an expert: it came. owner: what the layer holds in host memory.

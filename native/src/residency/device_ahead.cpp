@@ -30,7 +30,7 @@ void DeviceTable::set_ahead(int n) {
     const size_t n_layers = layers.size();
     ahead.reset(new Ahead{ n, {}, std::vector<std::vector<Rate>>(n_layers), { values, pool_of, n_slots }, -1, {},
         std::vector<std::vector<int>>(n_layers) });
-    ahead->without.set_misses(misses, rates, expert_bytes);
+    ahead->without.set_misses(misses);
     ahead->pause = FIRST_PAUSE * n_layers;
     keep_slots();
 }
@@ -76,13 +76,9 @@ std::vector<int> DeviceTable::order(
     if (!ahead) {
         return {};
     }
-    Ahead::Orders & orders = ahead->orders[{ context, layer }];
-    Layer &         l      = layers[layer];
-    Pool &          pool   = pools[l.pool];
-    int             most   = ahead->n;
-    if (misses == PYORCH_ESTIMATED) {
-        most = (int) std::min<double>(most, ahead->computing * rates.upload / (double) expert_bytes[layer]);
-    }
+    Ahead::Orders &  orders = ahead->orders[{ context, layer }];
+    Layer &          l      = layers[layer];
+    Pool &           pool   = pools[l.pool];
     std::vector<int> made;
     for (const ForecastExpert & named : forecast) {
         Seated & e = l.experts[named.expert];
@@ -90,7 +86,7 @@ std::vector<int> DeviceTable::order(
             continue;
         }
         orders.noted.push_back(named);
-        if ((int) orders.guests.size() < most && !pool.kept.empty() &&
+        if ((int) orders.guests.size() < ahead->n && !pool.kept.empty() &&
             ahead->rate(layer, named, (int) l.experts.size()).value() >= precision) {
             e.slot     = pool.kept.back();
             e.coming   = true;
@@ -146,16 +142,6 @@ bool DeviceTable::admit_guest(int layer, int expert, bool & took) {
     l.n_there += !e.coming;
     changed(layer, expert);
     return true;
-}
-
-// How long the layer will compute.
-void DeviceTable::estimate(int layer, const DeviceDemand & demand, const DevicePass & pass) {
-    std::vector<int> there, lacking;
-    for (int expert : demand.experts) {
-        const bool comes = std::find(pass.uploads.begin(), pass.uploads.end(), expert) != pass.uploads.end();
-        (comes || pass.slots[expert] != NONE ? there : lacking).push_back(demand.rows[expert]);
-    }
-    ahead->computing = layer_seconds(rates, expert_bytes[layer], there, lacking);
 }
 
 // Which forecasts of the layer came true. Of a prompt's layer none was made.

@@ -10,9 +10,6 @@
 // What they cost the link, is an upload for each: of forecasts whose like was wrong more often than the predictor is
 // asked for, nothing comes. That is counted for all that was absent, whether it came or not, so that it may come again.
 //
-// And their uploads take time. Where misses are estimated, no more is ordered for a layer than the link takes while the
-// one before computes, by the estimate; else as many as the user says.
-//
 // None of this depends on time: what was ordered for a layer follows from forecasts and passes.
 
 #pragma once
@@ -39,11 +36,10 @@ struct DeviceTable::Ahead {
     int                                            at_layer = -1; // where it is
     std::vector<int>                               held     = {}; // what it holds there
     std::vector<std::vector<int>>                  coming;        // to it, by layer
-    int64_t                                        gained    = 0; // hits
-    bool                                           keeps     = true;
-    uint64_t                                       pause     = 0; // in layers
-    uint64_t                                       until     = 0; // the pause lasts
-    double                                         computing = 0; // estimate: seconds of the layer that came last
+    int64_t                                        gained = 0;    // hits
+    bool                                           keeps  = true;
+    uint64_t                                       pause  = 0; // in layers
+    uint64_t                                       until  = 0; // the pause lasts
 
     Rate & rate(int layer, const ForecastExpert & named, int n_expert) {
         std::vector<Rate> & rates = came_true[layer];

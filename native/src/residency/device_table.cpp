@@ -76,34 +76,6 @@ void DeviceTable::count_uses(int layer, const std::vector<int> & asked) {
     }
 }
 
-void DeviceTable::set_misses(pyorch_device_misses how, const DeviceRates & by, std::vector<uint64_t> bytes) {
-    misses       = how;
-    rates        = by;
-    expert_bytes = std::move(bytes);
-}
-
-// How many of the candidates are sooner uploaded and computed on the device; these become the first of them.
-int DeviceTable::n_that_pay(
-    int layer, const DeviceDemand & demand, const DevicePass & pass, std::vector<int> & candidates) {
-    const auto more_rows = [&](int a, int b) { return demand.rows[a] > demand.rows[b]; };
-    std::stable_sort(candidates.begin(), candidates.end(), more_rows);
-    std::vector<int> there, lacking;
-    for (int expert : candidates) {
-        lacking.push_back(demand.rows[expert]);
-    }
-    const auto comes = [&](int expert) {
-        return std::find(pass.uploads.begin(), pass.uploads.end(), expert) != pass.uploads.end();
-    };
-    for (int expert : demand.experts) {
-        if (pass.slots[expert] != NONE || comes(expert)) {
-            there.push_back(demand.rows[expert]);
-        } else if (std::find(candidates.begin(), candidates.end(), expert) == candidates.end()) {
-            lacking.push_back(demand.rows[expert]);
-        }
-    }
-    return uploads_that_pay(rates, expert_bytes[layer], there, lacking, (int) candidates.size());
-}
-
 DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::vector<double> & learned) {
     const bool scan         = demand.n_tokens >= Demand::SCAN_TOKENS;
     const bool brings_first = misses == PYORCH_UPLOAD;
@@ -140,7 +112,7 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
     }
     // A prompt's experts come only for their own sake.
     if (scan && !brings_first) {
-        lacking.resize(misses == PYORCH_ESTIMATED ? n_that_pay(layer, demand, pass, lacking) : 0);
+        lacking.clear();
     }
     n_needed = demand.experts.size();
     // Of what is there, a pass may replace one expert for each token: what nobody uses again costs no more than that.
@@ -160,15 +132,7 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
             continue;
         }
         n_replaceable -= took;
-        (brings_first || scan ? pass.uploads : pass.behind).push_back(expert);
-    }
-    if (misses == PYORCH_ESTIMATED && !scan && !pass.behind.empty()) {
-        const int n = n_that_pay(layer, demand, pass, pass.behind);
-        pass.uploads.insert(pass.uploads.end(), pass.behind.begin(), pass.behind.begin() + n);
-        pass.behind.erase(pass.behind.begin(), pass.behind.begin() + n);
-    }
-    if (ahead && misses == PYORCH_ESTIMATED) {
-        estimate(layer, demand, pass);
+        (brings_first ? pass.uploads : pass.behind).push_back(expert);
     }
     if (ahead) {
         judge(layer, demand);

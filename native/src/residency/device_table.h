@@ -25,7 +25,6 @@
 
 #pragma once
 
-#include "banks/device_rates.h"
 #include "base/counters.h"
 #include "residency/eviction_order.h"
 #include "residency/guesses.h"
@@ -40,7 +39,6 @@ namespace pyorch {
 struct DeviceDemand {
     const std::vector<int> & experts; // that it computes with, ascending
     const std::vector<int> & asked;   // that its router chose, the same
-    const std::vector<int> & rows;    // by expert: tokens that use it
     int                      n_tokens;
     const void *             context = nullptr; // whose layer it is
     bool                     stays   = false;   // nothing may come: there is no place to bring it from
@@ -73,8 +71,8 @@ public:
     // REQUIRES: 0 <= min <= max, and the minima of a pool leave a slot.
     void set_limits(int layer, int min, int max);
 
-    // What is done about experts that are not there: see pyorch_device_misses. expert_bytes: by layer.
-    void set_misses(pyorch_device_misses misses, const DeviceRates & rates, std::vector<uint64_t> expert_bytes);
+    // What is done about experts that are not there: see pyorch_device_misses.
+    void set_misses(pyorch_device_misses how) { misses = how; }
 
     // Keeps slots for so many experts of forecasts a layer, above 0, in pools with enough slots for that.
     // REQUIRES: nothing came yet.
@@ -183,9 +181,7 @@ private:
     size_t                 n_needed = 0; // experts of the layer that came last
     std::vector<int>       moved;        // layers with the flag
     pyorch_device_misses   misses = PYORCH_PROCESSOR;
-    DeviceRates            rates;
-    std::vector<uint64_t>  expert_bytes; // by layer
-    std::unique_ptr<Ahead> ahead;        // null: no guests
+    std::unique_ptr<Ahead> ahead; // null: no guests
 
     // With the values of another table, which alone counts uses: see Ahead.
     DeviceTable(Values & values, const std::vector<int> & pool_of, const std::vector<int> & n_slots);
@@ -195,7 +191,6 @@ private:
     bool counts_uses() const { return own_values != nullptr; }
     void changed(int layer, int expert) { eviction.changed(layer, expert); }
     void seat(const std::vector<int> & pool_of, const std::vector<int> & n_slots);
-    int  n_that_pay(int layer, const DeviceDemand & demand, const DevicePass & pass, std::vector<int> & candidates);
     void count_uses(int layer, const std::vector<int> & asked);
     void move(int layer, int expert, int slot);
     void mark_moved(int layer);
@@ -212,7 +207,6 @@ private:
     void give_kept(Pool & pool, int slot);
     void keep_slots();
     void give_up_slots();
-    void estimate(int layer, const DeviceDemand & demand, const DevicePass & pass);
     void judge(int layer, const DeviceDemand & demand);
     void weigh(int layer, const DeviceDemand & demand, int n_hits);
 };

@@ -9,8 +9,8 @@ namespace pyorch {
 
 DeviceTier::DeviceTier(Table & table, ggml_backend_dev_t device, const pyorch_config & config) :
         bank(table.map, device), landings(device), table(table), policy((pyorch_policy) config.policy),
-        misses((pyorch_device_misses) config.device_misses), rates(DeviceRates::of(config.device_rates)),
-        n_ahead((int) config.device_ahead), budget(config.device_bytes) {}
+        misses((pyorch_device_misses) config.device_misses), n_ahead((int) config.device_ahead),
+        budget(config.device_bytes) {}
 
 DeviceTier::~DeviceTier() {
     {
@@ -41,18 +41,16 @@ void DeviceTier::open(uint64_t landing_bytes) {
     // Where all experts fit, no row comes from the processor.
     bank.allocate(budget - (budget < table.map.expert_bytes() ? std::min(landing_bytes, budget / LANDING_SHARE) : 0));
     landings.set_limit(std::max(budget, bank.used()) - bank.used());
-    std::vector<int>      pool_of, n_slots;
-    std::vector<uint64_t> expert_bytes;
+    std::vector<int> pool_of, n_slots;
     for (size_t layer = 0; layer < table.map.layers.size(); ++layer) {
         pool_of.push_back(bank.pool_of((int) layer));
-        expert_bytes.push_back(table.map.layers[layer].expert_bytes());
     }
     for (const auto & pool : bank.all()) {
         n_slots.push_back(pool.n_slots);
     }
     seats = std::make_unique<DeviceTable>(table.map.n_experts(), pool_of, n_slots, policy);
     // Where there is room for all, each is uploaded once, and serves ever after.
-    seats->set_misses(bank.has_room_for_all() ? PYORCH_UPLOAD : misses, rates, expert_bytes);
+    seats->set_misses(bank.has_room_for_all() ? PYORCH_UPLOAD : misses);
     if (n_ahead > 0 && !bank.has_room_for_all()) {
         seats->set_ahead(n_ahead);
     }
@@ -198,12 +196,7 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
             });
         });
     }
-    std::vector<int> rows(batch.n_expert);
-    for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
-        ++rows[batch.experts[s]];
-    }
-    batch.device =
-        seats->pass(batch.layer, { experts, visit.experts, rows, batch.n_tokens, visit.context, stays }, learned);
+    batch.device = seats->pass(batch.layer, { experts, visit.experts, batch.n_tokens, visit.context, stays }, learned);
     std::copy_if(experts.begin(), experts.end(), std::back_inserter(hold.experts),
         [&](int expert) { return batch.device.computes(expert); });
     tell_moved();

@@ -4,7 +4,7 @@
 // What is there is computed there. What is not is computed by the processor, from host memory, and comes behind that if
 // it is worth more than what must go for it: it serves when its layer comes again, and not before, however soon it
 // came. So what is computed where follows from the tokens alone. Or it comes first and is computed there, too
-// (PYORCH_UPLOAD, and PYORCH_ESTIMATED where that is faster by an estimate from constants and counts).
+// (PYORCH_UPLOAD).
 //
 // What a forecast names may be ordered before its layer comes, a few experts each (residency/device_ahead.h). If the
 // layer computes with one, the device does: it waits where that is under way, and brings it first where nothing was
@@ -124,7 +124,6 @@ private:
     Table &                    table;
     pyorch_policy              policy;
     const pyorch_device_misses misses;
-    const DeviceRates          rates;
     const int                  n_ahead; // experts of forecasts a layer
     std::atomic<bool>          by_forecasts{ true };
     uint64_t                   budget;

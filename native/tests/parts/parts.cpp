@@ -1,6 +1,7 @@
 // Parts of an engine, asked by themselves: what tests/parts.py calls. A library of its own, beside libpyorch.
 
 #include "api/api.h"
+#include "base/cpu_backend.h"
 #include "prediction/estimator.h"
 
 #include <algorithm>
@@ -25,10 +26,14 @@ extern "C" {
 pyorch_status parts_apply_router(
     pyorch_engine * engine, int32_t il, const float * inputs, int32_t n_tokens, int32_t * experts, float * weights) {
     return guarded([&] {
-        const Router       r = engine->routers.all()[engine->table.layer_index(il)];
-        std::vector<float> logits;
+        const Router       r   = engine->routers.all()[engine->table.layer_index(il)];
+        const auto         dot = cpu_backend().type_traits(GGML_TYPE_F32)->vec_dot;
+        std::vector<float> logits(r.n_expert);
         for (int t = 0; t < n_tokens; ++t) {
-            apply_router(r, inputs + (size_t) t * r.n_embd, logits);
+            for (int e = 0; e < r.n_expert; ++e) {
+                dot(r.n_embd, &logits[e], 0, r.gate + (size_t) e * r.n_embd, 0, inputs + (size_t) t * r.n_embd, 0, 1);
+                logits[e] += r.bias ? r.bias[e] : 0;
+            }
             const Choice choice = choose(r, logits, r.n_used);
             std::copy(choice.experts.begin(), choice.experts.end(), experts + (size_t) t * r.n_used);
             std::copy(choice.weights.begin(), choice.weights.end(), weights + (size_t) t * r.n_used);

@@ -15,7 +15,7 @@ namespace {
 DeviceTable table(pyorch_policy policy = PYORCH_LRU) { return DeviceTable({ 4, 4, 4 }, { 0, 0, 1 }, { 3, 1 }, policy); }
 
 // An expert is used; a layer without experts of its own to compute with brings nothing.
-void ask(DeviceTable & t, int layer, int expert) { t.pass(layer, { {}, { expert }, {}, 1 }); }
+void ask(DeviceTable & t, int layer, int expert) { t.pass(layer, { {}, { expert }, 1 }); }
 
 void bring(DeviceTable & t, int layer, int expert, bool must = true) {
     bool took;
@@ -78,11 +78,10 @@ void what_is_worth_less_is_not_admitted_unless_it_must() {
 
 void what_is_only_newer_takes_no_place() {
     for (pyorch_policy policy : { PYORCH_LRU, PYORCH_FIFO, PYORCH_MARKING }) {
-        DeviceTable                         t = { { 8 }, { 0 }, { 2 }, policy, replay_policies() };
-        const std::vector<int>              rows(8, 1);
+        DeviceTable                         t      = { { 8 }, { 0 }, { 2 }, policy, replay_policies() };
         const std::vector<std::vector<int>> tokens = { { 0, 1 }, { 2 }, { 3 }, { 4 }, { 5, 6 } };
         for (const std::vector<int> & token : tokens) {
-            for (int expert : t.pass(0, { token, token, rows, (int) token.size() }).behind) {
+            for (int expert : t.pass(0, { token, token, (int) token.size() }).behind) {
                 t.arrived(0, expert);
             }
         }
@@ -94,10 +93,9 @@ void what_is_only_newer_takes_no_place() {
 // With --device-misses upload.
 void what_must_come_and_is_not_worth_it_passes_through() {
     DeviceTable t = { { 8 }, { 0 }, { 3 }, PYORCH_LFU };
-    t.set_misses(PYORCH_UPLOAD, {}, { 1 });
-    const std::vector<int> rows(8, 1);
-    const auto             ask_for = [&](const std::vector<int> & experts) {
-        const DevicePass pass = t.pass(0, { experts, experts, rows, 1 });
+    t.set_misses(PYORCH_UPLOAD);
+    const auto ask_for = [&](const std::vector<int> & experts) {
+        const DevicePass pass = t.pass(0, { experts, experts, 1 });
         for (int expert : pass.uploads) {
             t.arrived(0, expert);
         }
@@ -150,11 +148,10 @@ void what_did_not_come_leaves_its_slot() {
 // What is there of a table in which each layer's two experts of a token come, by a policy.
 std::set<int> after(pyorch_policy policy, const std::vector<std::vector<int>> & tokens,
     const std::vector<std::vector<double>> & learned = {}) {
-    DeviceTable            t = { { 8 }, { 0 }, { 3 }, policy, replay_policies() };
-    const std::vector<int> rows(8, 1);
+    DeviceTable t = { { 8 }, { 0 }, { 3 }, policy, replay_policies() };
     for (size_t i = 0; i < tokens.size(); ++i) {
         const DevicePass pass =
-            t.pass(0, { tokens[i], tokens[i], rows, 2 }, learned.empty() ? std::vector<double>() : learned[i]);
+            t.pass(0, { tokens[i], tokens[i], 2 }, learned.empty() ? std::vector<double>() : learned[i]);
         for (int expert : pass.behind) {
             t.arrived(0, expert);
         }
@@ -223,40 +220,12 @@ void who_asks_is_told_what_came_and_went() {
     CHECK(told.size() == 3);
 }
 
-// Uploading takes 4, the processor 3 for an expert's first row and 2 for each further one, the device next to nothing.
-constexpr DeviceRates RATES = { 1.0 / 4, 1.0 / 3, 1.0 / 2, 1e3, 1e3 };
-
-void an_upload_pays_where_the_processor_would_take_longer() {
-    CHECK(uploads_that_pay(RATES, 1, {}, { 1, 1 }, 2) == 0);    // 6, or 4 + 3, or 8
-    CHECK(uploads_that_pay(RATES, 1, {}, { 3, 1 }, 2) == 1);    // 7 + 3, or 4 + 3, or 8
-    CHECK(uploads_that_pay(RATES, 1, {}, { 3, 1 }, 0) == 0);    // nothing can be
-    CHECK(uploads_that_pay(RATES, 1, {}, { 4, 4, 4 }, 3) == 3); // 27, or 4 + 18, or 8 + 9, or 12
-    // A device that has much to do itself is given less.
-    const DeviceRates slow = { 1.0 / 4, 1.0 / 3, 1.0 / 2, 1, 1 };
-    CHECK(uploads_that_pay(slow, 1, {}, { 3, 3 }, 2) == 1); // 14, or 4 + 7, or 8 + 6
-    CHECK(uploads_that_pay(slow, 1, { 8, 8 }, { 3, 3 }, 2) == 0);
-}
-
-void what_pays_comes_first_and_the_rest_behind() {
-    DeviceTable t = { { 8 }, { 0 }, { 3 }, PYORCH_LRU };
-    t.set_misses(PYORCH_ESTIMATED, RATES, { 1 });
-    const DevicePass pass = t.pass(0, { { 1, 2, 3 }, { 1, 2, 3 }, { 0, 1, 4, 1, 0, 0, 0, 0 }, 4 });
-    CHECK(pass.uploads == std::vector<int>({ 2 }) && pass.behind == std::vector<int>({ 1, 3 }));
-    for (int expert : { 1, 2, 3 }) {
-        t.arrived(0, expert);
-    }
-    // Of a prompt, nothing comes that does not pay; and what is worth less than all that is there has no slot.
-    const DevicePass prompt = t.pass(0, { { 4, 5 }, { 4, 5 }, { 0, 0, 0, 0, 9, 1, 0, 0 }, 9 });
-    CHECK(prompt.uploads.empty() && prompt.behind.empty());
-}
-
 // One layer of 32 experts and 16 slots, 3 of them for guests, one at a time; a context asks for one expert each time.
 struct Guests {
-    DeviceTable            table = { { 32 }, { 0 }, { 16 }, PYORCH_LFU };
-    const std::vector<int> rows  = std::vector<int>(32, 1);
-    const int              me    = 0;
-    uint64_t               hits  = 0;
-    std::vector<int>       held, behind;
+    DeviceTable      table = { { 32 }, { 0 }, { 16 }, PYORCH_LFU };
+    const int        me    = 0;
+    uint64_t         hits  = 0;
+    std::vector<int> held, behind;
 
     explicit Guests(bool ahead = true) {
         if (ahead) {
@@ -278,7 +247,7 @@ struct Guests {
         }
         std::for_each(held.begin(), held.end(), [&](int e) { table.unhold(0, e); });
         const std::vector<int> asked = { expert };
-        const DevicePass       pass  = table.pass(0, { asked, asked, rows, 1, &me });
+        const DevicePass       pass  = table.pass(0, { asked, asked, 1, &me });
         held.clear();
         for (int e : pass.uploads) {
             table.arrived(0, e);
@@ -338,31 +307,12 @@ void another_contexts_guest_is_not_computed_with() {
     CHECK(t.order(&a, 0, { { 5, 0, 1 } }, 0) == std::vector<int>({ 5 }));
     CHECK(t.order(&b, 0, { { 5, 0, 1 } }, 0).empty());
     t.arrived(0, 5);
-    const std::vector<int> asked = { 5 }, rows(8, 1);
-    CHECK(t.pass(0, { asked, asked, rows, 1, &b }).slots[5] == DeviceTable::NONE);
+    const std::vector<int> asked = { 5 };
+    CHECK(t.pass(0, { asked, asked, 1, &b }).slots[5] == DeviceTable::NONE);
     CHECK(t.layers_ordered(&a) == std::vector<int>({ 0 }) && t.layers_ordered(&b).empty());
-    const DevicePass pass = t.pass(0, { asked, asked, rows, 1, &a });
+    const DevicePass pass = t.pass(0, { asked, asked, 1, &a });
     CHECK(pass.slots[5] != DeviceTable::NONE && t.counts(0).device_ahead_hits == 1);
     CHECK(pass.guests.empty()); // a slot was free for it
-}
-
-// RATES: while the processor computes two experts one is uploaded, while it computes none, none.
-void no_more_is_ordered_than_the_link_takes_while_the_layer_before_computes() {
-    DeviceTable t = { { 8, 8 }, { 0, 0 }, { 16 }, PYORCH_LFU };
-    t.set_misses(PYORCH_ESTIMATED, RATES, { 1, 1 });
-    t.set_ahead(2);
-    const int                         me       = 0;
-    const std::vector<ForecastExpert> forecast = { { 5, 0, 1 }, { 6, 1, 1 } };
-    const std::vector<int>            asked    = { 0, 1 }, rows(8, 1);
-    CHECK(t.order(&me, 1, forecast, 0).empty());
-    for (int expert : t.pass(0, { asked, asked, rows, 1, &me }).behind) {
-        t.arrived(0, expert);
-    }
-    CHECK(t.order(&me, 1, forecast, 0) == std::vector<int>({ 5 }));
-    t.abandon(1, 5);
-    t.forget(&me, 1);
-    t.pass(0, { asked, asked, rows, 1, &me });
-    CHECK(t.order(&me, 1, forecast, 0).empty());
 }
 
 // Uses of 24 experts, some of them more often than others; who forecasts names one that is used, or one that is not.
@@ -388,16 +338,13 @@ void guests_cost_no_hits_whatever_is_forecast() {
 } // namespace
 
 int main() {
-    for (auto * claim :
-        { slots_are_given_once, the_least_valuable_of_all_layers_of_a_pool_goes, what_is_held_or_coming_stays,
-            what_is_worth_less_is_not_admitted_unless_it_must, what_is_only_newer_takes_no_place,
-            what_must_come_and_is_not_worth_it_passes_through, what_did_not_come_leaves_its_slot,
-            every_policy_says_what_goes, a_layer_keeps_its_minimum_and_takes_no_more_than_its_most,
-            who_asks_is_told_what_came_and_went, an_upload_pays_where_the_processor_would_take_longer,
-            what_pays_comes_first_and_the_rest_behind, a_guest_serves_the_pass_that_it_came_for,
-            a_guest_that_is_worth_it_stays_and_another_slot_is_kept, another_contexts_guest_is_not_computed_with,
-            no_more_is_ordered_than_the_link_takes_while_the_layer_before_computes,
-            guests_cost_no_hits_whatever_is_forecast }) {
+    for (auto * claim : { slots_are_given_once, the_least_valuable_of_all_layers_of_a_pool_goes,
+             what_is_held_or_coming_stays, what_is_worth_less_is_not_admitted_unless_it_must,
+             what_is_only_newer_takes_no_place, what_must_come_and_is_not_worth_it_passes_through,
+             what_did_not_come_leaves_its_slot, every_policy_says_what_goes,
+             a_layer_keeps_its_minimum_and_takes_no_more_than_its_most, who_asks_is_told_what_came_and_went,
+             a_guest_serves_the_pass_that_it_came_for, a_guest_that_is_worth_it_stays_and_another_slot_is_kept,
+             another_contexts_guest_is_not_computed_with, guests_cost_no_hits_whatever_is_forecast }) {
         claim();
     }
     return 0;

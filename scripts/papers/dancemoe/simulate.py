@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--step-tokens", type=whole(1), default=512, metavar="N",
                         help="tokens that a step computes at most (default: 512)")
     parser.add_argument("--costs", type=Path, metavar="FILE.json",
-                        help="what computing and messages take (docs/cluster.md describes it)")
+                        help="what computing and messages take (the README beside this program describes it)")
     defaults = ", ".join(f"{name} {value:g}" for name, value in vars(ServerCosts()).items())
     parser.add_argument("--cost", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
                         help=f"of every server, in seconds: {defaults}; in bytes: expert_bytes (default: of the model, "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _COLOURS = {
     "none": "black", "previous-token": "tab:brown", "layer-all": "tab:grey", "next-router": "tab:blue",
-    "quasi-hidden": "tab:green", "estimator": "tab:olive", "hybrid": "tab:purple", "expert-map": "tab:red",
+    "quasi-hidden": "tab:green", "hybrid": "tab:purple", "expert-map": "tab:red",
     "activation-matrix": "tab:orange", "oracle": "tab:pink",
 }
 _LINES = {"lru": "-", "lfu": "--", "finemoe": "-.", "belady": ":"}

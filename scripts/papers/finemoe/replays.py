@@ -424,8 +424,8 @@ def _mean(values: np.ndarray) -> float:
 def _missing(file: PredictorFile, model_map: ModelMap) -> dict[str, str]:
     if file.estimator is not None:
         return {}
-    return {name: f"{name} is left out: {model_map.path} has no estimator beside it, `pyorch train-predictor` makes one"
-            for name in ("estimator", "hybrid")}
+    return {"hybrid": f"hybrid is left out: {model_map.path} has no estimator beside it, `pyorch train-predictor` "
+                      "makes one"}
 
 
 def _shuffled(trace: Trace | TracePart) -> TracePart:

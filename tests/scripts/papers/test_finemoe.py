@@ -267,7 +267,7 @@ def test_goals_tell_what_is_met_and_what_was_not_measured():
     assert not bad[hits].met
     best = next(goal for what, goal in good.items() if what.endswith("best budget"))
     assert best.met and best.reached == pytest.approx(0.2)
-    assert not good["recall of the estimator"].measured
+    assert not good["recall of hybrid"].measured
     measured = replace(evaluation(0.6, 80.0), contexts=[
         Iteration(256, name, tpot, 50, 50, 50, 0, 0.5, 1.0, 50, 0.0)
         for name, tpot in (("none", 100.0), ("auto", 102.0))
@@ -291,7 +291,7 @@ def test_command_writes_every_table_and_picture(small_moe: Path, tmp_path: Path,
     assert {path.name for path in out.iterdir()} == {f"{table}.csv" for table in TABLES} | {
         f"{picture}.png" for picture in PICTURES
     }
-    assert "note: estimator is left out" in printed and "note: quasi-hidden predicts without default vectors" in printed
+    assert "note: hybrid is left out" in printed and "note: quasi-hidden predicts without default vectors" in printed
     assert "expert-map" in printed and "belady" in printed
     budgets = list(csv.DictReader((out / "budgets.csv").open()))
     hit_rate = {(row["predictor"], row["policy"]): float(row["hit rate"]) for row in budgets}

@@ -52,10 +52,11 @@ Forecast forecast_of(const Router & router, const float * logits, int layer, int
 // The routers of the layers ahead, applied to a guess of their input: early for the far ones, better for the near. The
 // guess: the residual after attention, plus what the selected experts give on average, normalized as the router ahead
 // has it (Speculating Experts, section 3.2). Where the residual or that norm is not known: the layer's own router
-// input.
+// input. Hybrid: corrected by the estimator where the layer ahead is the next one and that was found to be better.
 class QuasiHidden : public Predictor {
 public:
-    QuasiHidden(const PredictionModel & model, const Distances & distance) : model(model), distance(distance) {}
+    QuasiHidden(const PredictionModel & model, const Distances & distance, bool hybrid) :
+            model(model), distance(distance), estimator(hybrid ? model.estimator : nullptr) {}
 
     void routed(const RoutedLayer & routed_layer, std::vector<Forecast> & forecasts) override {
         std::vector<int> reached;
@@ -95,14 +96,20 @@ public:
         }
     }
 
-protected:
-    const PredictionModel model;
+private:
+    const PredictionModel                  model;
+    const Distances                        distance;
+    const std::shared_ptr<const Estimator> estimator;
 
     // Of the router of layer `to` for inputs that were guessed behind `from`: logits[inputs.size()][n_expert].
-    virtual void correct(int, int, const std::vector<CompactVector> &, float *) {}
-
-private:
-    const Distances distance;
+    void correct(int from, int to, const std::vector<CompactVector> & inputs, float * logits) const {
+        const Router & router    = model.routers[to];
+        const bool     is_better = model.estimated.empty() || model.estimated[to];
+        if (estimator && to == from + 1 && is_better && from < estimator->n_layers &&
+            router.n_embd == estimator->n_embd && router.n_expert == estimator->n_expert) {
+            estimator->correct(from, inputs, logits);
+        }
+    }
 
     // Memory answers while the first of it is computed with.
     void prefetch_what_is_read(const RoutedLayer & routed_layer, const std::vector<int> & reached) const {
@@ -144,44 +151,14 @@ private:
     }
 };
 
-// Quasi-hidden, corrected by the estimator where the layer ahead is the next one and the estimator is to be asked.
-class Estimated : public QuasiHidden {
-public:
-    // asked: by layer that is guessed
-    Estimated(const PredictionModel & model, std::vector<uint8_t> asked, const Distances & distance) :
-            QuasiHidden(model, distance), asked(std::move(asked)) {}
-
-private:
-    const std::vector<uint8_t> asked;
-
-    void correct(int from, int to, const std::vector<CompactVector> & inputs, float * logits) override {
-        const Router &    router    = model.routers[to];
-        const Estimator * estimator = model.estimator.get();
-        if (to == from + 1 && asked[to] && from < estimator->n_layers && router.n_embd == estimator->n_embd &&
-            router.n_expert == estimator->n_expert) {
-            estimator->correct(from, inputs, logits);
-        }
-    }
-};
-
 } // namespace
 
 std::unique_ptr<Predictor> make_quasi_hidden(const PredictionModel & model, const Distances & distance) {
-    return std::make_unique<QuasiHidden>(model, distance);
-}
-
-std::unique_ptr<Predictor> make_estimator(const PredictionModel & model, const Distances & distance) {
-    return std::make_unique<Estimated>(
-        model, std::vector<uint8_t>(model.n_expert.size(), model.estimator != nullptr), distance);
+    return std::make_unique<QuasiHidden>(model, distance, false);
 }
 
 std::unique_ptr<Predictor> make_hybrid(const PredictionModel & model, const Distances & distance) {
-    std::vector<uint8_t> asked = model.estimated;
-    if (!model.estimator) {
-        asked.clear();
-    }
-    asked.resize(model.n_expert.size());
-    return std::make_unique<Estimated>(model, std::move(asked), distance);
+    return std::make_unique<QuasiHidden>(model, distance, true);
 }
 
 } // namespace pyorch

@@ -1,30 +1,46 @@
-"""`pyorch replay`: what a recorded trace would cost under other settings, in simulated time."""
+"""What a recorded trace would cost under other settings, in simulated time."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import itertools
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from pyorch.cli.numbers import number, rate, whole
-from pyorch.cli.options import add_command, add_model, answer
+from pyorch.cli.options import add_model, answer
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.cli.tables import Table
 from pyorch.errors import PyorchError
-from pyorch.settings.budget import REPLAY_BUDGETS
+from pyorch.library import choices
+from pyorch.llama.cores import physical_cores
+from pyorch.runtime.disk import measure_bandwidth
+from pyorch.runtime.recovery import recovery_threads
+from pyorch.settings.budget import Budget
 from pyorch.settings.device import MAX_AHEAD
+from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import AUTO
+from pyorch.settings.settings import Settings
+from pyorch.sidecars import packs
+from pyorch.sidecars.beside import Sidecars
+from pyorch.sidecars.history import ExpertMaps
+from pyorch.sidecars.predictor import PredictorFile
+from pyorch.sizes import MiB
+from pyorch.traces.file import Trace
+from pyorch.traces.recording import Recording
+from pyorch.traces.replay import Replayed, ReplaySettings, replay
+from scripts.papers import program
 
-if TYPE_CHECKING:
-    from pyorch.sidecars.predictor import PredictorFile
-    from pyorch.traces.replay import Replayed, ReplaySettings
-
+BUDGETS = tuple(map(Budget.parse, ("25%", "40%", "60%")))
 PROBE_SECONDS = 2.0
 
 _LISTS = ("budget", "policy", "prefetch")
+_DEFAULTS = {"budget": BUDGETS, "policy": (ReplaySettings.policy,), "prefetch": (ReplaySettings.prefetch,)}
 _POOLS = "pools"  # one setting: it has commas itself
 
 _ASSUMED = "assumed"  # nobody said how long computing takes
@@ -35,14 +51,10 @@ _MEASURES = ("n_tokens", "hit_rate", *_TIMES, "bytes_per_token", "useful", "late
              "late_bytes", "wasted_bytes", "predict_wall_ms")  # of pyorch.traces.replay.Replayed
 
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    from pyorch.library.choices import listed, policies, predictors
-
-    parser = add_command(
-        subparsers, "replay", summary,
-        "pyorch profile olmoe.gguf --data prose.txt --states -o olmoe.trace\n"
-        "  pyorch replay olmoe.gguf olmoe.trace --policy lru,belady --prefetch none,quasi-hidden:2 --budget 25%,40%",
-    )
+def main(argv: list[str] | None = None) -> int:
+    parser = program.parser_of(
+        "scripts.replay", "simulate what a trace would cost under other settings",
+        "olmoe.gguf olmoe.trace --policy lru,belady --prefetch none,quasi-hidden:2 --budget 25%,40%")
     parser.description += (
         " No layer is computed and nothing is read: the cache, the predictors and the disk run in simulated time, so "
         "many settings can be compared in seconds."
@@ -52,12 +64,13 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="a trace that pyorch profile recorded; predictors that apply routers need one with "
                              "--states")
     parser.description += (
-        f" The policy {', '.join(policies().foreseeing)} and the predictor {', '.join(predictors().foreseeing)} know "
-        f"the future; the policies {listed(policies().compared, 'and')} are there to be compared with. Nothing is read "
-        "ahead unless --prefetch says so."
+        f" The policy {', '.join(choices.policies().foreseeing)} and the predictor "
+        f"{', '.join(choices.predictors().foreseeing)} know the future; the policies "
+        f"{choices.listed(choices.policies().compared, 'and')} are there to be compared with. Nothing is read ahead "
+        "unless --prefetch says so."
     )
     add_settings(parser, *_LISTS, _POOLS, lists=_LISTS,
-                 defaults={"budget": ",".join(map(str, REPLAY_BUDGETS)), "prefetch": "none",
+                 defaults={"budget": ",".join(map(str, BUDGETS)), "prefetch": "none",
                            _POOLS: "1,0,0,0 with --decode-bandwidth, else experts are read from the model"})
     parser.add_argument("--read-bandwidth", type=rate, metavar="RATE",
                         help="speed of the disk, such as 1GB/s (default: measured on the model's file, in two seconds)")
@@ -69,8 +82,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="slots of a device in front of the memory of --budget: a size, or a share of the experts "
                              "(default: no device)")
     parser.add_argument("--device-misses", metavar="WHO",
-                        help="what becomes of experts that the device lacks: processor, upload or auto with its five "
-                             "rates, as pyorch run takes it (default: processor)")
+                        help="what becomes of experts that the device lacks: processor or upload, as pyorch run takes "
+                             "it (default: processor)")
     parser.add_argument("--link-bandwidth", type=rate, default=0.0, metavar="RATE",
                         help="speed of uploads to the device, such as 12GB/s (default: they take no time)")
     parser.add_argument("--device-speed", type=number(above=0), metavar="TIMES",
@@ -86,24 +99,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--prompts", action="store_true",
                         help="compute prompts as a whole; otherwise their tokens are decoded one by one")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
-    parser.set_defaults(run=run)
-    return parser
+    return program.run(parser, _run, argv)
 
 
-def run(args: argparse.Namespace) -> int:
-    from pyorch.library.choices import default_policy
-    from pyorch.llama.cores import physical_cores
-    from pyorch.runtime.disk import measure_bandwidth
-    from pyorch.runtime.recovery import recovery_threads
-    from pyorch.settings.pools import Pools
-    from pyorch.sidecars import packs
-    from pyorch.sidecars.beside import Sidecars
-    from pyorch.sidecars.history import ExpertMaps
-    from pyorch.sidecars.predictor import PredictorFile
-    from pyorch.traces.file import Trace
-    from pyorch.traces.recording import Recording
-    from pyorch.traces.replay import DEFAULTS, ReplaySettings, replay
-
+def _run(args: argparse.Namespace) -> int:
     of_device = _of_device(args)
     pools = given_settings(args, *_LISTS).get(_POOLS)
     packed = pools is not None or args.decode_bandwidth is not None
@@ -123,10 +122,11 @@ def run(args: argparse.Namespace) -> int:
             pools=pools or Pools(), decode_bandwidth=args.decode_bandwidth or 0.0,
             n_decoders=recovery_threads(physical_cores()), **of_device,
         )
-        combinations = list(itertools.product(*(listed(args, name) or DEFAULTS[name] for name in _LISTS)))
+        combinations = list(itertools.product(*(listed(args, name) or _DEFAULTS[name] for name in _LISTS)))
         rows = []
         for n, (budget, policy, prefetch) in enumerate(combinations):
-            progress.update(f"replaying {policy or default_policy()}, {prefetch}, {budget}", n, len(combinations))
+            step = f"replaying {policy or choices.default_policy()}, {prefetch}, {budget}"
+            progress.update(step, n, len(combinations))
             settings = dataclasses.replace(settings, budget=budget, policy=policy, prefetch=prefetch)
             found = replay(model_map, recording, settings, maps, predictor_file, uses=uses)
             rows.append(_row(found, timed=compute_from != _ASSUMED))
@@ -136,8 +136,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_device(args: argparse.Namespace) -> dict[str, Any]:
     """What the options say of a device, for ReplaySettings. PyorchError for what cannot be."""
-    from pyorch.settings.settings import Settings
-
     if args.vram_budget is None and (args.device_misses or args.link_bandwidth or args.device_speed
                                      or args.device_ahead):
         raise PyorchError("--device-misses, --device-speed, --device-ahead and --link-bandwidth are about a device: "
@@ -153,8 +151,6 @@ def _of_device(args: argparse.Namespace) -> dict[str, Any]:
 
 def _compute_time(given: float | None, calibrated: PredictorFile | None) -> tuple[float, str]:
     """Milliseconds of a token, and who says so."""
-    from pyorch.traces.replay import ReplaySettings
-
     if given is not None:
         return given, "given"
     if calibrated is not None and calibrated.compute_ms is not None:
@@ -171,10 +167,6 @@ def _row(replayed: Replayed, timed: bool) -> dict[str, Any]:
     ahead: experts that forecasts ordered to the device, for each token; ahead_precision: share of those that their
     layer used, nan without any (--device-ahead).
     """
-    import numpy as np
-
-    from pyorch.library.choices import default_policy
-
     recall = []
     for distance in range(1, replayed.rank_hits.shape[1] + 1):
         of_layers = replayed.recall_at(distance)
@@ -183,7 +175,7 @@ def _row(replayed: Replayed, timed: bool) -> dict[str, Any]:
     uses, in_part = stats.hits + stats.misses, stats.compressed_hits + stats.sm_hits + stats.e_hits
     measures = {name: getattr(replayed, name) if timed or name not in _TIMES else None for name in _MEASURES}
     return {
-        "policy": settings.policy or default_policy(), "predictor": str(settings.prefetch),
+        "policy": settings.policy or choices.default_policy(), "predictor": str(settings.prefetch),
         "budget": str(settings.budget), **measures, "recall": recall,
         "part_rate": in_part / uses if uses else float("nan"), "device_hit_rate": stats.device_hit_rate,
         "uploaded_bytes": stats.device_bytes / replayed.n_tokens, "ahead": stats.device_ahead / replayed.n_tokens,
@@ -202,7 +194,7 @@ def _report(
         "model": args.model, "trace": args.trace, "bandwidth_measured": args.read_bandwidth is None,
         "compute_from": compute_from, **shared, "pools": str(settings.pools) if packed else None,
         "decode_bandwidth": args.decode_bandwidth, "vram_budget": args.vram_budget,
-        "device_misses": str(settings.device_misses) if of_device else None,
+        "device_misses": settings.device_misses if of_device else None,
         "link_bandwidth": args.link_bandwidth or None, "device_speed": settings.device_speed if of_device else None,
         "rows": rows,
     }
@@ -245,8 +237,6 @@ def _parts(
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
     """By the title of the column."""
-    from pyorch.sizes import MiB
-
     useful, late, wasted = (f"{row[f'{name}_bytes'] / row['n_tokens'] / MiB:.1f}"
                             for name in ("useful", "late", "wasted"))
     known = any(share == share for share in row["recall"])
@@ -268,3 +258,7 @@ def _speed(bytes_per_second: float | None) -> str:
 
 def _number(value: float | None, form: str = ".1f") -> str:
     return "-" if value is None or value != value else format(value, form)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
