@@ -16,6 +16,7 @@ from devices import DeviceProcess
 from ggufs import write_moe_model
 from processes import HANG_SECONDS
 
+from pyorch import files
 from pyorch.advise import machine
 from pyorch.advise.device import DeviceSpeed, given
 from pyorch.advise.estimates import Estimator
@@ -64,14 +65,16 @@ def estimator(model_map: ModelMap, compute: Compute, bandwidth: float, trace=Non
 
 
 @pytest.mark.parametrize("name", ["olmoe-1b-7b", "qwen3-30b-a3b", "gpt-oss-20b"])
-def test_a_header_has_the_size_of_its_model_and_occupies_no_disk(name: str, headers, tmp_path: Path) -> None:
+def test_a_header_has_the_size_of_its_model_and_occupies_no_disk(name: str, headers, tmp_path: Path, capsys) -> None:
     path = tmp_path / "model.gguf"
     headers.MODELS[name](path).close()
     status = path.stat()
     published = {"olmoe-1b-7b": 4.21e9, "qwen3-30b-a3b": 18.6e9, "gpt-oss-20b": 12.1e9}[name]
     assert abs(status.st_size / published - 1) < 0.02
     assert status.st_blocks * 512 < 4 << 20
-    assert machine.has_holes([str(path)])
+    assert files.has_holes([str(path)])
+    assert main(["run", str(path), "-p", "x", "--budget", "10%"]) == 2
+    assert "the file seems to be a header without weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gpt-oss-20b"])
