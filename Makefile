@@ -50,7 +50,7 @@ test-cuda-build: setup
 # system whose glibc is not newer than those it is for.
 ARCHITECTURE ?= $(shell uname -m)
 
-HAS_NODE := $(shell node -e 'process.exit(parseInt(process.versions.node) < 20)' 2>/dev/null && command -v npm)
+HAS_NODE := $(shell test "$$(node --version 2>/dev/null | cut -dv -f2 | cut -d. -f1)" -ge 20 2>/dev/null && command -v npm)
 wheel: $(STAMPS)/wheel-tools $(if $(HAS_NODE),build/chat-page/SOURCE)
 	@$(BIN)/python scripts/make_wheel.py --architecture $(ARCHITECTURE)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 import time
@@ -71,9 +72,11 @@ def convert(
     if split_max_size and not _SPLIT_SIZE.fullmatch(split_max_size):
         raise PyorchError(f"{split_max_size} is not a size of shards: write it as 500M or 4G")
     outtype_bits = quantization.outtype_bits(outtype)
-    if pre_tokenizer is not None and pre_tokenizer not in architectures.known_pre_tokenizers():
-        raise PyorchError(f"{pre_tokenizer} is not a pre-tokenizer that llama.cpp knows; the names are "
-                          f"{', '.join(architectures.known_pre_tokenizers())}")
+    if pre_tokenizer is not None and pre_tokenizer not in (known := architectures.known_pre_tokenizers()):
+        meant = difflib.get_close_matches(pre_tokenizer, known, 1)
+        raise PyorchError(f"{pre_tokenizer} is not a pre-tokenizer that llama.cpp knows"
+                          f"{f': did you mean {meant[0]}?' if meant else ';'} --pre-tokenizer list shows all "
+                          f"{len(known)} names")
     files.check_target(target)
 
     checkpoint = None

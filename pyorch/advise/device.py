@@ -17,18 +17,25 @@ from pyorch.traces.replay import token_bytes
 LINKS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 50e9}
 TYPICAL_LINK = "pcie4"
 TYPICAL_BANDWIDTH = 250e9  # bytes of weights a second: two thirds of the 380 GB/s of a middling card's memory
+# What a layer takes beside its weights, assumed: 40 kernels are launched, and twice the host waits for the device, for
+# what the router chose and for rows that the processor computes.
+LAUNCH_SECONDS = 5e-6
+TRIP_SECONDS = 25e-6
+LAYER_SECONDS = 40 * LAUNCH_SECONDS + 2 * TRIP_SECONDS
 
 
 @dataclass(frozen=True)
 class DeviceSpeed:
     """link: bytes a second of uploads. decode, prefill: how many times as fast as the processor it computes a token,
-    and a token of a prompt. how: "measured", "given" or "assumed".
+    and a token of a prompt. how: "measured", "given" or "assumed". layer_seconds: what each layer takes beside that,
+    however many tokens it has.
     """
 
     link: float
     decode: float
     prefill: float
     how: str
+    layer_seconds: float = LAYER_SECONDS
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ class Estimator:
         if vram_budget is not None and self._speed is not None:
             settings = replace(settings, vram_budget=vram_budget, link_bandwidth=self._speed.link,
                                device_speed=self._speed.decode, device_prefill_speed=self._speed.prefill)
+        overhead = self._overhead(vram_budget)
         recording = self._routing.recording
         if predictor == AUTO:
             predictor = "hybrid" if self._predictor_file.estimator is not None else "quasi-hidden"
@@ -82,6 +83,7 @@ class Estimator:
             found, knowing = self._replay(settings), self._replay(replace(settings, prefetch=Prefetch("oracle")))
             saved = GUESSING[predictor] * max(0.0, found.tpot_ms - knowing.tpot_ms) / 1000
             seconds, stall = found.tpot_ms / 1000 - saved, max(0.0, found.stall_ms / 1000 - saved)
+        seconds += overhead
         on_device = found.stats.device_hit_rate if settings.vram_budget.amount.of(1) else 0.0
         elsewhere = 1 - on_device
         in_memory = elsewhere * found.hit_rate if elsewhere else 0.0
@@ -89,9 +91,19 @@ class Estimator:
             budget=budget, budget_bytes=settings.budget.resolve(self._map.info), vram_budget=vram_budget,
             vram_bytes=min(settings.vram_budget.amount.of(self._map.info.expert_bytes), self._map.info.expert_bytes),
             hit_rate=found.hit_rate, on_device=on_device, in_memory=in_memory, read=elsewhere - in_memory,
-            decode_rate=1 / seconds, first_token_seconds=self._first_token(settings),
+            decode_rate=1 / seconds, first_token_seconds=self._first_token(settings) + overhead,
             bytes_per_token=found.bytes_per_token, stall=stall / seconds,
         )
+
+    def fastest_seconds(self, vram_budget: str | None) -> float:
+        """Of a decoded token for which nothing is waited, where it is computed fastest."""
+        speed = 1.0 if vram_budget is None or self._speed is None else max(1.0, self._speed.decode)
+        return self._compute.decode_seconds / speed + self._overhead(vram_budget)
+
+    def _overhead(self, vram_budget: str | None) -> float:
+        """Seconds that a device takes for the layers of a ubatch beside its weights."""
+        layer_seconds = 0.0 if vram_budget is None or self._speed is None else self._speed.layer_seconds
+        return layer_seconds * self._map.info.n_layers
 
     def _replay(self, settings: ReplaySettings) -> Replayed:
         return replay(self._map, self._routing.recording, settings, predictor_file=self._predictor_file)

@@ -8,11 +8,10 @@ from pyorch.advise.estimates import Estimate, Estimator
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import MiB
 
-# Of the bytes of experts in 16-bit floats, what their lossless codec leaves (docs/packs.md). Quantized ones shrink by
-# 3 to 5 %, which decoding eats up.
-CODED_SHARE = 0.70
+# Of the bytes of experts in floats, what their lossless codec leaves (docs/packs.md). Quantized ones shrink by 3 to
+# 5 %, which decoding eats up.
+CODED_SHARES = {"bf16": 0.70, "f16": 0.70, "f32": 0.85}
 WORTH = 1.05  # so much faster are tokens with what is worth making
-_CODED = {"bf16", "f16"}
 
 
 @dataclass(frozen=True)
@@ -34,23 +33,23 @@ class Gain:
 
 
 def gains(
-    model_map: ModelMap, estimator: Estimator, base: Estimate, decode_seconds: float, bandwidth: float,
-    repacking: float, n_threads: int,
+    model_map: ModelMap, estimator: Estimator, base: Estimate, bandwidth: float, repacking: float, n_threads: int,
 ) -> list[Gain]:
     """At the budgets of an estimate, of a model with the experts' bytes as they are.
 
-    decode_seconds: of a token for which nothing is waited, where it is computed fastest. repacking: as
-    Machine.repacking().
+    repacking: as Machine.repacking().
     """
+    fastest = estimator.fastest_seconds(base.vram_budget)
     there = model_map.sidecars()
     path = model_map.path
     types = {role.type.lower() for layer in model_map.layers for role in layer.roles}
     found = []
-    if types <= _CODED:
-        packed = estimator.estimate(base.budget, base.vram_budget, bandwidth=bandwidth / CODED_SHARE)
+    if types <= CODED_SHARES.keys():
+        share = max(CODED_SHARES[name] for name in types)
+        packed = estimator.estimate(base.budget, base.vram_budget, bandwidth=bandwidth / share)
         found.append(Gain(
             "pack", f"pyorch pack {path} --codec auto", "experts" in there, packed.decode_rate, True, False,
-            f"experts in 16-bit floats are read in {CODED_SHARE:.0%} of the bytes, where decoding keeps up",
+            f"experts in floats are read in {share:.0%} of the bytes, where decoding keeps up",
         ))
     else:
         # Threads repack while they would wait: what is left is time of a token.
@@ -60,7 +59,7 @@ def gains(
                   "read, which tells where most waiting is left out (--lossy)" if repacking else "")
         found.append(Gain(
             "pack", f"pyorch pack {path}" + " --layout native" * (repacking > 0), "experts" in there,
-            1 / max(seconds - saved, decode_seconds), True, False,
+            1 / max(seconds - saved, fastest), True, False,
             f"quantized experts do not shrink; a pack adds checksums, and one read for each expert{spared}",
         ))
     trained = estimator.estimate(base.budget, base.vram_budget, predictor="hybrid")
@@ -70,6 +69,6 @@ def gains(
     found.append(Gain("maps", f"pyorch maps {path} TRACE", "maps" in there, None, False, False,
                       "use counts: pools of a compressed pack begin with them, and two predictors search them"))
     found.append(Gain("buddies", f"pyorch buddies {path} --trace TRACE", "buddies" in there,
-                      1 / decode_seconds, True, True,
+                      1 / fastest, True, True,
                       "if nothing at all is waited for; pyorch tune finds what accuracy that costs"))
     return found

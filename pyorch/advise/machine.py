@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pyorch import files
 from pyorch.advise.probe import Shape, read_shape, write_probe
 from pyorch.bench import rounds
 from pyorch.bench.job import ENGINE, Config, Job, Measurement
@@ -76,7 +77,7 @@ class Machine:
         if before is not None:
             return Disk(before.bytes_per_second, "kept")
         self._on_progress("measuring the disk", 0, 0)
-        if not has_holes(disk.paths_of(self._map)):
+        if not files.has_holes(disk.paths_of(self._map)):
             return Disk(disk.measure_and_keep(self._map, seconds=DISK_SECONDS)[0].bytes_per_second, "measured")
         shape = read_shape(self._map)
         with _directory_for_probes(Path(self._map.path).parent) as directory:
@@ -140,11 +141,6 @@ class Machine:
             raise PyorchError(f"how fast {self._map.path} is computed could not be measured on a small model of its "
                               f"shape ({failure}): say it with --compute-ms, as pyorch bench measures it")
         return measured
-
-
-def has_holes(paths: list[str]) -> bool:
-    """Whether files lack bytes, as a header of the right size does: they would be read faster than any disk."""
-    return any(status.st_blocks * 512 < 0.9 * status.st_size for status in map(os.stat, paths))
 
 
 def _medians(measured: list[Measurement]) -> tuple[float, float, float]:

@@ -267,10 +267,9 @@ def _advise(
         progress.update(f"replaying a budget of {budget}{beside}", n, len(plan) + 1)
         estimates.append(estimator.estimate(budget, vram_budget))
     progress.update("replaying with sidecars", len(plan), len(plan) + 1)
-    fastest = compute.decode_seconds / (max(1.0, device.speed.decode) if device else 1)
     least = min(estimates[-len(asked) - 1:], key=lambda estimate: estimate.budget_bytes)
     found, found_at_least = (
-        gains(model_map, estimator, estimate, fastest, disk.bytes_per_second, machine.repacking(), n_threads)
+        gains(model_map, estimator, estimate, disk.bytes_per_second, machine.repacking(), n_threads)
         for estimate in (estimates[-1], least))
     useful = [gain.sidecar for gain, at_least in zip(found, found_at_least)
               if gain.helps(estimates[-1]) or at_least.helps(least)]
@@ -281,11 +280,16 @@ def _advise(
         notes.append(f"how fast the device is was assumed: uploads at {device.speed.link / 1e9:.3g} GB/s "
                      f"({'as given' if wanted.link else 'PCIe 4 with 16 lanes'}), weights read at "
                      f"{(wanted.bandwidth or TYPICAL_BANDWIDTH) / 1e9:.3g} GB/s: say --link-bandwidth and "
-                     "--vram-bandwidth if you know better; what a device takes for each layer to be told what to do is "
-                     "not in these estimates, and with small experts is most of the time")
+                     "--vram-bandwidth if you know better")
+    if device is not None:
+        notes.append(f"{1000 * device.speed.layer_seconds:.2f} ms more for each layer are assumed, for what a device "
+                     "is told and asked beside its computing")
     if wanted is not None and (wanted.name or "").startswith(REMOTE):
-        notes.append("a device of another process is asked several times for each layer: those trips, which with small "
-                     "experts take most of the time, are not in these estimates")
+        notes.append("a device of another process is told and asked through a socket, which takes longer than that: "
+                     "with small experts most of the time")
+    if device is not None and estimates[-1].decode_rate <= estimates[0].decode_rate:
+        notes.append("the device gains nothing here: the command below leaves it out")
+        wanted, left = None, without
     if not routing.observed:
         notes.append(f"for more than an assumption: pyorch profile {shlex.quote(args.model)} --data TEXT --states "
                      f"-o {shlex.quote(str(_default_trace(model_map)))}, then advise again")

@@ -225,9 +225,13 @@ _COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
 }
 
 
+_AS_ELSEWHERE = {"/quit": "/exit", "/bye": "/exit"}  # what other programs for conversations end with
+
+
 def _obey(chat: Chat, text: str) -> bool:
     """False: the conversation is over. PyorchError where a command does not exist, or cannot do what it is to do."""
     name, _, argument = text.strip().partition(" ")
+    name = _AS_ELSEWHERE.get(name, name)
     if name not in _COMMANDS:
         raise PyorchError(f"there is no {name}: /help shows what there is, and a space before it makes it a message")
     try:

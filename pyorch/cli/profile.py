@@ -56,13 +56,14 @@ def run(args: argparse.Namespace) -> int:
     router = args.router or (begun_as.router if begun_as is not None else "full")
     n_inputs = args.inputs if args.inputs is not None else begun_as.n_inputs if begun_as is not None else _INPUTS
     refusals = _refusals(router, n_inputs)
-    part = part_path(args.output)
-    begun = part.exists()
+    part, writes = part_path(args.output), False
     try:
         with Progress(live=not args.verbose) as progress:
             progress.update("loading the model", 0, 0)
 
             def report(step: str, done: int, total: int) -> None:
+                nonlocal writes
+                writes = True
                 while refusals:  # once it is sure that there will be a trace
                     command, option = refusals.pop(0)
                     progress.say(f"note: {command} will refuse this trace, for which {option} records more")
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
                 **given_settings(args),
             )
     except BaseException:
-        if part.exists() and not begun:
+        if writes and part.exists():
             print(f"pyorch: note: what was recorded until now is in {part}", file=sys.stderr)
         raise
     return answer(args, recorded, lambda: [_sentence(recorded)])

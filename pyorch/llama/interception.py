@@ -18,7 +18,7 @@ import llama_cpp
 import llama_cpp._internals as internals
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import FormatError, PyorchError
+from pyorch.errors import PyorchError
 from pyorch.library.bindings import check, ffi, lib
 from pyorch.llama import cores, logs, measure
 from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device
@@ -109,7 +109,7 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
     if not model:
         if managed.engine is not None:
             managed.engine.close()
-        raise FormatError(f"{path}: llama.cpp cannot load it: {logs.last_error()}")
+        raise measure.not_loaded(path)
     with lock:
         models[model] = managed
     return model

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import llama_cpp.llama_cpp as llama
 
+from pyorch import files
 from pyorch.errors import BudgetError, FormatError
 from pyorch.llama import logs
 from pyorch.llama.originals import original
@@ -39,6 +40,12 @@ class ContextSizes:
     device: int = 0
 
 
+def not_loaded(path: str) -> FormatError:
+    """Of a model that llama.cpp did not load."""
+    beside = "; the file seems to be a header without weights" if files.has_holes([path]) else ""
+    return FormatError(f"{path}: llama.cpp cannot load it: {logs.last_error()}{beside}")
+
+
 @contextlib.contextmanager
 def twin(path: str, params: llama.llama_model_params) -> Iterator[int]:
     """A model that has everything but memory for its weights."""
@@ -49,7 +56,7 @@ def twin(path: str, params: llama.llama_model_params) -> Iterator[int]:
     with logs.collect(), fatal.refused():
         model = original("llama_model_load_from_file")(os.fsencode(path), params)
     if not model:
-        raise FormatError(f"{path}: llama.cpp cannot load it: {logs.last_error()}")
+        raise not_loaded(path)
     try:
         yield model
     finally:

@@ -117,7 +117,7 @@ def test_a_conversation_on_a_terminal(small_moe: Path, tmp_path: Path) -> None:
             dialogue.type(f"{typed}\r")
             dialogue.expect(answer)
             dialogue.expect(" of 256")  # the next message is waited for
-        dialogue.type("/exit\r")
+        dialogue.type("/quit\r")
         status, _ = dialogue.end()
     assert status == 0
     said = json.loads(saved.read_text())

@@ -183,7 +183,7 @@ def test_unknown_tokenizer_is_refused_with_the_option_and_its_values(checkpoint,
 
 
 def test_unknown_pre_tokenizer_is_refused(checkpoint, out):
-    refuse(checkpoint, out / "model.gguf", "gtp-2 is not a pre-tokenizer", "gpt-2", pre_tokenizer="gtp-2")
+    refuse(checkpoint, out / "model.gguf", "gtp-2 is not a pre-tokenizer", "did you mean gpt-2?", pre_tokenizer="gtp-2")
 
 
 def test_unknown_architecture_is_refused_with_the_known_ones(copy, out):

@@ -15,6 +15,7 @@ from pyorch.errors import PyorchError
 from pyorch.runtime import disk
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.reads import Reads
+from scripts import model_headers
 
 
 @pytest.fixture
@@ -128,3 +129,18 @@ def test_inspect_shows_what_the_disk_needs(small_moe: Path, cache: Path, capsys:
     assert "suffices" in capsys.readouterr().out
     assert main(["inspect", str(small_moe)]) == 0
     assert "GB/s with" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("reader", ["io_uring", "threads"])
+def test_a_disk_is_measured_where_experts_of_some_layers_are_larger(tmp_path: Path, reader: str) -> None:
+    """As in Q4_K_M, whose first layers have Q6_K: memory that a small expert was read into takes a large one next."""
+    header = model_headers.Header(tmp_path / "mixed.gguf", "olmoe", 4, 512, 4, 4, 512)
+    header.experts(8, 2, 512)
+    model_headers.around(header, 256, 512, model_headers.Types.F16, model_headers.Types.F16)
+    for il in range(4):
+        down = model_headers.Types.F32 if il % 2 else model_headers.Types.F16
+        model_headers.experts(header, il, 8, 512, 512, model_headers.Types.F16, down)
+    header.close()
+    with ModelMap(tmp_path / "mixed.gguf") as model_map:
+        assert len({layer.expert_bytes for layer in model_map.layers}) == 2
+        assert disk.measure(model_map, Reads(reader, 4, 1 << 20), 0.1).bytes_per_second > 0

@@ -136,8 +136,8 @@ bool UringReader::start_one() {
     for (char * slot : given_up) {
         const auto place = buffers.find(slot);
         if (place != buffers.end()) {
-            ring->clear_buffer(place->second);
-            unused.push_back(place->second);
+            ring->clear_buffer(place->second.number);
+            unused.push_back(place->second.number);
             buffers.erase(place);
         }
     }
@@ -167,20 +167,23 @@ int UringReader::buffer_of(const ReadRequest & request) {
     if (!registers || !request.direct || fresh) {
         return -1;
     }
-    const auto place = buffers.find(slot);
-    if (place != buffers.end()) {
-        return (int) place->second;
+    auto place = buffers.find(slot);
+    if (place == buffers.end()) {
+        if (unused.empty()) {
+            return -1;
+        }
+        place = buffers.emplace(slot, Buffer{ unused.back(), 0 }).first;
+        unused.pop_back();
     }
-    if (unused.empty()) {
-        return -1;
+    Buffer & buffer = place->second;
+    if (buffer.bytes < bytes) { // a probe of the disk has slots for experts of all layers: the last one was smaller
+        if (!ring->set_buffer(buffer.number, slot, bytes)) {
+            registers = false; // no more of them: the limit on locked memory is reached
+            return -1;
+        }
+        buffer.bytes = bytes;
     }
-    if (!ring->set_buffer(unused.back(), slot, bytes)) {
-        registers = false; // no more of them: the limit on locked memory is reached
-        return -1;
-    }
-    buffers.emplace(slot, unused.back());
-    unused.pop_back();
-    return buffers[slot];
+    return (int) buffer.number;
 }
 
 void UringReader::choose_disk(UnderWay & u) {

@@ -40,23 +40,28 @@ private:
         int         disk = 0; // that has the copy of the file which is read
     };
 
+    struct Buffer {
+        unsigned number;
+        uint64_t bytes; // that are registered
+    };
+
     UringReader(Loader & loader, int depth, std::unique_ptr<Ring> ring, int bell);
 
-    std::unique_ptr<Ring>                ring;
-    const int                            bell; // that wake() rings
-    bool                                 registered_files = false;
-    bool                                 registers        = false; // the memory of slots
-    std::unordered_map<char *, unsigned> buffers;                  // registered slots
-    std::vector<unsigned>                unused;                   // numbers of buffers
-    std::vector<char *>                  given_up;
-    std::vector<UnderWay>                under_way;    // [depth]
-    std::vector<int>                     idle;         // indices into it
-    uint64_t                             last_ns  = 0; // when a read last ended, or the first began
-    uint64_t                             last_cpu = 0; // of this thread, then
-    std::atomic<bool>                    asleep{ false };
-    std::atomic<bool>                    ending{ false };
-    std::unique_ptr<DecodeThreads>       decoders;
-    std::thread                          thread;
+    std::unique_ptr<Ring>              ring;
+    const int                          bell; // that wake() rings
+    bool                               registered_files = false;
+    bool                               registers        = false; // the memory of slots
+    std::unordered_map<char *, Buffer> buffers;                  // registered slots
+    std::vector<unsigned>              unused;                   // numbers of buffers
+    std::vector<char *>                given_up;
+    std::vector<UnderWay>              under_way;    // [depth]
+    std::vector<int>                   idle;         // indices into it
+    uint64_t                           last_ns  = 0; // when a read last ended, or the first began
+    uint64_t                           last_cpu = 0; // of this thread, then
+    std::atomic<bool>                  asleep{ false };
+    std::atomic<bool>                  ending{ false };
+    std::unique_ptr<DecodeThreads>     decoders;
+    std::thread                        thread;
 
     void run();
     void listen();
