@@ -21,6 +21,7 @@ import numpy as np
 from pyorch.bench.plan import fits
 from pyorch.errors import PyorchError
 from pyorch.eval.likelihood import N_BATCH
+from pyorch.llama import logs
 from pyorch.llama.apply import find_buddies
 from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
@@ -163,7 +164,7 @@ def kernels(path: str | os.PathLike[str], n_models: int) -> dict[str, bool]:
     llama.cpp repacks what it has faster kernels for into memory of its own: where n_models whole models do not fit
     beside each other, both compute with the plain kernels, for which weights may stay in the file.
     """
-    with ModelMap(path) as model_map:
+    with logs.collect(), ModelMap(path) as model_map:  # why a file is refused is said in the sentence
         return {} if fits(model_map.info, n_models) else {"use_extra_bufts": False}
 
 

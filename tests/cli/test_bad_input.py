@@ -116,8 +116,9 @@ def test_a_header_without_weights_says_so_and_nothing_else(tiny_moe: Path) -> No
         (known.metadata[-1][2], "is a truncated or damaged GGUF: its header cannot be read to the end"),
     ):
         tiny_moe.write_bytes(content[:end])
-        done = pyorch("inspect", tiny_moe)  # in a process whose log nobody has taken
-        assert (done.returncode, done.stderr) == (2, f"pyorch: error: {tiny_moe} {said}\n")
+        for command in ("inspect", "verify"):  # one whose log nobody has taken, one whose log pyorch has
+            done = pyorch(command, tiny_moe)
+            assert (done.returncode, done.stderr) == (2, f"pyorch: error: {tiny_moe} {said}\n")
 
 
 def test_a_missing_shard(refused, small_moe: Path, tmp_path: Path) -> None:
