@@ -1,5 +1,6 @@
 #include "codecs/exponent_codecs.h"
 
+#include "codecs/nibble.h"
 #include "codecs/plane_kernels.h"
 
 #include "lz4.h"
@@ -166,6 +167,7 @@ const char * name_of(PlaneCodec codec) {
     case PlaneCodec::ZSTD: return "zstd";
     case PlaneCodec::LZ4: return "lz4";
     case PlaneCodec::TABLE: return "table";
+    case PlaneCodec::NIBBLE: return "nibble";
     }
     return "";
 }
@@ -175,6 +177,9 @@ bool encode(PlaneCodec codec, int level, const uint8_t * raw, size_t n, std::vec
     case PlaneCodec::ZSTD: return encode_zstd(level, raw, n, to);
     case PlaneCodec::LZ4: return encode_lz4(level, raw, n, to);
     case PlaneCodec::TABLE: return encode_table(raw, n, to);
+    case PlaneCodec::NIBBLE:
+        return level > 0 && n % (2 * (size_t) level) == 0 && has_nibbles(Numbers::BF16, level) &&
+            encode_nibbles(raw, level, n / level / 2, to);
     default: return false;
     }
 }
@@ -197,6 +202,14 @@ bool decode(PlaneCodec codec, const uint8_t * stored, size_t stored_bytes, uint8
     case PlaneCodec::TABLE: {
         TableReader reader(stored, stored_bytes, n, simd);
         return reader.ok() && reader.read(raw, n) && reader.is_at_end();
+    }
+    case PlaneCodec::NIBBLE: {
+        const uint64_t n_in = nibble_row(stored, stored_bytes), n_out = n_in ? n / n_in / 2 : 0;
+        if (n_in == 0 || n != 2 * n_in * n_out || !check_nibbles(stored, stored_bytes, n_in, n_out)) {
+            return false;
+        }
+        decode_nibbles(stored, n_in, n_out, 0, n_out, raw, simd);
+        return true;
     }
     }
     return false;
