@@ -38,6 +38,9 @@ _ZSTD_LEVELS = (1, 3, 6, 9)
 _LEVEL_SAMPLES = 8  # matrices
 _TRIALS = 3  # of each speed; the best counts
 
+# Of nibble nothing is recovered: it is chosen where its kernels take at most so many times as long as plain ones.
+_MOST_PACE = 1.5
+
 _Result = TypeVar("_Result")
 Read = Callable[[LayerInfo, int, int], np.ndarray]  # a matrix: layer, expert, role
 
@@ -115,6 +118,8 @@ def choose(
     if codec == NONE:
         return _choice(model_map, {kind: (Scheme(), None) for kind in kinds}, "")
     samples = {kind: _sample(places, read) for kind, places in kinds.items()}
+    if codec == AUTO and (nibbles := _nibbles_that_pay(samples)) is not None:
+        return _choice(model_map, *nibbles)
     tried = {name: {kind: _try(kind, sample, name, level, n_shards) for kind, sample in samples.items()}
              for name in ((codecs.ZSTD, codecs.TABLE) if codec == AUTO else (codec,))}
     if all(scheme.is_plain for of_kinds in tried.values() for scheme, _ in of_kinds.values()):
@@ -138,10 +143,26 @@ def choose(
     return _choice(model_map, tried[best], reason)
 
 
+def _nibbles_that_pay(
+    samples: dict[Role, list[np.ndarray]]
+) -> tuple[dict[Role, tuple[Scheme, KindReport | None]], str] | None:
+    """What nibble makes of each kind, and why it is chosen: all of an expert has that form, and its kernels are as
+    fast as plain ones, or nearly. None where that is not so."""
+    of_kinds = {kind: _try(kind, sample, codecs.NIBBLE, None, None) for kind, sample in samples.items()}
+    shapes = {(kind.n_in, len(sample[0]) // 2 // kind.n_in) for kind, sample in samples.items()}
+    if any(scheme.is_plain for scheme, _ in of_kinds.values()):
+        return None
+    pace = max(codecs.nibble_pace(*shape) for shape in shapes)
+    reason = (f"{codecs.NIBBLE}: kernels take {pace:.2f} times as long with it as with plain matrices, and a budget "
+              "holds more experts")
+    return (of_kinds, reason) if pace <= _MOST_PACE else None
+
+
 def encode_matrix(raw: np.ndarray, role: Role, scheme: Scheme) -> list[tuple[int, str, int, np.ndarray]]:
     """uint8[bytes of a matrix] -> its chunks: plane, codec, bytes of what it stands for, what is stored; copies."""
     if scheme.n_shards == 0:
-        return [(0, *_encode(scheme, raw.copy()))]
+        level = role.n_in if scheme.codec == codecs.NIBBLE else scheme.level
+        return [(0, *_encode(replace(scheme, level=level), raw.copy()))]
     e, sm = codecs.split(role.type, raw)
     step = codecs.shard_numbers(len(e), scheme.n_shards)
     chunks = [(1 + i, *_encode(scheme, e[first : first + step])) for i, first in enumerate(range(0, len(e), step))]
@@ -179,6 +200,8 @@ def _check(codec: str, level: int | None, n_shards: int | None) -> None:
             raise PyorchError(f"zstd has no level {level}: use 1 to 22, or -50 to -1")
     if n_shards is not None and codec == NONE:
         raise PyorchError("--shards is for compressed packs: give a --codec")
+    if n_shards is not None and codec == codecs.NIBBLE:
+        raise PyorchError("--shards is for codecs that take exponents apart, not for nibble")
     if n_shards is not None and not 1 <= n_shards <= MAX_SHARDS:
         raise PyorchError(f"there are 1 to {MAX_SHARDS} shards of a matrix, not {n_shards}")
 
@@ -238,7 +261,11 @@ def _try(
 
 def _scheme(role: Role, sample: list[np.ndarray], codec: str, level: int | None, n_shards: int | None) -> Scheme:
     """What of a codec suits this kind; it may be none."""
-    if role.type in codecs.TYPES:
+    if codec == codecs.NIBBLE:
+        if not all(codecs.nibble_bytes(role.type, role.n_in, len(raw)) for raw in sample):
+            return Scheme()
+        scheme = Scheme(codec)
+    elif role.type in codecs.TYPES:
         n = min(map(len, sample)) * 8 // codecs.TYPES[role.type]
         most = n_shards or min(_DEFAULT_SHARDS, max(1, n // _LEAST_SHARD))
         made = -(-n // codecs.shard_numbers(n, most))

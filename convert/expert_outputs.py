@@ -95,9 +95,9 @@ class LayerExperts:
         self._layer: LayerInfo = model_map.layer(il)
         self._roles = {role.name: index for index, role in enumerate(self._layer.roles)}
         self._hidden = HIDDEN[model_map.info.arch]
-        # By expert and role, of a layer that only a compressed pack has: a slim model's.
+        # By expert and role, of a layer that only a pack has: a slim model's.
         self._chunks: dict[tuple[int, int], np.ndarray] = {}
-        if model_map.info.slim and il in (packs.part_sizes(model_map) or ()):
+        if model_map.info.slim:
             _, arrays = packs.read(model_map.pack, model_map)
             with ModelMap(model_map.pack) as packed:
                 self._chunks = chunks_of(arrays, packed, self._layer)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from pyorch import files
 from pyorch.convert import compression
 from pyorch.convert.compression import KindReport, Scheme
-from pyorch.convert.pack_plan import Experts, Plan, aligned, chunks_of, forget, layouts_of
+from pyorch.convert.pack_plan import Experts, Plan, UnfitError, aligned, chunks_of, forget, layouts_of
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
 from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
@@ -83,8 +83,14 @@ def pack(
                     choice = compression.choose(model_map, experts.read, codec, level, shards)
             plan = Plan(model_map, layout, choice.schemes)
             try:
-                n_continued, stored_bytes = _write(
-                    plan, choice.ratio, descriptor, target.parent, spare_bytes, on_progress)
+                while True:
+                    try:
+                        n_continued, stored_bytes = _write(
+                            plan, choice.ratio, descriptor, target.parent, spare_bytes, on_progress)
+                        break
+                    except UnfitError as unfit:  # rare: with that tensor stored as it is, all begins anew
+                        choice = replace(choice, schemes=_without(choice.schemes, model_map, *unfit.tensor))
+                        plan = Plan(model_map, layout, choice.schemes)
                 if n_continued:
                     _check_index(model_map, part, descriptor)
                 files.replace(part, target)
@@ -96,6 +102,12 @@ def pack(
                        target.stat().st_size, time.monotonic() - begin,
                        tuple(name for name in codecs.NAMES if name in used),
                        stored_bytes / model_map.info.expert_bytes, choice.kinds, choice.reason)
+
+
+def _without(schemes: tuple[Scheme, ...], model_map: ModelMap, il: int, role: int) -> tuple[Scheme, ...]:
+    """With a tensor that is stored as it is."""
+    tensors = [(layer.il, index) for layer in model_map.layers for index in range(len(layer.roles))]
+    return tuple(Scheme() if tensor == (il, role) else scheme for tensor, scheme in zip(tensors, schemes))
 
 
 def _check_index(model_map: ModelMap, part: Path, descriptor: int) -> None:
@@ -204,7 +216,7 @@ def _records(plan: Plan, n_known: int) -> Iterator[tuple[LayerInfo, int, np.ndar
     """
     wanted = [(layer, expert) for layer in plan.map.layers for expert in range(layer.n_expert)][n_known:]
     is_compressed = any(layer.is_compressed for layer in plan.layers.values())
-    n_threads = compression.n_cores() if is_compressed else 1
+    n_threads = compression.n_cores() if is_compressed or plan.in_nibbles else 1
     of_thread = threading.local()
     with ExitStack() as stack:  # of what threads read with: it ends after them
         def make(layer: LayerInfo, expert: int) -> tuple[np.ndarray, np.ndarray]:

@@ -20,6 +20,14 @@ from pyorch.sidecars import container, packs
 from pyorch.sidecars.container import checksum
 
 
+class UnfitError(Exception):
+    """A matrix of this tensor, a layer's and a role, has more rare exponents than nibble has room for."""
+
+    def __init__(self, il: int, role: int) -> None:
+        super().__init__(f"blk.{il}, matrix {role}")
+        self.tensor = (il, role)
+
+
 class Plan:
     """What will lie in the pack of a model, and where as far as that is known before anything is compressed."""
 
@@ -39,6 +47,10 @@ class Plan:
             at += aligned(layer.index_bytes, packs.PAGE)
         self.data = at  # where that of the first layer begins; of others, behind the one before
 
+    @property
+    def in_nibbles(self) -> bool:
+        return any(scheme.codec == codecs.NIBBLE for scheme in self._schemes)
+
     def n_bytes(self, ratio: float) -> int:
         """About how long the file will be, if experts become so small."""
         regions = 2 * packs.PAGE  # of a compressed record, whose ends are filled up
@@ -49,7 +61,7 @@ class Plan:
     def make_header(self, data_bytes: dict[int, int]) -> bytes:
         """All before the first tensor's data; as long whatever the sizes are. data_bytes: by layer, 0 for others."""
         metadata: container.Metadata = {packs.LAYOUTS: self.layouts}
-        if any(layer.is_compressed for layer in self.layers.values()):
+        if not all(scheme.is_plain for scheme in self._schemes):
             metadata[packs.CODECS] = list(map(str, self._schemes))
         writer = container.new_writer(None, packs.KIND, packs.VERSION, self.map, metadata)
         writer.add_custom_alignment(packs.PAGE)
@@ -75,8 +87,12 @@ class LayerPlan:
     def __init__(self, model_map: ModelMap, layer: LayerInfo, schemes: list[Scheme]) -> None:
         self.info = layer
         self.schemes = schemes
-        self.is_compressed = not all(scheme.is_plain for scheme in schemes)
-        self.plain_offsets, self.plain_bytes = packs.role_offsets(model_map, layer)
+        self.is_compressed = not all(scheme.is_plain or scheme.codec == codecs.NIBBLE for scheme in schemes)
+        self._sizes = [model_map.matrix_bytes(layer, index) for index in range(len(layer.roles))]
+        for index, (role, scheme) in enumerate(zip(layer.roles, schemes)):
+            if scheme.codec == codecs.NIBBLE:
+                self._sizes[index] = codecs.nibble_bytes(role.type, role.n_in, self._sizes[index])
+        self.plain_offsets, self.plain_bytes = packs.role_offsets(self._sizes)
         n_chunks = 0
         for index, (role, scheme) in enumerate(zip(layer.roles, schemes)):
             n_chunks += 1
@@ -98,8 +114,11 @@ class LayerPlan:
         record = np.zeros(self.plain_bytes, np.uint8)
         rows = np.zeros(len(self.plain_offsets), packs.CHUNK)
         for role, (offset, raw) in enumerate(zip(self.plain_offsets, matrices)):
-            record[offset : offset + len(raw)] = raw
-            rows[role] = (expert, role, 0, 0, offset, len(raw), len(raw), checksum(raw))
+            [(_, codec, n_raw, stored)] = compression.encode_matrix(raw, self.info.roles[role], self.schemes[role])
+            if len(stored) != self._sizes[role]:
+                raise UnfitError(self.info.il, role)
+            record[offset : offset + len(stored)] = stored
+            rows[role] = (expert, role, 0, codecs.NAMES.index(codec), offset, len(stored), n_raw, checksum(stored))
         return record, rows
 
     def _compressed(self, expert: int, matrices: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

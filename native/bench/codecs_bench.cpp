@@ -1,11 +1,14 @@
-// How fast experts are put together again on one core, beside memcpy of as many bytes.
+// How fast experts are put together again on one core, beside memcpy of as many bytes; and how fast they are multiplied
+// with a row as they are stored (nibble.h), beside plain ones.
 //
 // Matrices lie in more memory than caches have. Each figure is the median of rounds that take turns.
 
+#include "base/cpu_backend.h"
+#include "base/cpu_time.h"
 #include "codecs/exponent_codecs.h"
+#include "codecs/nibble.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -32,6 +35,20 @@ struct Task {
 double median(std::vector<double> values) {
     std::sort(values.begin(), values.end());
     return values[values.size() / 2];
+}
+
+void run(std::vector<Task> & tasks, size_t n_copies) {
+    for (int round = 0; round <= N_ROUNDS; ++round) {
+        for (Task & task : tasks) {
+            const uint64_t begin = thread_cpu_ns(); // others may be at work
+            for (size_t c = 0; c < n_copies; ++c) { // so each is cold when it comes again
+                task.run(c);
+            }
+            if (round > 0) {
+                task.seconds.push_back(1e-9 * (double) (thread_cpu_ns() - begin) / (double) n_copies);
+            }
+        }
+    }
 }
 
 std::string name_of(Simd simd) {
@@ -94,18 +111,7 @@ void bench(Numbers type, const char * type_name) {
     tasks.push_back({ "zstd 1, encode", zstd[0].size(),
         [&](size_t c) { encode(PlaneCodec::ZSTD, 1, e[c].data(), N, encoded); }, {} });
 
-    for (int round = 0; round <= N_ROUNDS; ++round) {
-        for (Task & task : tasks) {
-            const auto begin = std::chrono::steady_clock::now();
-            for (size_t c = 0; c < N_COPIES; ++c) { // so each is cold when it comes again
-                task.run(c);
-            }
-            const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
-            if (round > 0) {
-                task.seconds.push_back(seconds.count() / N_COPIES);
-            }
-        }
-    }
+    run(tasks, N_COPIES);
     const double copying = median(tasks[0].seconds);
     printf("%s, %.1f MiB a matrix\n", type_name, (double) bytes / (1 << 20));
     for (const Task & task : tasks) {
@@ -119,9 +125,73 @@ void bench(Numbers type, const char * type_name) {
     }
 }
 
+// Of BF16 [n_out][n_in], 129 MiB of it, with one row and with several.
+void bench_nibbles(size_t n_in, size_t n_out, size_t n_columns) {
+    const size_t                    n_copies = (129u << 20) / (2 * n_in * n_out);
+    const auto                      dot      = cpu_backend().type_traits(GGML_TYPE_BF16)->vec_dot;
+    std::mt19937                    rng{ 1 };
+    std::normal_distribution<float> weights(0, 0.02f);
+    std::vector<ggml_bf16_t>        columns(n_columns * n_in);
+    std::vector<Bytes>              raw(n_copies, Bytes(2 * n_in * n_out)), nibbles(n_copies);
+    for (ggml_bf16_t & number : columns) {
+        number = ggml_fp32_to_bf16(weights(rng));
+    }
+    for (size_t c = 0; c < n_copies; ++c) {
+        for (size_t i = 0; i < n_in * n_out; ++i) {
+            const ggml_bf16_t number = ggml_fp32_to_bf16(weights(rng));
+            memcpy(&raw[c][2 * i], &number, sizeof(number));
+        }
+        encode_nibbles(raw[c].data(), n_in, n_out, nibbles[c]);
+    }
+    float      result;
+    Bytes      decoded(2 * n_in * n_out);
+    const auto multiply = [&](const uint8_t * rows, size_t n) {
+        for (size_t column = 0; column < n_columns; ++column) {
+            for (size_t row = 0; row < n; ++row) {
+                dot((int) n_in, &result, 0, rows + 2 * n_in * row, 0, columns.data() + n_in * column, 0, 1);
+            }
+        }
+    };
+    std::vector<Task> tasks;
+    tasks.push_back({ "plain", 0,
+        [&](size_t c) {
+            for (size_t row = 0; row < n_out; row += 16) {
+                multiply(raw[c].data() + 2 * n_in * row, std::min<size_t>(16, n_out - row));
+            }
+        },
+        {} });
+    for (const size_t step : { (size_t) 1, (size_t) 16, n_out }) { // into the first cache, the second, memory
+        tasks.push_back({ "nibble, " + std::to_string(step) + " rows at once", 0,
+            [&, step](size_t c) {
+                for (size_t row = 0; row < n_out; row += step) {
+                    const size_t n = std::min(step, n_out - row);
+                    decode_nibbles(nibbles[c].data(), n_in, n_out, row, n, decoded.data());
+                    multiply(decoded.data(), n);
+                }
+            },
+            {} });
+    }
+    run(tasks, n_copies);
+    printf("%zu x %zu with %zu rows, nibble %.3f of its size\n", n_in, n_out, n_columns,
+        (double) nibbles[0].size() / (double) raw[0].size());
+    for (const Task & task : tasks) {
+        std::vector<double> ratios;
+        for (int round = 0; round < N_ROUNDS; ++round) {
+            ratios.push_back(task.seconds[round] / tasks[0].seconds[round]);
+        }
+        std::sort(ratios.begin(), ratios.end());
+        printf("  %-28s %7.2f ms a matrix  %.2f of plain (%.2f to %.2f)\n", task.name.c_str(),
+            1e3 * median(task.seconds), ratios[N_ROUNDS / 2], ratios[2], ratios[N_ROUNDS - 3]);
+    }
+}
+
 } // namespace
 
 int main() {
+    for (const size_t n_columns : { 1, 2, 33 }) {
+        bench_nibbles(2048, 1408, n_columns);
+    }
+    bench_nibbles(1024, 2048, 1);
     bench(Numbers::BF16, "BF16");
     bench(Numbers::F16, "F16");
     bench(Numbers::F32, "F32");

@@ -141,6 +141,7 @@ typedef struct pyorch_layer_info {
     int32_t  n_roles;
     char     role[PYORCH_MAX_ROLES][16];   // in the order in which the kernels need them
     char     type[PYORCH_MAX_ROLES][16];   // ggml type
+    int64_t  n_in[PYORCH_MAX_ROLES];       // numbers in a row
     uint64_t expert_bytes;                 // one expert, as it lies in the file
     uint64_t slot_bytes;                   // one expert, resident
     char     layout[PYORCH_MAX_ROLES][48]; // in which the kernels are fastest: "plain", as in the file, or a name of
@@ -211,6 +212,7 @@ typedef enum pyorch_codec {
     PYORCH_CODEC_STORED = 0, // as it is
     PYORCH_CODEC_ZSTD   = 1,
     PYORCH_CODEC_TABLE  = 3, // of exponents: the 7 commonest as three bits; 2 was lz4
+    PYORCH_CODEC_NIBBLE = 4, // of a whole matrix of bf16: kernels compute from it
 } pyorch_codec;
 
 // Bytes of the signs and mantissas of n numbers of a ggml type; 0 for one that is not taken apart.
@@ -223,7 +225,7 @@ uint64_t pyorch_shard_numbers(uint64_t n, uint64_t n_shards);
 pyorch_status pyorch_split(const char * type, const void * raw, uint64_t n, void * e, void * sm);
 
 // raw [n] -> to [n], of which the first stored bytes are used; stored 0: the codec cannot make it smaller. level: of
-// zstd, 0 for its default.
+// zstd, 0 for its default; for nibble the numbers of a row.
 pyorch_status pyorch_encode(int32_t codec, int32_t level, const void * raw, uint64_t n, void * to, uint64_t * stored);
 
 // The other way. PYORCH_FORMAT where the bytes are not what was stored of n; raw [n] holds anything then.
@@ -232,6 +234,13 @@ pyorch_status pyorch_decode(int32_t codec, const void * stored, uint64_t stored_
 // e [e_bytes]: n exponents as they are stored; sm [pyorch_sm_bytes] -> raw: n numbers. PYORCH_FORMAT as above.
 pyorch_status pyorch_recover(
     const char * type, int32_t codec, const void * e, uint64_t e_bytes, const void * sm, uint64_t n, void * raw);
+
+// What PYORCH_CODEC_NIBBLE makes of any matrix of a shape; 0: matrices of the type and shape do not have that form.
+uint64_t pyorch_nibble_bytes(const char * type, uint64_t n_in, uint64_t n_out);
+
+// Times how long a thread multiplies such matrices with a row, from memory, not from caches: in that form, as a ratio
+// to the plain one. Takes some tenths of a second, and 64 MiB.
+pyorch_status pyorch_nibble_pace(uint64_t n_in, uint64_t n_out, double * ratio);
 
 //
 // engine

@@ -350,8 +350,7 @@ class _Preparation:
             return False
         with ModelMap(self._map.path) as probe:
             packs.attach(probe, plain=False)
-            pack = packs.contents(probe)
-            return pack is not None and bool(pack.codecs)
+            return packs.part_sizes(probe) is not None
 
     def _beside(self, ending: str) -> Path:
         from pyorch.runtime.model_map import beside

@@ -10,10 +10,10 @@ from pyorch.library.bindings import check, ffi, lib
 from pyorch.library.numerics import np
 
 TYPES = {"bf16": 16, "f16": 16, "f32": 32}  # ggml types, and their bits
-STORED, ZSTD, TABLE = "stored", "zstd", "table"
-NAMES = (STORED, ZSTD, "lz4", TABLE)  # by their numbers in packs; lz4 is no longer read or written
+STORED, ZSTD, TABLE, NIBBLE = "stored", "zstd", "table", "nibble"
+NAMES = (STORED, ZSTD, "lz4", TABLE, NIBBLE)  # by their numbers in packs; lz4 is no longer read or written
 NONE, AUTO = "none", "auto"
-CHOICES = (ZSTD, TABLE, NONE, AUTO)  # that can be asked for
+CHOICES = (ZSTD, TABLE, NIBBLE, NONE, AUTO)  # that can be asked for
 
 
 def sm_bytes(type_name: str, n: int) -> int:
@@ -37,7 +37,7 @@ def split(type_name: str, raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def encode(codec: str, level: int, raw: np.ndarray) -> np.ndarray | None:
     """uint8[n] -> what is stored of it, fewer bytes; None where the codec cannot make it smaller.
 
-    level: of zstd, 0 for its default.
+    level: of zstd, 0 for its default; for nibble, which is for whole matrices, the numbers of a row.
     """
     to, stored = np.empty(len(raw), np.uint8), ffi.new("uint64_t *")
     check(lib.pyorch_encode(NAMES.index(codec), level, _pointer(raw), len(raw), _pointer(to), stored))
@@ -60,6 +60,19 @@ def recover(type_name: str, codec: str, stored: np.ndarray, sm: np.ndarray, raw:
     assert len(sm) == sm_bytes(type_name, n), (len(sm), n)
     check(lib.pyorch_recover(type_name.encode(), NAMES.index(codec), _pointer(stored), len(stored), _pointer(sm), n,
                              _pointer(raw, True)))
+
+
+def nibble_bytes(type_name: str, n_in: int, n_bytes: int) -> int:
+    """What nibble makes of any matrix of n_bytes whose rows have n_in numbers; 0: it is not for such matrices."""
+    per_row = n_in * TYPES.get(type_name, 0) // 8
+    return lib.pyorch_nibble_bytes(type_name.encode(), n_in, n_bytes // per_row) if per_row else 0
+
+
+def nibble_pace(n_in: int, n_out: int) -> float:
+    """How long a kernel takes with such a matrix of [n_out, n_in] in memory, as a ratio to a plain one; measured."""
+    ratio = ffi.new("double *")
+    check(lib.pyorch_nibble_pace(n_in, n_out, ratio))
+    return ratio[0]
 
 
 def _pointer(array: np.ndarray, writable: bool = False):

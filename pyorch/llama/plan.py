@@ -258,8 +258,7 @@ def _use_pack(
         if not model_map.layers:
             raise PyorchError(f"--pools divides memory among the forms of experts, and {model_map.path} is a dense "
                               "model: leave it out")
-        pack = packs.contents(model_map)
-        if pack is None or not pack.codecs:
+        if packs.part_sizes(model_map) is None:
             of_what = " of the whole model" if slim else ""
             why = f" that can be used: {refusal}" if refusal else (
                 f": make one{of_what} with `pyorch pack --codec auto`, or leave out --pools")

@@ -38,7 +38,7 @@ class MapInfo:
 
 @dataclass(frozen=True)
 class Role:
-    """One matrix of an expert: what it is for (gate, up, down or gate_up) and its ggml type.
+    """One matrix of an expert: what it is for (gate, up, down or gate_up), its ggml type, and the numbers of a row.
 
     layout: the order in which this processor's kernels are fastest with it, "plain" as in the file or one that
     ModelMap.repack() makes; as many bytes.
@@ -46,6 +46,7 @@ class Role:
 
     name: str
     type: str
+    n_in: int
     layout: str = "plain"
 
 
@@ -248,7 +249,8 @@ class ModelMap:
 
     def _read_layer(self, index: int) -> LayerInfo:
         raw = call(lib.pyorch_model_map_get_layer, self.handle, index, out="pyorch_layer_info")
-        roles = tuple(Role(*map(string, (raw.role[i], raw.type[i], raw.layout[i]))) for i in range(raw.n_roles))
+        roles = tuple(Role(string(raw.role[i]), string(raw.type[i]), raw.n_in[i], string(raw.layout[i]))
+                      for i in range(raw.n_roles))
         return LayerInfo(raw.il, raw.n_expert, roles, raw.expert_bytes, raw.slot_bytes)
 
 

@@ -7,12 +7,14 @@ lies beside a model is found, and refused where it does not belong there.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pyorch.errors import FormatError
-from pyorch.runtime.model_map import LayerInfo, ModelMap
+from pyorch.library import codecs
+from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
 
 KIND = "experts"
@@ -26,13 +28,18 @@ ALIGNED_BYTES = 120 * 1024
 LAYOUTS = "layouts"  # metadata: of every matrix of every layer, PLAIN or Role.layout
 PLAIN = "plain"  # as matrices lie in the model
 
-CODECS = "codecs"  # metadata of compressed packs: of every matrix of every layer, what it is stored with
+# Metadata of packs with other matrices than those that are stored as they are: of every one of every layer, with what.
+CODECS = "codecs"
 
 # A row of the tensor blk.N.index: a chunk, which is a matrix of an expert or, for codecs that take it apart, a plane of
 # one. expert, role: whose. codec: in pyorch.library.codecs.NAMES. offset: in the tensor blk.N.experts. stored, raw:
 # bytes in the pack, and of what it stands for. checksum: XXH3 with 64 bits of what is stored.
 CHUNK = np.dtype([(name, np.int64) for name in ("expert", "role", "plane", "codec", "offset", "stored", "raw")]
                  + [("checksum", np.uint64)])
+
+
+# Codecs of matrices that kernels compute from as they are stored: a layer with no others is not recovered.
+IN_SLOTS = (codecs.NAMES.index(codecs.STORED), codecs.NAMES.index(codecs.NIBBLE))
 
 
 def data_name(il: int) -> str:
@@ -43,12 +50,12 @@ def index_name(il: int) -> str:
     return f"blk.{il}.index"
 
 
-def role_offsets(model_map: ModelMap, layer: LayerInfo) -> tuple[list[int], int]:
-    """Where in a record the matrices of an expert begin, and how long a record is."""
+def role_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where in a record the matrices of an expert begin, which are so many bytes, and how long a record is."""
     offsets, end = [], 0
-    for role in range(len(layer.roles)):
+    for size in sizes:
         offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
-        end = offsets[-1] + model_map.matrix_bytes(layer, role)
+        end = offsets[-1] + size
     return offsets, -(-end // PAGE) * PAGE
 
 
@@ -63,7 +70,7 @@ def read(path: str | os.PathLike[str], model_map: ModelMap) -> tuple[container.M
 
 @dataclass(frozen=True)
 class Contents:
-    """Of an attached pack. codecs: that matrices are stored with, () if it is not compressed; stored_bytes: of all."""
+    """Of an attached pack. codecs: that matrices are stored with, () if all are as they are; stored_bytes: of all."""
 
     codecs: tuple[str, ...]
     stored_bytes: int
@@ -110,7 +117,8 @@ def attach(model_map: ModelMap, plain: bool = False) -> str:
     try:
         metadata, _ = read(path, model_map)
         layouts = metadata.get(LAYOUTS)
-        if plain and not (isinstance(layouts, list) and all(layout == PLAIN for layout in layouts)):
+        in_nibbles = any(str(scheme).startswith(codecs.NIBBLE) for scheme in metadata.get(CODECS, []))
+        if plain and (in_nibbles or not (isinstance(layouts, list) and all(layout == PLAIN for layout in layouts))):
             return f"{path} holds experts in an order that the plain kernels do not compute with"
         model_map.attach_pack(path)
     except FormatError as error:
@@ -148,7 +156,7 @@ def part_sizes(model_map: ModelMap) -> dict[int, PartSizes] | None:
     sizes = {}
     for layer in model_map.layers:
         chunks = np.ascontiguousarray(arrays[index_name(layer.il)]).view(CHUNK).ravel()
-        if not (chunks["codec"].any() or chunks["plane"].any()):
+        if np.isin(chunks["codec"], IN_SLOTS).all() and not chunks["plane"].any():
             continue
         # Planes above 0 are shards of exponents; the last one of a matrix, and what is whole, is of the other part.
         matrix = chunks["expert"] * len(layer.roles) + chunks["role"]
@@ -168,7 +176,9 @@ def required_part_sizes(model_map: ModelMap) -> dict[int, PartSizes]:
     if parts is None:
         beside = ""
         if model_map.pack is not None:
-            beside = (f"; {model_map.pack.name} is not compressed, and need not be: 16-bit floats shrink, quantized "
+            beside = (f"; of {model_map.pack.name} nothing is to be recovered: it has one form, and all memory is for "
+                      "that" if contents(model_map).codecs else
+                      f"; {model_map.pack.name} is not compressed, and need not be: 16-bit floats shrink, quantized "
                       "experts hardly do")
         raise FormatError(f"{model_map.path} has no compressed pack: make one with `pyorch pack --codec auto`{beside}")
     return parts

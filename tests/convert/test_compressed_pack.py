@@ -54,15 +54,43 @@ def data_offset(path: Path, il: int) -> int:
 
 @pytest.mark.parametrize(("name", "type_name"), [("mixtral", "F32"), ("qwen3-next-fused", "BF16"),
                                                  ("olmoe", "Q4_0"), ("gpt-oss-mxfp4", "MXFP4")])
-@pytest.mark.parametrize("codec", ["zstd", "table"])
+@pytest.mark.parametrize("codec", ["zstd", "table", "nibble"])
 def test_every_matrix_of_every_type_comes_back(zoo: Zoo, tmp_path: Path, name: str, type_name: str, codec: str) -> None:
     model = tmp_path / "model.gguf"
     model.symlink_to(zoo.path(name, type_name))
-    made = packing.pack(model, codec=codec, shards=3)
+    made = packing.pack(model, codec=codec, shards=3 if codec != "nibble" else None)
     assert check(model).damaged == ()
     assert made.ratio <= 1 and made.n_bytes == made.path.stat().st_size
     if codec == "table" and type_name in ("F32", "BF16"):
         assert made.codecs == ("table",) and made.ratio < 0.92
+    if codec == "nibble":
+        assert made.codecs == (("nibble",) if type_name == "BF16" else ("stored",))
+
+
+def test_a_tensor_with_a_matrix_of_too_many_rare_exponents_is_stored_as_it_is(model: Path) -> None:
+    _spoil(model, "blk.2.ffn_up_exps.weight", expert=60)
+    made = packing.pack(model, codec="nibble")
+    assert made.codecs == ("stored", "nibble") and check(model).damaged == ()
+    with ModelMap(model) as model_map:
+        whole = model_map.layer(2).slot_bytes
+        model_map.attach_pack(made.path)
+        assert model_map.layer(3).slot_bytes < model_map.layer(2).slot_bytes < whole
+        assert packs.part_sizes(model_map) is None
+
+
+def _spoil(model: Path, name: str, expert: int) -> None:
+    """Gives a matrix of an expert every exponent alike often."""
+    tensor = next(tensor for tensor in gguf.GGUFReader(model, "r+").tensors if tensor.name == name)
+    matrix = tensor.data[expert].view(np.uint16)
+    matrix[:] = np.arange(matrix.size, dtype=np.uint16).reshape(matrix.shape) % 254 + 1 << 7
+
+
+def test_flipped_bits_of_nibbles_are_found_and_named(model: Path) -> None:
+    path = packing.pack(model, codec="nibble").path
+    _, rows = index_of(path, 3)
+    flip(path, data_offset(path, 3) + int(rows["offset"][30]) + 100)
+    damaged, = check(model).damaged
+    assert re.fullmatch(rf"expert {rows['expert'][30]} of blk\.3\.ffn_\w+_exps", damaged)
 
 
 def test_experts_in_16_bits_become_as_small_as_their_exponents_allow(model: Path) -> None:
@@ -86,12 +114,23 @@ def test_quantized_matrices_are_stored_as_they_are_unless_they_gain(small_moe_q4
 
 
 def test_auto_chooses_what_brings_experts_in_soonest(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow disk is worth the best compression, a fast one none."""
+    """A slow disk is worth the best compression, a fast one none, where kernels are slow with what is compressed."""
+    monkeypatch.setattr(compression.codecs, "nibble_pace", lambda n_in, n_out: 1.6)
     for bytes_per_second, codec in ((1e3, ("zstd",)), (1e13, ("stored",))):  # whatever decoding seems to take
         found = compression.disk.Bandwidth(bytes_per_second, "threads", 1, 1 << 20, True, 0.1)
         monkeypatch.setattr(compression.disk, "kept_bandwidth", lambda *_, found=found: found)
         made = packing.pack(model, codec="auto")
         assert made.codecs == codec and re.search(r"a GiB of experts takes \d+ ms from a disk of", made.reason)
+
+
+def test_auto_takes_what_kernels_compute_from_where_they_are_fast_with_it(
+    zoo: Zoo, small_moe_q4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 0.1 < compression.codecs.nibble_pace(2048, 512) < 50  # measured
+    monkeypatch.setattr(compression.codecs, "nibble_pace", lambda n_in, n_out: 1.2)
+    made = packing.pack(zoo.path("qwen3-next-fused", "BF16"), tmp_path / "made", codec="auto")
+    assert made.codecs == ("nibble",) and "kernels take 1.20 times as long" in made.reason
+    assert packing.pack(small_moe_q4, tmp_path / "q4", codec="auto").codecs == ("stored",)
 
 
 def test_flipped_bits_are_found_and_named(
@@ -122,7 +161,8 @@ def test_flipped_bits_are_found_and_named(
     ("stored", lambda value: 0, "misplaces expert 5"),
     ("raw", lambda value: value * 2, "misplaces expert 5"),
     ("codec", lambda value: 2, "is compressed with lz4, which is no longer read: make it again with `pyorch pack`"),
-    ("codec", lambda value: 4, "written by a newer version: chunks of its layer 3 have the codec 4"),
+    ("codec", lambda value: 5, "written by a newer version: chunks of its layer 3 have the codec 5"),
+    ("codec", lambda value: 4, "misplaces expert 5"),
     ("codec", lambda value: 0, "misplaces expert 5"),
     ("codec", lambda value: -1, "written by a newer version"),
     ("plane", lambda value: 3, "misplaces expert"),
@@ -241,6 +281,7 @@ def test_convert_compresses_the_pack_that_it_makes(
     (["--codec", "zstd", "--level", "0"], "zstd has no level 0: use 1 to 22, or -50 to -1"),
     (["--codec", "zstd", "--shards", "65"], "there are 1 to 64 shards of a matrix, not 65"),
     (["--shards", "2"], "--shards is for compressed packs"),
+    (["--codec", "nibble", "--shards", "2"], "--shards is for codecs that take exponents apart, not for nibble"),
     (["--check", "--codec", "zstd"], "--codec is not for --check"),
     (["--slim", "slim.gguf", "--codec", "table", "--level", "1"], "--level is for the codec zstd"),
 ])

@@ -58,7 +58,7 @@ def compressed(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.mark.parametrize(("name", "type_name", "codec"), [
     ("olmoe", "Q4_0", "none"), ("mixtral", "F32", "none"), ("gpt-oss-mxfp4", "MXFP4", "none"),
-    ("mixtral", "F32", "zstd"), ("qwen3-next-fused", "BF16", "table"),
+    ("mixtral", "F32", "zstd"), ("qwen3-next-fused", "BF16", "table"), ("qwen3-next-fused", "BF16", "nibble"),
 ])
 def test_the_pair_computes_what_the_model_does(
     zoo: Zoo, tmp_path: Path, name: str, type_name: str, codec: str

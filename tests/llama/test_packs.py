@@ -152,6 +152,33 @@ def test_logits_are_the_same_with_every_codec_at_every_budget(
     assert n_in_part > 0
 
 
+@pytest.mark.parametrize("options", [
+    {"prefetch": "none"}, {"direct_io": False, "prefetch": "quasi-hidden"}, {"policy": "lru", "reads": "threads:2"},
+    {"budget": "100%", "n_threads": 2}, {"budget": "14%"},  # layers are streamed
+])
+def test_logits_are_the_same_computed_from_nibbles(
+    compressed_with: Callable[[str], Path], resident: Model, prompt_tokens: list[int], options: dict[str, object]
+) -> None:
+    """Slots hold what the pack holds. Nothing is recovered, and they are smaller but for rows of 32 numbers (down)."""
+    expected = logits(resident, prompt_tokens)
+    with small_model(compressed_with("nibble"), **{"budget": "30%", **options}) as model:
+        assert model.map.info.slots_bytes < 0.87 * resident.map.info.slots_bytes
+        for _ in range(2):
+            assert_same_bits(logits(model, prompt_tokens), expected)
+        experts = model.stats().experts
+        assert experts.failures == experts.decoded_bytes == experts.stored_bytes == 0
+        assert experts.loads > 0 and experts.peak_bytes <= experts.budget_bytes
+
+
+def test_nibbles_are_of_no_use_where_experts_are_computed_as_they_lie_in_the_model(
+    compressed_with: Callable[[str], Path], told: list[str]
+) -> None:
+    with small_model(compressed_with("nibble"), "30%", use_extra_bufts=False) as model:
+        assert model.map.pack is None and "the plain kernels do not compute with" in told[0]
+    with pytest.raises(PyorchError, match="has no compressed pack"):
+        small_model(compressed_with("nibble"), "30%", pools="0,1,0,0")
+
+
 def test_buddies_stand_in_for_the_same_experts_with_a_compressed_pack(model: Path, prompt_tokens: list[int]) -> None:
     """With a given cache, for which whoever is missing is decided."""
     def lossy(**options: str) -> tuple[np.ndarray, int]:
@@ -175,9 +202,12 @@ def damage(pack: Path, il: int) -> None:
     data[index["offset"] + index["stored"] // 2] ^= 4
 
 
+@pytest.mark.parametrize("codec", ["none", "nibble"])
 def test_damaged_experts_are_read_from_the_model_and_that_is_said_once(
-    packed: Path, resident: Model, prompt_tokens: list[int]
+    model: Path, resident: Model, prompt_tokens: list[int], codec: str
 ) -> None:
+    packing.pack(model, codec=codec)
+    packed = model
     damage(pack_of(packed), 3)
     program = f"""
 import numpy as np
@@ -258,14 +288,15 @@ def test_a_native_pack_is_used_by_the_kernels_that_want_it(
         assert_same_bits(from_pack, plain)
 
 
+@pytest.mark.parametrize("codec", ["none", "nibble"])
 @pytest.mark.parametrize("column", packs.CHUNK.names[:-1])
 @pytest.mark.parametrize("value", [-1, 1, 1 << 40])
-def test_an_index_that_lies_is_refused(packed: Path, told: list[str], column: str, value: int) -> None:
-    pack = pack_of(packed)
+def test_an_index_that_lies_is_refused(model: Path, codec: str, column: str, value: int) -> None:
+    pack = packing.pack(model, codec=codec).path
     reader = gguf.GGUFReader(pack, "r+")
     rows = next(tensor for tensor in reader.tensors if tensor.name == packs.index_name(5)).data.view(packs.CHUNK)
     rows[column][8, 0] = value + (rows[column][8, 0] if column in ("offset", "stored", "raw") else 0)
     reader.data.flush()
-    with pytest.raises(PyorchError) as refused, packing.ModelMap(packed) as model_map:
+    with pytest.raises(PyorchError) as refused, packing.ModelMap(model) as model_map:
         model_map.attach_pack(pack)
     assert str(pack) in str(refused.value)

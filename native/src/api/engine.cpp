@@ -76,10 +76,10 @@ pyorch_engine * make_engine(const pyorch_model_map * map, const pyorch_config * 
             PYORCH_INVALID, "a device needs experts as they lie in the model, not repacked for the processor");
     }
     for (const MoeLayer & layer : map->map.layers) {
-        if (given.plain && layer.pack && std::count(layer.pack->repacked.begin(), layer.pack->repacked.end(), true)) {
+        const auto any = [](const std::vector<bool> & of) { return std::count(of.begin(), of.end(), true) > 0; };
+        if (given.plain && layer.pack && (any(layer.pack->repacked) || any(layer.pack->nibbles))) {
             throw Failure(PYORCH_INVALID,
-                format("experts are to be computed as they lie in the model, and %s holds them "
-                       "repacked",
+                format("experts are to be computed as they lie in the model, and %s holds them in another order",
                     map->map.files[layer.pack->file].path.c_str()));
         }
     }

@@ -88,6 +88,7 @@ pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t i
         out.expert_bytes        = layer.expert_bytes();
         out.slot_bytes          = layer.slot_bytes();
         for (size_t r = 0; r < layer.tensors.size(); ++r) {
+            out.n_in[r] = layer.tensors[r].n_in;
             copy_text(out.role[r], layer.tensors[r].role);
             copy_text(out.type[r], layer.tensors[r].type);
             copy_text(out.layout[r], layout_name(layer.tensors[r]));
@@ -107,7 +108,7 @@ pyorch_status pyorch_model_map_get_range(
         if (map->map.slim && !layer.pack) {
             throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
         }
-        if (map->map.slim && is_compressed(layer)) {
+        if (map->map.slim && (is_compressed(layer) || layer.pack->nibbles[role])) {
             throw Failure(PYORCH_FORMAT,
                 format("%s holds layer %d compressed: no matrix of it lies there as it is",
                     map->map.files[layer.pack->file].path.c_str(), il));

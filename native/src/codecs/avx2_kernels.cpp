@@ -114,10 +114,29 @@ VECTORS const uint8_t * lookup(const uint8_t * table, const uint8_t * codes, siz
     return escapes;
 }
 
+VECTORS void nibbles(const uint8_t * exponents, const uint8_t * blocks, size_t n_blocks, uint8_t * rows) {
+    const __m256i four   = _mm256_set1_epi8(0xf);
+    const __m256i sign   = _mm256_set1_epi8((char) 0x80);
+    const __m128i e      = _mm_loadu_si128((const __m128i *) exponents);
+    const __m256i high_e = _mm256_broadcastsi128_si256(_mm_and_si128(_mm_srli_epi16(e, 1), _mm_set1_epi8(0x7f)));
+    const __m256i low_e  = _mm256_broadcastsi128_si256(_mm_and_si128(_mm_slli_epi16(e, 7), _mm_set1_epi8((char) 0x80)));
+    for (; n_blocks > 0; --n_blocks, blocks += NIBBLE_BLOCK_BYTES, rows += 2 * PLANE_BLOCK) {
+        const __m256i both    = load(blocks);
+        const __m256i code[2] = { _mm256_and_si256(both, four), _mm256_and_si256(_mm256_srli_epi16(both, 4), four) };
+        for (int half = 0; half < 2; ++half) {
+            const __m256i sm   = load(blocks + 32 + 32 * half);
+            const __m256i high = _mm256_or_si256(_mm256_and_si256(sm, sign), _mm256_shuffle_epi8(high_e, code[half]));
+            const __m256i low  = _mm256_or_si256(_mm256_andnot_si256(sign, sm), _mm256_shuffle_epi8(low_e, code[half]));
+            store(rows + 64 * half, _mm256_unpacklo_epi8(low, high));
+            store(rows + 64 * half + 32, _mm256_unpackhi_epi8(low, high));
+        }
+    }
+}
+
 } // namespace
 
 const PlaneKernels & avx2_kernels() {
-    static const PlaneKernels kernels = { merge_bf16, merge_f16, merge_f32, lookup };
+    static const PlaneKernels kernels = { merge_bf16, merge_f16, merge_f32, lookup, nibbles };
     return kernels;
 }
 

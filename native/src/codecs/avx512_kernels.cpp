@@ -103,7 +103,7 @@ VECTORS const uint8_t * lookup(const uint8_t * table, const uint8_t * codes, siz
 } // namespace
 
 const PlaneKernels & avx512_kernels() {
-    static const PlaneKernels kernels = { merge_bf16, merge_f16, merge_f32, lookup };
+    static const PlaneKernels kernels = { merge_bf16, merge_f16, merge_f32, lookup, avx2_kernels().nibbles };
     return kernels;
 }
 

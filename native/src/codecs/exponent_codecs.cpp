@@ -1,5 +1,6 @@
 #include "codecs/exponent_codecs.h"
 
+#include "codecs/nibble.h"
 #include "codecs/plane_kernels.h"
 
 #include "zstd.h"
@@ -147,6 +148,7 @@ const char * name_of(PlaneCodec codec) {
     case PlaneCodec::STORED: return "stored";
     case PlaneCodec::ZSTD: return "zstd";
     case PlaneCodec::TABLE: return "table";
+    case PlaneCodec::NIBBLE: return "nibble";
     }
     return "";
 }
@@ -155,6 +157,9 @@ bool encode(PlaneCodec codec, int level, const uint8_t * raw, size_t n, std::vec
     switch (codec) {
     case PlaneCodec::ZSTD: return encode_zstd(level, raw, n, to);
     case PlaneCodec::TABLE: return encode_table(raw, n, to);
+    case PlaneCodec::NIBBLE:
+        return level > 0 && n % (2 * (size_t) level) == 0 && has_nibbles(Numbers::BF16, level) &&
+            encode_nibbles(raw, level, n / level / 2, to);
     default: return false;
     }
 }
@@ -174,6 +179,14 @@ bool decode(PlaneCodec codec, const uint8_t * stored, size_t stored_bytes, uint8
     case PlaneCodec::TABLE: {
         TableReader reader(stored, stored_bytes, n, simd);
         return reader.ok() && reader.read(raw, n) && reader.is_at_end();
+    }
+    case PlaneCodec::NIBBLE: {
+        const uint64_t n_in = nibble_row(stored, stored_bytes), n_out = n_in ? n / n_in / 2 : 0;
+        if (n_in == 0 || n != 2 * n_in * n_out || !check_nibbles(stored, stored_bytes, n_in, n_out)) {
+            return false;
+        }
+        decode_nibbles(stored, n_in, n_out, 0, n_out, raw, simd);
+        return true;
     }
     }
     return false;

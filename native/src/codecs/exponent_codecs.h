@@ -19,15 +19,16 @@
 namespace pyorch {
 
 // Numbers are those of the format of packs (docs/packs.md), where 2 was lz4: no other codec gets that number.
-enum class PlaneCodec : uint8_t { STORED = 0, ZSTD = 1, TABLE = 3 };
+enum class PlaneCodec : uint8_t { STORED = 0, ZSTD = 1, TABLE = 3, NIBBLE = 4 };
 
 inline constexpr int FORMER_LZ4     = 2;
-inline constexpr int N_PLANE_CODECS = 4;
+inline constexpr int N_PLANE_CODECS = 5;
 
 const char * name_of(PlaneCodec codec);
 
-// raw [n] -> what is stored of it, replacing `to`. level: of zstd, 1 to 22 and below 0; 0: its default. False where the
-// codec cannot make it smaller: to is of no use then.
+// raw [n] -> what is stored of it, replacing `to`. level: of zstd, 1 to 22 and below 0, 0: its default; for nibble, which
+// is for whole matrices (nibble.h), numbers of a row. False where the codec cannot make it smaller: to is of no use
+// then.
 bool encode(PlaneCodec codec, int level, const uint8_t * raw, size_t n, std::vector<uint8_t> & to);
 
 // stored [stored_bytes] -> raw [n]. False if that is not what is stored there: raw holds anything then.

@@ -98,10 +98,26 @@ const uint8_t * lookup(const uint8_t * table, const uint8_t * codes, size_t n_bl
     return escapes;
 }
 
+void nibbles(const uint8_t * exponents, const uint8_t * blocks, size_t n_blocks, uint8_t * rows) {
+    const uint8x16_t e = vld1q_u8(exponents);
+    for (; n_blocks > 0; --n_blocks, blocks += NIBBLE_BLOCK_BYTES, rows += 2 * PLANE_BLOCK) {
+        for (size_t v = 0; v < N_VECTORS; ++v) { // the codes of v are in vector v % 2
+            const uint8x16_t both = vld1q_u8(blocks + LANES * (v % 2));
+            const uint8x16_t code = v < 2 ? vandq_u8(both, vdupq_n_u8(0xf)) : vshrq_n_u8(both, 4);
+            const uint8x16_t sm   = vld1q_u8(blocks + 32 + LANES * v);
+            const uint8x16_t low  = bf16_low(vqtbl1q_u8(e, code), sm);
+            const uint8x16_t high = bf16_high(vqtbl1q_u8(e, code), sm);
+            uint8_t *        to   = rows + 64 * (v / 2) + 16 * (v % 2);
+            vst1q_u8(to, vzip1q_u8(low, high));
+            vst1q_u8(to + 32, vzip2q_u8(low, high));
+        }
+    }
+}
+
 } // namespace
 
 const PlaneKernels & neon_kernels() {
-    static const PlaneKernels kernels = { merge_bf16, merge_f16, merge_f32, lookup };
+    static const PlaneKernels kernels = { merge_bf16, merge_f16, merge_f32, lookup, nibbles };
     return kernels;
 }
 

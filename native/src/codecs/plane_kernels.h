@@ -9,6 +9,11 @@ namespace pyorch {
 
 inline constexpr size_t CODE_BYTES = 3 * sizeof(uint64_t); // of the codes of a block
 
+inline constexpr size_t NIBBLE_BLOCK_BYTES = 3 * PLANE_BLOCK / 2; // see nibble.h
+
+// Of number i of 32, where its byte is.
+constexpr size_t nibble_place(size_t i) { return i / 8 == 1 ? i + 8 : i / 8 == 2 ? i - 8 : i; }
+
 struct PlaneKernels {
     // e [n_blocks * 64], sm -> raw. A block of sm is read before that of raw is written, each exponent before its
     // number.
@@ -19,10 +24,14 @@ struct PlaneKernels {
     using Lookup = const uint8_t * (*)(const uint8_t * table, const uint8_t * codes, size_t n_blocks,
         const uint8_t * escapes, const uint8_t * end, uint8_t * e);
 
-    Merge  bf16;
-    Merge  f16;
-    Merge  f32;
-    Lookup lookup;
+    // exponents [16], blocks [n_blocks * NIBBLE_BLOCK_BYTES] -> rows, BF16 [n_blocks * 64]
+    using Nibbles = void (*)(const uint8_t * exponents, const uint8_t * blocks, size_t n_blocks, uint8_t * rows);
+
+    Merge   bf16;
+    Merge   f16;
+    Merge   f32;
+    Lookup  lookup;
+    Nibbles nibbles;
 
     Merge merge(Numbers type) const { return type == Numbers::BF16 ? bf16 : type == Numbers::F16 ? f16 : f32; }
 };

@@ -67,10 +67,21 @@ const uint8_t * lookup(const uint8_t * table, const uint8_t * codes, size_t n_bl
     return escapes;
 }
 
+void nibbles(const uint8_t * exponents, const uint8_t * blocks, size_t n_blocks, uint8_t * rows) {
+    for (; n_blocks > 0; --n_blocks, blocks += NIBBLE_BLOCK_BYTES, rows += 2 * PLANE_BLOCK) {
+        for (size_t i = 0; i < PLANE_BLOCK; ++i) {
+            const size_t   at = nibble_place(i % 32);
+            const uint32_t e  = exponents[blocks[at] >> (i < 32 ? 0 : 4) & 0xf];
+            const uint32_t sm = blocks[32 + i / 32 * 32 + at];
+            store16(rows + 2 * i, (sm & 0x80) << 8 | e << 7 | (sm & 0x7f));
+        }
+    }
+}
+
 } // namespace
 
 const PlaneKernels & scalar_kernels() {
-    static const PlaneKernels kernels = { merge_bf16, merge_f16, merge_f32, lookup };
+    static const PlaneKernels kernels = { merge_bf16, merge_f16, merge_f32, lookup, nibbles };
     return kernels;
 }
 

@@ -2,13 +2,17 @@
 
 #include "base/checksum.h"
 #include "codecs/exponent_codecs.h"
+#include "codecs/nibble.h"
 #include "model/layout.h"
 
 namespace pyorch {
 
 bool Codec::intact(const MoeLayer & layer, int role, int expert, const char * read) const {
-    const size_t index = expert * layer.tensors.size() + role;
-    return checksum(read, layer.tensors[role].stride) == layer.pack->checksum[index];
+    const size_t         index  = expert * layer.tensors.size() + role;
+    const ExpertTensor & tensor = layer.tensors[role];
+    const uint64_t       bytes  = matrix_bytes(layer, role);
+    return checksum(read, bytes) == layer.pack->checksum[index] &&
+        (!layer.pack->nibbles[role] || check_nibbles((const uint8_t *) read, bytes, tensor.n_in, tensor.n_out));
 }
 
 namespace {

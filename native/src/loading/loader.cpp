@@ -1,5 +1,7 @@
 #include "loading/loader.h"
 
+#include "codecs/nibble.h"
+
 #include "base/barrier.h"
 #include "base/cpu_time.h"
 #include "base/status.h"
@@ -307,6 +309,10 @@ void Loader::missing(const ReadRequest & request, int role, const char * why) {
     // The block has no room for the pages around the matrix: so it is read through the page cache.
     demanded.push_front({ &load, role, role, e.file, e.offset, e.bytes, e.bytes,
         load.slot.memory + block_offset(layer, role), false, false, 0, 1u << role, PART_MATRICES, false });
+    if (layer.pack->nibbles[role]) {
+        demanded.front().plain.reset(new char[e.bytes]);
+        demanded.front().buf = demanded.front().plain.get();
+    }
     ++load.queued;
     ++load.unread[role];
     load.missed[role] = false;
@@ -366,6 +372,14 @@ Loader::Decoding Loader::decoding_of(const ReadRequest & request, int role) cons
     return { request, role, n_steps, clock_ns() };
 }
 
+// Of a matrix as the model has it. False: it cannot be what was packed.
+static bool make_nibbles(const ExpertTensor & tensor, const char * plain, char * block) {
+    std::vector<uint8_t> made;
+    const bool           fits = encode_nibbles((const uint8_t *) plain, tensor.n_in, tensor.n_out, made);
+    std::copy(made.begin(), made.end(), (uint8_t *) block);
+    return fits;
+}
+
 // False: it is damaged.
 bool Loader::decode_step(const Decoding & matrix, int step) {
     const ReadRequest & request = matrix.request;
@@ -373,7 +387,7 @@ bool Loader::decode_step(const Decoding & matrix, int step) {
     const MoeLayer &    layer   = map.layers[load.layer];
     char *              block   = load.slot.memory + block_offset(layer, matrix.role);
     if (!request.from_pack) {
-        return true;
+        return !request.plain || make_nibbles(layer.tensors[matrix.role], request.plain.get(), block);
     }
     if (!is_compressed(layer)) {
         return codec.intact(layer, matrix.role, load.expert, block);
@@ -400,9 +414,9 @@ const char * Loader::decoded_at(const Decoding & matrix) {
     if (request.direct && !layer.pack) {
         begin += in_model(layer, matrix.role, load.expert).offset % PAGE;
     }
-    return matrix.damaged                                      ? nullptr :
-        request.from_pack && layer.pack->repacked[matrix.role] ? begin :
-                                                                 codec.decode(layer.tensors[matrix.role], block, begin);
+    const bool as_packed =
+        layer.pack && (layer.pack->nibbles[matrix.role] || (request.from_pack && layer.pack->repacked[matrix.role]));
+    return matrix.damaged ? nullptr : as_packed ? begin : codec.decode(layer.tensors[matrix.role], block, begin);
 }
 
 // All steps of a matrix are done: it is published, if it is not damaged.

@@ -92,6 +92,9 @@ struct ReadRequest {
     Part     part;      // whose slot it reads into
     bool     waits;     // for memory: its load has not been cut into requests yet. No reader sees it
 
+    // What it reads into, where its slot has room for the matrix only as the pack has it.
+    std::shared_ptr<char[]> plain = {};
+
     // Of a compressed expert whose stored parts are there: nothing is to be read, only to be decoded.
     bool reads() const { return size > 0; }
 };

@@ -1,5 +1,7 @@
 #include "model/form.h"
 
+#include "codecs/nibble.h"
+
 #include <algorithm>
 #include <map>
 
@@ -9,11 +11,16 @@ static constexpr uint64_t CACHE_LINE = 64;
 
 static bool reads_directly(const ExpertTensor & tensor) { return tensor.stride >= DIRECT_MIN_BYTES; }
 
+uint64_t matrix_bytes(const MoeLayer & layer, int role) {
+    const ExpertTensor & tensor = layer.tensors[role];
+    return layer.pack && layer.pack->nibbles[role] ? nibble_bytes(tensor.n_in, tensor.n_out) : tensor.stride;
+}
+
 // From the beginning of the first matrix of a record to the end of the last.
 static uint64_t packed_bytes(const MoeLayer & layer) {
     uint64_t bytes = 0;
-    for (const auto & tensor : layer.tensors) {
-        bytes = round_up(bytes, CACHE_LINE) + tensor.stride;
+    for (int role = 0; role < (int) layer.tensors.size(); ++role) {
+        bytes = round_up(bytes, CACHE_LINE) + matrix_bytes(layer, role);
     }
     return bytes;
 }
@@ -59,7 +66,7 @@ Extent extent_of(const MoeLayer & layer, int expert, const Extent & e, int role)
     of.role = of.last_role = role;
     if (e.part == PART_MATRICES) {
         of.offset = e.offset + block_offset(layer, role) - block_offset(layer, e.role);
-        of.bytes  = layer.tensors[role].stride;
+        of.bytes  = matrix_bytes(layer, role);
         return of;
     }
     const PackedLayer & pack  = *layer.pack;
@@ -86,7 +93,7 @@ uint64_t block_offset(const MoeLayer & layer, int role) {
     uint64_t offset = 0;
     if (layer.pack) {
         for (int r = 0; r < role; ++r) {
-            offset = round_up(offset + layer.tensors[r].stride, CACHE_LINE);
+            offset = round_up(offset + matrix_bytes(layer, r), CACHE_LINE);
         }
         return offset;
     }

@@ -85,6 +85,9 @@ Extent in_model(const MoeLayer & layer, int role, int expert);
 // a page if the slot does, but for those behind the first one of a record.
 uint64_t block_offset(const MoeLayer & layer, int role);
 
+// Bytes of a matrix there.
+uint64_t matrix_bytes(const MoeLayer & layer, int role);
+
 // Memory of one part of an expert; whole pages if it, or a block of it, is read directly.
 uint64_t slot_bytes(const MoeLayer & layer, Part part);
 

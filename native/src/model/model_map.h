@@ -65,6 +65,7 @@ struct PackedLayer {
     std::vector<uint64_t> offset;   // of each expert's record, from the start of the file: whole pages
     std::vector<uint64_t> checksum; // of each matrix, [n_expert * matrices]; none of a compressed layer
     std::vector<bool>     repacked; // [matrices]: they are in the order that layout_name() names
+    std::vector<bool>     nibbles;  // [matrices]: kernels get their rows by decode_nibbles()
 
     // Of a layer with anything but whole matrices that are stored as they are; else a record is laid out as a slot.
     bool                     compressed                  = false;

@@ -1,5 +1,6 @@
 // Packs: expert by expert what a GGUF holds matrix by matrix. The format is in docs/packs.md.
 
+#include "codecs/nibble.h"
 #include "model/fatal.h"
 #include "model/form.h"
 #include "model/layout.h"
@@ -107,7 +108,9 @@ class IndexReader {
 public:
     IndexReader(const Pack & pack, const ModelMap & map, const MoeLayer & layer) :
             pack(pack), layer(layer), region_alignment(map.region_alignment()), block(format("blk.%d.", layer.il)),
-            data(pack.tensor(block + "experts")) {}
+            data(pack.tensor(block + "experts")), as_packed(layer) {
+        as_packed.pack = packed;
+    }
 
     // Checks every number: what is read by them lands in memory of these sizes.
     std::shared_ptr<PackedLayer> read(int file) {
@@ -116,8 +119,7 @@ public:
         }
         const std::vector<Chunk> rows = read_rows();
         packed->file                  = file;
-        packed->compressed =
-            std::any_of(rows.begin(), rows.end(), [](const Chunk & row) { return row.codec != 0 || row.plane != 0; });
+        packed->compressed = std::any_of(rows.begin(), rows.end(), [](const Chunk & row) { return !is_slot(row); });
         read_matrices(rows);
         for (int expert = 0; expert < layer.n_expert; ++expert) {
             if (packed->compressed) {
@@ -145,6 +147,14 @@ private:
     std::vector<int>                   first_chunk; // [matrices + 1]
     std::vector<Span>                  spans;       // of all records
     const std::shared_ptr<PackedLayer> packed = std::make_shared<PackedLayer>();
+    MoeLayer                           as_packed; // with what is known of it so far
+
+    // Whether it is a whole matrix, as kernels compute with it.
+    static bool is_slot(const Chunk & row) {
+        return row.plane == 0 && (row.codec == (int64_t) PlaneCodec::STORED || has_nibbles(row));
+    }
+
+    static bool has_nibbles(const Chunk & row) { return row.codec == (int64_t) PlaneCodec::NIBBLE; }
 
     // By expert, matrix and plane.
     std::vector<Chunk> read_rows() const {
@@ -193,7 +203,9 @@ private:
             }
             const int n = row - first_chunk.back();
             n_shards.push_back(n - 1); // a whole matrix is one chunk, one in planes has at least two
-            if (n == 0 || (n > 1 && (numbers_of(tensor.type) == Numbers::BYTES || !makes_shards(tensor, n - 1)))) {
+            packed->nibbles.push_back(n == 1 && has_nibbles(rows[first_chunk.back()]));
+            if (n == 0 || (packed->nibbles.back() && (packed->compressed || !makes_nibbles(tensor))) ||
+                (n > 1 && (numbers_of(tensor.type) == Numbers::BYTES || !makes_shards(tensor, n - 1)))) {
                 throw pack.damaged(format("%sindex has %d chunks of %s", block.c_str(), n, tensor.name.c_str()));
             }
         }
@@ -206,6 +218,10 @@ private:
     // rows: of this expert, if the index is whole.
     void check_chunk(int expert, int role, int i, const Chunk & row) const {
         const uint64_t raw = raw_bytes(role, i);
+        if (has_nibbles(row) != packed->nibbles[role] ||
+            (has_nibbles(row) && row.stored != matrix_bytes(as_packed, role))) {
+            throw misplaced(expert);
+        }
         if (row.expert != expert || row.role != role || row.plane != (n_shards[role] == 0 ? 0 : i + 1) ||
             row.raw != raw || row.stored == 0 || (row.codec == 0 ? row.stored != raw : row.stored >= raw) ||
             (row.codec != 0 && n_shards[role] > 0 &&
@@ -218,8 +234,6 @@ private:
 
     // A record that is laid out as a slot.
     void add_plain(int expert, const Chunk * rows) {
-        MoeLayer as_packed    = layer;
-        as_packed.pack        = packed;
         const uint64_t record = rows[0].offset;
         for (int role = 0; role < (int) layer.tensors.size(); ++role) {
             check_chunk(expert, role, 0, rows[role]);
@@ -295,6 +309,11 @@ private:
         return tensor.stride / number_bytes(numbers_of(tensor.type));
     }
 
+    static bool makes_nibbles(const ExpertTensor & tensor) {
+        return pyorch::has_nibbles(numbers_of(tensor.type), tensor.n_in) &&
+            tensor.stride == 2 * (uint64_t) (tensor.n_in * tensor.n_out);
+    }
+
     // Whether so many shards are what comes of asking for as many.
     static bool makes_shards(const ExpertTensor & tensor, uint64_t n_shards) {
         const uint64_t n    = n_numbers(tensor);
@@ -326,7 +345,8 @@ void ModelMap::attach_pack(const std::string & path) {
         auto of_layer = IndexReader(pack, *this, layer).read(n_shards);
         for (const ExpertTensor & tensor : layer.tensors) {
             const std::string layout = pack.text(LAYOUTS, n_matrices++);
-            if (layout != PLAIN && layout != layout_name(tensor)) {
+            const size_t      role   = of_layer->repacked.size();
+            if (layout != PLAIN && (layout != layout_name(tensor) || of_layer->nibbles[role])) {
                 throw Failure(PYORCH_FORMAT,
                     format("%s holds %s in the layout \"%s\", which the kernels of this machine do not "
                            "compute with: make it again here",

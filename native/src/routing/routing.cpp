@@ -21,11 +21,13 @@ Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, Remo
         substitutions((int) table.map.layers.size()), calibration(table.map.n_experts()) {
     for (size_t i = 0; i < table.map.layers.size(); ++i) {
         const auto & of_layer = table.map.layers[i].tensors;
+        const auto & pack     = table.map.layers[i].pack;
         for (size_t r = 0; r < PYORCH_MAX_ROLES; ++r) {
             auto t      = std::make_unique<ManagedTensor>();
             t->routing  = this;
             t->layer    = (int) i;
             t->role     = (int) r;
+            t->nibbles  = pack && r < of_layer.size() && pack->nibbles[r];
             t->repacked = repack && r < of_layer.size() && can_repack(of_layer[r]);
             tensors.push_back(std::move(t));
         }

@@ -31,6 +31,7 @@ struct ManagedTensor {
     Routing * routing;
     int       layer; // index into the layers with experts
     int       role;
+    bool      nibbles;  // in the table: kernels get their rows by decode_nibbles()
     bool      repacked; // in the table: its order is not the file's, see model/layout.h
 };
 

@@ -4,6 +4,7 @@
 #include "base/cpu_backend.h"
 #include "base/placement.h"
 #include "base/status.h"
+#include "codecs/nibble.h"
 #include "routing/contexts.h"
 #include "routing/device_chain.h"
 #include "routing/graph.h"
@@ -95,6 +96,20 @@ const void * on_address(const ggml_tensor * op, int64_t expert, bool wait) {
 bool on_repacked(const ggml_tensor * src0) {
     const ManagedTensor * m = managed(src0);
     return m && m->repacked;
+}
+
+const void * on_rows(const ggml_tensor * src0, const void * matrix, int64_t first, int64_t n) {
+    const ManagedTensor * m = managed(src0);
+    if (!m || !m->nibbles) {
+        return nullptr;
+    }
+    struct Line {
+        alignas(64) uint8_t bytes[64];
+    };
+    static thread_local std::vector<Line> rows;
+    rows.resize(std::max<size_t>(rows.size(), n * src0->nb[1] / sizeof(Line) + 1));
+    decode_nibbles((const uint8_t *) matrix, src0->ne[0], src0->ne[1], first, n, rows[0].bytes);
+    return rows[0].bytes;
 }
 
 bool on_failed() { return release_failed(); }
@@ -197,7 +212,7 @@ bool on_stale(const void * id) {
 // Set once, when the library is loaded: later, another model might be computing. Where kernels cannot ask, no engine
 // can be captured.
 const bool hooked = [] {
-    static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked, adaptive_barrier() };
+    static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked, on_rows, adaptive_barrier() };
     static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_stale, on_begin,
         end_context, on_file_size };
     try {

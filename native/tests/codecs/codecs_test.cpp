@@ -2,6 +2,7 @@
 // damage makes them leave the bytes that they were given.
 
 #include "codecs/exponent_codecs.h"
+#include "codecs/nibble.h"
 
 #include <algorithm>
 #include <cmath>
@@ -141,7 +142,57 @@ static void check_damage(PlaneCodec codec, const Bytes & stored, size_t n) {
     }
 }
 
+// n weights in BF16, of which a few have exponents that no others have.
+static Bytes bf16_weights(size_t n, size_t n_rare) {
+    Bytes raw(2 * n), sm = random_bytes(sm_bytes(Numbers::BF16, n)), e = exponents_of_weights(n);
+    for (size_t i = 0; i < n_rare; ++i) {
+        e[rng() % n] = (uint8_t) rng();
+    }
+    merge(Numbers::BF16, e.data(), sm.data(), n, raw.data());
+    return raw;
+}
+
+static void check_nibbles_of(uint64_t n_in, uint64_t n_out) {
+    const Bytes raw = bf16_weights(n_in * n_out, n_in * n_out / 400);
+    Bytes       stored;
+    require(encode_nibbles(raw.data(), n_in, n_out, stored) && stored.size() == nibble_bytes(n_in, n_out) &&
+            check_nibbles(stored.data(), stored.size(), n_in, n_out),
+        "weights have nibbles");
+    for (Simd simd : simds()) {
+        Bytes all(raw.size());
+        require(decode(PlaneCodec::NIBBLE, stored.data(), stored.size(), all.data(), all.size(), simd) && all == raw,
+            "all rows come back");
+        for (int i = 0; i < 20; ++i) {
+            const uint64_t first = rng() % n_out, n = 1 + rng() % std::min<uint64_t>(16, n_out - first);
+            Bytes          rows(2 * n_in * n);
+            decode_nibbles(stored.data(), n_in, n_out, first, n, rows.data(), simd);
+            require(std::equal(rows.begin(), rows.end(), raw.begin() + (long) (2 * n_in * first)), "and so do any");
+        }
+    }
+    for (int i = 0; i < 2000; ++i) {
+        Bytes damaged = stored;
+        for (uint64_t n = 1 + rng() % 3; n > 0; --n) { // rows, and what says where their escapes are
+            const size_t from = rng() % 2 ? nibble_bytes(n_in, n_out) - n_in * n_out / 64 - 4 * n_out - 68 : 0;
+            damaged[from + rng() % (damaged.size() - from)] ^= (uint8_t) (1 << rng() % 8);
+        }
+        Bytes all(raw.size());
+        if (check_nibbles(damaged.data(), damaged.size(), n_in, n_out)) {
+            decode_nibbles(damaged.data(), n_in, n_out, 0, n_out, all.data()); // a sanitizer sees a byte too far
+        }
+        damaged.resize(rng() % damaged.size());
+        damaged.shrink_to_fit();
+        require(!check_nibbles(damaged.data(), damaged.size(), n_in, n_out) &&
+                !decode(PlaneCodec::NIBBLE, damaged.data(), damaged.size(), all.data(), all.size()),
+            "a part of it is refused");
+    }
+    const Bytes noise = bf16_weights(n_in * n_out, n_in * n_out);
+    require(!encode_nibbles(noise.data(), n_in, n_out, stored), "noise has no nibbles");
+}
+
 int main() {
+    check_nibbles_of(64, 64);
+    check_nibbles_of(192, 50);
+    check_nibbles_of(1184, 33);
     require(best_simd() == simds().back(), "the widest vectors are used");
     for (Numbers type : { Numbers::BF16, Numbers::F16, Numbers::F32 }) {
         for (size_t n : { 1, 63, 64, 65, 2048, 4096 + 64, 5000 }) {

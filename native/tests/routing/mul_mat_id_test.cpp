@@ -1,5 +1,7 @@
-// mul_mat_id computes as before: with any number of experts, and with repacked experts that lie anywhere and come late.
+// mul_mat_id computes as before: with any number of experts, and with experts that are repacked, or have the form of
+// nibble.h, and lie anywhere and come late.
 
+#include "codecs/nibble.h"
 #include "model/layout.h"
 
 #include "ggml-alloc.h"
@@ -58,12 +60,12 @@ static bool computes_any_number_of_experts() {
 }
 
 // Experts of the second half are not there until they are waited for.
-struct Repacked {
+struct Experts {
     std::vector<std::vector<char>> matrices;
     std::atomic<int>               n_late{ 0 };
 };
 
-static Repacked * there = nullptr;
+static Experts * there = nullptr;
 
 static const void * address(const ggml_tensor *, int64_t expert, bool wait) {
     if (!wait && expert >= (int64_t) there->matrices.size() / 2) {
@@ -74,6 +76,13 @@ static const void * address(const ggml_tensor *, int64_t expert, bool wait) {
 }
 
 static bool repacked(const ggml_tensor *) { return true; }
+
+static const void * rows(const ggml_tensor * experts, const void * matrix, int64_t first, int64_t n) {
+    thread_local std::vector<uint8_t> decoded;
+    decoded.assign(n * experts->nb[1], 0);
+    pyorch::decode_nibbles((const uint8_t *) matrix, experts->ne[0], experts->ne[1], first, n, decoded.data());
+    return decoded.data();
+}
 
 static ggml_backend_buffer_type_t repack_buffers() {
     ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
@@ -87,16 +96,17 @@ static ggml_backend_buffer_type_t repack_buffers() {
     return nullptr;
 }
 
-// Bit for bit what CPU_REPACK buffers give, for one token and for a prompt.
-static bool computes_repacked_experts(ggml_type type, int64_t n_out, int n_tokens) {
-    constexpr int64_t          n_in = 512, n_expert = 6, n_used = 4;
+// Bit for bit what CPU_REPACK buffers give, for one token and for a prompt; of BF16, what plain matrices give.
+static bool computes_kept_experts(ggml_type type, int64_t n_in, int64_t n_out, int n_tokens, int n_threads) {
+    constexpr int64_t          n_expert = 6, n_used = 4;
+    const bool                 nibbles      = type == GGML_TYPE_BF16;
     const size_t               matrix_bytes = ggml_row_size(type, n_in) * n_out;
     const pyorch::ExpertTensor layout       = { "", "", ggml_type_name(type), 0, 0, matrix_bytes, n_in, n_out };
-    if (!pyorch::can_repack(layout)) {
+    if (!nibbles && !pyorch::can_repack(layout)) {
         return true;
     }
     const std::string name = std::string(ggml_type_name(type)) + " [" + std::to_string(n_out) + "]";
-    if (pyorch::layout_name(layout) == "plain") {
+    if (!nibbles && pyorch::layout_name(layout) == "plain") {
         fprintf(stderr, "%s: the layout has no name\n", name.c_str());
         return false;
     }
@@ -104,6 +114,7 @@ static bool computes_repacked_experts(ggml_type type, int64_t n_out, int n_token
     std::vector<float> numbers(n_in * n_out * n_expert);
     for (size_t i = 0; i < numbers.size(); ++i) {
         numbers[i] = std::sin(0.37f * (float) i) + 0.2f * std::cos(1.7f * (float) i);
+        numbers[i] *= nibbles && i % 311 == 0 ? 1e-30f * (float) (i % 2) : 1; // rare exponents
     }
     std::vector<char> file(matrix_bytes * n_expert);
     ggml_quantize_chunk(type, numbers.data(), file.data(), 0, n_out * n_expert, n_in, nullptr);
@@ -113,14 +124,24 @@ static bool computes_repacked_experts(ggml_type type, int64_t n_out, int n_token
         ggml_context *        weights = ggml_init({ ggml_tensor_overhead(), nullptr, true });
         ggml_tensor *         experts = ggml_new_tensor_3d(weights, type, n_in, n_out, n_expert);
         ggml_backend_buffer_t buffer  = ggml_backend_alloc_ctx_tensors_from_buft(
-            weights, hooked ? ggml_backend_cpu_buffer_type() : repack_buffers());
-        Repacked              kept;
-        ggml_cpu_expert_hooks hooks = { address, nullptr, repacked };
+            weights, hooked || nibbles ? ggml_backend_cpu_buffer_type() : repack_buffers());
+        Experts               kept;
+        ggml_cpu_expert_hooks hooks = { address, nullptr, nibbles ? nullptr : repacked, nibbles ? rows : nullptr };
         if (hooked) {
             ggml_backend_buffer_clear(buffer, 0xFF); // nobody looks there
             for (int e = 0; e < n_expert; ++e) {
                 // As a loader does it: what was read lies behind the place of what it becomes.
-                std::vector<char> block(matrix_bytes + 64);
+                std::vector<char>    block(matrix_bytes + 64);
+                std::vector<uint8_t> made;
+                const auto *         matrix = (const uint8_t *) file.data() + e * matrix_bytes;
+                if (nibbles) {
+                    if (!pyorch::encode_nibbles(matrix, n_in, n_out, made)) {
+                        fprintf(stderr, "%s: too many rare exponents\n", name.c_str());
+                        return false;
+                    }
+                    kept.matrices.emplace_back(made.begin(), made.end());
+                    continue;
+                }
                 memcpy(block.data() + 64, file.data() + e * matrix_bytes, matrix_bytes);
                 pyorch::repack(layout, block.data() + 64, block.data());
                 kept.matrices.push_back(block);
@@ -131,7 +152,7 @@ static bool computes_repacked_experts(ggml_type type, int64_t n_out, int n_token
         }
         ggml_cpu_set_expert_hooks(hooked ? &hooks : nullptr);
 
-        ggml_context * ctx    = ggml_init({ (size_t) 8 << 20, nullptr, false });
+        ggml_context * ctx    = ggml_init({ (size_t) 64 << 20, nullptr, false });
         ggml_tensor *  inputs = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_in, 1, n_tokens);
         ggml_tensor *  ids    = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_used, n_tokens);
         for (int i = 0; i < n_in * n_tokens; ++i) {
@@ -143,7 +164,7 @@ static bool computes_repacked_experts(ggml_type type, int64_t n_out, int n_token
         ggml_tensor * out   = ggml_mul_mat_id(ctx, experts, inputs, ids);
         ggml_cgraph * graph = ggml_new_graph(ctx);
         ggml_build_forward_expand(graph, out);
-        if (ggml_graph_compute_with_ctx(ctx, graph, 2) != GGML_STATUS_SUCCESS) {
+        if (ggml_graph_compute_with_ctx(ctx, graph, n_threads) != GGML_STATUS_SUCCESS) {
             fprintf(stderr, "%s: the graph failed\n", name.c_str());
             return false;
         }
@@ -158,8 +179,7 @@ static bool computes_repacked_experts(ggml_type type, int64_t n_out, int n_token
         }
     }
     if (memcmp(results[0].data(), results[1].data(), results[0].size() * sizeof(float)) != 0) {
-        fprintf(
-            stderr, "%s, %d tokens: experts that are repacked one by one compute otherwise\n", name.c_str(), n_tokens);
+        fprintf(stderr, "%s, %d tokens: experts that are kept one by one compute otherwise\n", name.c_str(), n_tokens);
         return false;
     }
     return true;
@@ -220,13 +240,23 @@ int main() {
     if (!computes_any_number_of_experts()) {
         return 1;
     }
+    for (const int64_t n_in : { 64, 192, 1184 }) {
+        for (const int n_tokens : { 1, 2, 33, 512 }) {
+            for (const int n_threads : { 1, 2, 3 }) {
+                if (!computes_kept_experts(GGML_TYPE_BF16, n_in, 40, n_tokens, n_threads) ||
+                    !computes_kept_experts(GGML_TYPE_BF16, n_in, 333, n_tokens, n_threads)) {
+                    return 1;
+                }
+            }
+        }
+    }
     for (int type = 0; type < GGML_TYPE_COUNT; ++type) {
         if (!ggml_is_quantized((ggml_type) type) || ggml_quantize_requires_imatrix((ggml_type) type)) {
             continue;
         }
         for (const int64_t n_out : { 64, 40, 20 }) { // groups of 16, 8 and 4 rows
-            if (!computes_repacked_experts((ggml_type) type, n_out, 1) ||
-                !computes_repacked_experts((ggml_type) type, n_out, 9)) {
+            if (!computes_kept_experts((ggml_type) type, 512, n_out, 1, 2) ||
+                !computes_kept_experts((ggml_type) type, 512, n_out, 9, 2)) {
                 return 1;
             }
         }
