@@ -58,7 +58,7 @@ def load(
         policy: which experts leave memory first (eviction policy): lru, lfu, finemoe or learned (default:
             learned)
         prefetch: what guesses the experts to read ahead while decoding: none, auto, or
-            NAME[:DISTANCE:PRECISION] of none, quasi-hidden, estimator, hybrid or expert-map
+            NAME[:DISTANCE:PRECISION] of none, quasi-hidden, hybrid or expert-map
         reads: what reads experts: auto, or READER[:DEPTH:SIZE] such as io_uring:8:512KiB or threads:4:4MiB
         mirror: read from this copy of the model on another disk, or in this folder, too
         direct_io: False: read through the page cache of the system
@@ -85,8 +85,8 @@ def load(
         substitution: what becomes of absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; `pyorch run
             --lossy help` lists all keys
         buddies: the lists of buddies (default: MODEL.buddies.gguf)
-        speculate: True: compute with the experts that quasi-hidden, estimator or hybrid names for a layer
-            (--prefetch), and read no others
+        speculate: True: compute with the experts that quasi-hidden or hybrid names for a layer (--prefetch),
+            and read no others
         llama_kwargs: all other arguments are those of llama_cpp.Llama.
 
     Raises:

@@ -29,6 +29,7 @@ inline bool compress(ModelMap & map, const std::string & path) {
         pack->file             = map.n_shards;
         pack->compressed       = true;
         pack->repacked.assign(layer.tensors.size(), false);
+        pack->nibbles.assign(layer.tensors.size(), false);
         pack->first = { 0 };
         for (int expert = 0; expert < layer.n_expert; ++expert) {
             std::vector<uint8_t> regions[N_STORED_PARTS];
