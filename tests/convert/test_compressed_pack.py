@@ -232,6 +232,7 @@ def test_a_pack_that_is_cut_off_or_another_models_is_refused(
 def test_an_interrupted_run_goes_on_with_what_it_chose(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = compression.disk.Bandwidth(1e3, "threads", 1, 1 << 20, True, 0.1)  # the smallest pack, however it is decoded
     monkeypatch.setattr(compression.disk, "kept_bandwidth", lambda *_: slow)
+    monkeypatch.setattr(compression.codecs, "nibble_pace", lambda n_in, n_out: 1.6)
     whole = packing.pack(model, model.with_name("whole.experts.gguf"), codec="auto").path.read_bytes()
 
     def interrupt(_step: str, done: int, total: int) -> None:
