@@ -261,7 +261,7 @@ def _use_pack(
         if packs.part_sizes(model_map) is None:
             of_what = " of the whole model" if slim else ""
             why = f" that can be used: {refusal}" if refusal else (
-                f": make one{of_what} with `pyorch pack --codec auto`, or leave out --pools")
+                f": make one{of_what} with `pyorch pack --codec table`, or leave out --pools")
             raise PyorchError(f"--pools divides memory among the forms of experts of a compressed pack, and "
                               f"{model_map.path} has no compressed pack{why}")
     return division, (refusal and f"{refusal}; the experts are read from {model_map.path}",)

@@ -180,7 +180,7 @@ def required_part_sizes(model_map: ModelMap) -> dict[int, PartSizes]:
                       "that" if contents(model_map).codecs else
                       f"; {model_map.pack.name} is not compressed, and need not be: 16-bit floats shrink, quantized "
                       "experts hardly do")
-        raise FormatError(f"{model_map.path} has no compressed pack: make one with `pyorch pack --codec auto`{beside}")
+        raise FormatError(f"{model_map.path} has no compressed pack: make one with `pyorch pack --codec table`{beside}")
     return parts
 
 

@@ -387,10 +387,10 @@ def test_a_model_without_a_compressed_pack_is_refused(
     bare = Path(shutil.copy(small_moe, tmp_path / "bare.gguf"))
     for has_plain_pack in (False, True):
         assert main(["run", str(bare), "-p", "x", "-n", "1", "--budget", "30%", "--pools", "0.5,0.5,0,0"]) == 2
-        assert "has no compressed pack: make one with `pyorch pack --codec auto`" in capsys.readouterr().err
+        assert "has no compressed pack: make one with `pyorch pack --codec table`" in capsys.readouterr().err
         assert main(["plan", str(bare), "--budget", "30%"]) == 2
         error = capsys.readouterr().err
-        assert "has no compressed pack: make one with `pyorch pack --codec auto`" in error
+        assert "has no compressed pack: make one with `pyorch pack --codec table`" in error
         assert ("bare.experts.gguf is not compressed" in error) == has_plain_pack
         pack = packing.pack(bare).path
     assert main(["run", str(pack), "-p", "x"]) == 2
