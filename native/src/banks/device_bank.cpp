@@ -165,7 +165,7 @@ void DeviceBank::allocate_areas(uint64_t budget) {
 // Some kernels read beyond the last row of a matrix: as many bytes as the device wants behind a tensor. Those times zero
 // are nothing, unless they are no number; and such may be what another kind left there. What the same kind left is
 // none.
-void DeviceBank::begin_area(int number, int layer) {
+void DeviceBank::turn_area(int number, int layer) {
     const int  kind     = kind_by_layer[layer];
     const auto reads_on = [&](const ggml_tensor * t) {
         return ggml_backend_buffer_get_alloc_size(t->buffer, t) > ggml_nbytes(t);
@@ -247,6 +247,7 @@ bool DeviceBank::has_room_for_all() const {
 void DeviceBank::upload(int layer, int slot, int role, const char * bytes) { send(slots(layer, role), slot, bytes); }
 
 void DeviceBank::upload_to_area(int number, int layer, int expert, int role, const char * bytes) {
+    turn_area(number, layer);
     send(area(number, layer, role), expert, bytes);
 }
 
@@ -275,6 +276,7 @@ static ggml_tensor matrix_of(ggml_tensor * tensor, int index) {
 }
 
 void DeviceBank::copy_to_area(int number, int layer, int expert, int slot) {
+    turn_area(number, layer);
     for (int role = 0; role < (int) map.layers[layer].tensors.size(); ++role) {
         ggml_tensor from = matrix_of(slots(layer, role), slot);
         ggml_tensor to   = matrix_of(area(number, layer, role), expert);

@@ -85,10 +85,8 @@ public:
     // Room for one matrix of all experts of a layer: [n_in, n_out, n_expert].
     ggml_tensor * area(int number, int layer, int role) const { return areas[number][kind_by_layer[layer]][role]; }
 
-    // What comes to an area from now on is of this layer. Nothing computes there, and nothing is on its way.
-    void begin_area(int number, int layer);
-
-    // As upload(), to the place of the expert in an area; and from a slot.
+    // As upload(), to the place of the expert in an area; and from a slot. Where the area has experts of a layer of
+    // another kind, nothing computes there any more, and nothing is on its way.
     void upload_to_area(int number, int layer, int expert, int role, const char * bytes);
     void copy_to_area(int number, int layer, int expert, int slot);
 
@@ -122,6 +120,7 @@ private:
     std::vector<ggml_backend_buffer_ptr> area_buffers;
 
     void     allocate_areas(uint64_t budget);
+    void     turn_area(int number, int layer);
     void     form_pools(double share);
     uint64_t make_tensors();
     void     send(ggml_tensor * to, int index, const char * bytes);

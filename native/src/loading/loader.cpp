@@ -1,10 +1,9 @@
 #include "loading/loader.h"
 
-#include "codecs/nibble.h"
-
 #include "base/barrier.h"
 #include "base/cpu_time.h"
 #include "base/status.h"
+#include "codecs/nibble.h"
 #include "loading/readers.h"
 
 #include <algorithm>

@@ -25,7 +25,6 @@ DeviceAreas::Area & DeviceAreas::area_for(int layer) {
     Area & area = areas[number(layer)];
     if (area.layer != layer) {
         area.layer = layer;
-        bank.begin_area(number(layer), layer);
         area.there.assign(table.map.layers[layer].n_expert, 0);
     }
     return area;

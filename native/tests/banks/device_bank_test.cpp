@@ -56,7 +56,6 @@ void areas_hold_nothing_of_another_kind() {
         return std::vector<char>(at, at + READ_ON);
     };
     const auto fill = [&](int layer, const std::vector<char> & with) {
-        bank.begin_area(0, layer);
         for (int role = 0; role < 3; ++role) {
             for (int expert = 0; expert < 4; ++expert) {
                 bank.upload_to_area(0, layer, expert, role, with.data());
@@ -65,7 +64,6 @@ void areas_hold_nothing_of_another_kind() {
     };
     const std::vector<char> nothing(READ_ON, 0);
     fill(0, poison);
-    bank.begin_area(0, 2);
     for (int role = 0; role < 3; ++role) {
         for (int expert : { 1, 3 }) { // those between them are not wanted
             bank.upload_to_area(0, 2, expert, role, weights.data());
@@ -74,7 +72,7 @@ void areas_hold_nothing_of_another_kind() {
     }
     // What the same kind left are numbers, and clearing them would take time.
     fill(2, weights);
-    bank.begin_area(0, 3);
+    bank.upload_to_area(0, 3, 3, 0, poison.data());
     CHECK(behind(3, 0, 0) == std::vector<char>(READ_ON, '\1'));
 }
 
