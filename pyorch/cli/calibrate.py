@@ -6,14 +6,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from pyorch.cli.numbers import number
 from pyorch.cli.options import (
     add_command,
+    add_minutes_option,
     add_model_options,
     add_output_options,
     add_text_options,
     answer,
     check_output,
+    note_cut_short,
+    seconds_for_text,
 )
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
@@ -29,8 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     )
     add_model_options(parser, without=("prefetch", "device_ahead"))  # it tries for itself how far ahead to read
     add_text_options(parser)
-    parser.add_argument("--minutes", type=number(above=0), metavar="N",
-                        help="read for N minutes at most (default: as long as there is text)")
+    add_minutes_option(parser)
     add_output_options(parser, "MODEL.predictor.gguf beside the model")
     parser.set_defaults(run=run)
     return parser
@@ -47,7 +48,9 @@ def run(args: argparse.Namespace) -> int:
     with Progress(live=not args.verbose) as progress:
         calibrated = calibrate(
             args.model, args.data, args.tokens, on_progress=progress.update, verbose=args.verbose,
-            seconds=args.minutes and 60 * args.minutes, **given_settings(args))
+            seconds=seconds_for_text(args), **given_settings(args))
+    if calibrated.cut_short:
+        note_cut_short(args)
     vectors = calibrated.default_vectors
     with ModelMap(args.model) as model_map:
         lost = _has_estimator(output, model_map)

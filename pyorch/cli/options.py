@@ -33,6 +33,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 _EXAMPLE = "example:\n"
+_MINUTES = 15  # of a text, which nobody counted: hours with a large model
 
 
 def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, example: str) -> argparse.ArgumentParser:
@@ -75,6 +76,24 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
                         help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
                              "layout of ARC")
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="read at most N tokens of the data (default: all)")
+
+
+def add_minutes_option(parser: argparse.ArgumentParser) -> None:
+    """--minutes of a command that runs text through a model, which may take hours."""
+    parser.add_argument("--minutes", type=number(above=0), metavar="N",
+                        help=f"begin no further piece of the data after N minutes (default: {_MINUTES}; with --tokens, "
+                             "as long as that takes)")
+
+
+def seconds_for_text(args: argparse.Namespace) -> float | None:
+    """What --minutes allows; None: as long as it takes."""
+    minutes = args.minutes or (None if args.tokens else _MINUTES)
+    return minutes and 60.0 * minutes
+
+
+def note_cut_short(args: argparse.Namespace) -> None:
+    print(f"pyorch: note: {args.minutes or _MINUTES:g} minutes were over before all of the data was read: --minutes "
+          "gives more time", file=sys.stderr)
 
 
 def add_output_options(

@@ -6,8 +6,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, add_model_options, add_text_options, answer, check_output
+from pyorch.cli.numbers import whole
+from pyorch.cli.options import (
+    add_command,
+    add_minutes_option,
+    add_model_options,
+    add_text_options,
+    answer,
+    check_output,
+    note_cut_short,
+    seconds_for_text,
+)
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.settings.option import CONTEXT
@@ -28,8 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_text_options(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the trace to write")
     parser.add_argument("--append", action="store_true", help="continue the trace if it exists")
-    parser.add_argument("--minutes", type=number(above=0), metavar="N",
-                        help="begin no further text after N minutes (default: read all)")
+    add_minutes_option(parser)
     parser.add_argument("--router", choices=("topk", "full"),
                         help="record the selected experts and their probabilities, or the probabilities of all "
                              "experts, which pyorch maps needs (default: full; with --append, as the trace began)")
@@ -72,13 +80,15 @@ def run(args: argparse.Namespace) -> int:
             recorded = profile(
                 args.model, args.data, args.output, n_tokens=args.tokens, router=router,
                 n_inputs=n_inputs, states=args.states, n_decode=args.decode, seed=args.seed, append=args.append,
-                on_progress=report, verbose=args.verbose, seconds=args.minutes and 60 * args.minutes,
+                on_progress=report, verbose=args.verbose, seconds=seconds_for_text(args),
                 **given_settings(args),
             )
     except BaseException:
         if writes and part.exists():
             print(f"pyorch: note: what was recorded until now is in {part}", file=sys.stderr)
         raise
+    if recorded.cut_short:
+        note_cut_short(args)
     return answer(args, recorded, lambda: [_sentence(recorded)])
 
 

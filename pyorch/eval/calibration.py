@@ -50,12 +50,13 @@ class Trial:
 @dataclass(frozen=True)
 class Calibrated:
     """trials: empty where too little text was held out; why: else why there are none, or "". compute_ms: of a decoded
-    token, beside the waits for experts."""
+    token, beside the waits for experts. cut_short: time was over before the data was."""
 
     default_vectors: DefaultVectors
     compute_ms: float
     trials: tuple[Trial, ...] = ()
     why: str = ""
+    cut_short: bool = False
 
     @property
     def distance(self) -> int | None:
@@ -82,6 +83,7 @@ def calibrate(
     n_threads = n_threads or cores.physical_cores()
     held_out: list[list[int]] = []
     n_read = n_done = 0
+    cut_short = False
     # Nothing is predicted, and a predictor file that is no good does not keep from making a new one.
     with load(path, **{"n_ctx": _PIECE, "n_threads": n_threads, **load_options, "prefetch": NONE}) as model:
         if model.engine is None:
@@ -93,11 +95,12 @@ def calibrate(
                 n_due = sum(map(len, _pieces(model, data))) if on_progress is not None else 0
                 n_due = n_due if n_tokens is None else min(n_due, n_tokens)
                 for number, piece in enumerate(_pieces(model, data), start=1):
-                    elapsed = time.monotonic() - begin
-                    if n_done and elapsed >= limit:
-                        break
                     piece = piece if n_tokens is None else piece[: n_tokens - n_read]
                     if not piece:
+                        break
+                    elapsed = time.monotonic() - begin
+                    if n_done and elapsed >= limit:
+                        cut_short = True
                         break
                     n_read += len(piece)
                     if number % _HELD_OUT == 0 and sum(map(len, held_out)) < _TRIAL_TOKENS:
@@ -118,12 +121,12 @@ def calibrate(
             compute_ms = _compute_ms(model, context, last)
             if not held_out:
                 return Calibrated(vectors, compute_ms, why=f"that takes {_HELD_OUT} pieces of at most {_PIECE} tokens, "
-                                  "and fewer were computed")
+                                  "and fewer were computed", cut_short=cut_short)
             try:
                 trials = _trials(model, context, vectors, held_out, compute_ms, on_progress)
-                return Calibrated(vectors, compute_ms, tuple(trials))
+                return Calibrated(vectors, compute_ms, tuple(trials), cut_short=cut_short)
             except PyorchError as error:  # a model whose routing cannot be recorded or replayed
-                return Calibrated(vectors, compute_ms, why=str(error))
+                return Calibrated(vectors, compute_ms, why=str(error), cut_short=cut_short)
 
 
 def _trials(

@@ -41,7 +41,8 @@ OnProgress = Callable[[str, int, int], None]  # "profiling", tokens done, of at 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was recorded. n_records and file_bytes: of the whole trace, with what it held before."""
+    """What was recorded. n_records and file_bytes: of the whole trace, with what it held before. cut_short: time was
+    over before the data was."""
 
     path: Path
     n_requests: int
@@ -53,6 +54,7 @@ class Profile:
     n_inputs: int  # sampled tokens in the trace
     file_bytes: int
     experts: Stats
+    cut_short: bool
 
 
 @dataclass
@@ -312,7 +314,7 @@ class _Session:
         counts, seconds = [0, 0], [0.0, 0.0]
         n_before, n_requests, first = writer.n_records, 0, writer.next_request
         started, limit = time.monotonic(), float("inf") if limit_seconds is None else limit_seconds
-        total = 0
+        total, cut_short = 0, False
         if on_progress is not None:
             # To take a text apart twice costs little beside running it.
             pieces = self.pieces(documents(), n_tokens, first)
@@ -320,6 +322,7 @@ class _Session:
         for group in self._groups(self.pieces(documents(), n_tokens, first)):
             elapsed = time.monotonic() - started
             if n_requests and elapsed >= limit:
+                cut_short = True
                 break
             n_requests += len(group)
             for phase, step in ((PREFILL, self._prefill), (DECODE, self._decode)):
@@ -336,7 +339,7 @@ class _Session:
             prefill_tokens=counts[PREFILL], prefill_seconds=seconds[PREFILL],
             decode_tokens=counts[DECODE], decode_seconds=seconds[DECODE],
             n_records=n_before + sum(counts), n_inputs=min(self._header.n_inputs, writer.n_records),
-            file_bytes=writer.n_bytes, experts=self._model.engine.stats(),
+            file_bytes=writer.n_bytes, experts=self._model.engine.stats(), cut_short=cut_short,
         )
 
     def stream(self, requests: Iterator[_Request], take: Callable[[np.ndarray], None]) -> None:

@@ -77,6 +77,18 @@ def test_no_roofline_of_a_model_that_fits_into_the_cache(small_moe: Path, monkey
     assert "fits into the processor's cache" in shown and row.count("%") == 2  # of the budget and of the hits
 
 
+@pytest.mark.parametrize("command", ["profile", "calibrate"])
+def test_a_text_that_time_cuts_short_is_told(
+    command: str, small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = Path(__file__).parents[1] / "fixtures" / "small-moe" / "text-test.txt"  # several pieces
+    words = [command, str(small_moe), "--data", str(long), "--threads", "1", "-o", str(tmp_path / "made")]
+    assert main([*words, "--minutes", "0.00001"]) == 0
+    assert "note: 1e-05 minutes were over before all of the data was read" in capsys.readouterr().err
+    assert main([*words, "--minutes", "0.00001", "--tokens", "8"]) == 0  # which the first piece has
+    assert "were over" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("options", "refused"), [
     ((), []), (("--router", "topk", "--inputs", "0"), ["pyorch maps", "pyorch ghosts"]),
 ])
