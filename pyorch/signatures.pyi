@@ -20,6 +20,7 @@ def load(
     budget: Budget | int | str = "auto",
     *,
     n_batch: int | None = None,
+    managed: bool = False,
     source: Source | None = None,
     use_extra_bufts: bool = True,
     verbose: bool = False,
@@ -53,6 +54,8 @@ def load(
         budget: "auto" (what the memory limit leaves), a share of the experts such as "40%", a size such
             as "1.5GiB" or "800MB", or bytes.
         n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
+        managed: have an engine, to look at experts and to change what becomes of them, also where the whole model fits
+            on a device, and llama.cpp would keep it there.
         source: reads in place of the file, see Engine.
         use_extra_bufts: repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
         policy: which experts leave memory first (eviction policy): lru, lfu, finemoe or learned (default:

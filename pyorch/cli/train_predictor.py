@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     sizes = {name: options.pop(name, None) for name in ("n_ctx", "n_ubatch", "n_threads")}
     with (
         Progress(live=not args.verbose) as progress,
-        load(args.model, n_ctx=256, n_batch=256, n_threads=sizes["n_threads"], verbose=args.verbose,
-             **options) as model,
+        load(args.model, managed=True, n_ctx=256, n_batch=256, n_threads=sizes["n_threads"],
+             verbose=args.verbose, **options) as model,
     ):
         if model.engine is None:
             raise PyorchError(

@@ -85,7 +85,8 @@ def calibrate(
     n_read = n_done = 0
     cut_short = False
     # Nothing is predicted, and a predictor file that is no good does not keep from making a new one.
-    with load(path, **{"n_ctx": _PIECE, "n_threads": n_threads, **load_options, "prefetch": NONE}) as model:
+    options = {"n_ctx": _PIECE, "n_threads": n_threads, **load_options, "prefetch": NONE}
+    with load(path, managed=True, **options) as model:
         if model.engine is None:
             raise PyorchError(model.note or f"{os.fspath(path)}: nothing manages its experts, so no output is seen")
         n_embd = model.llama.n_embd()

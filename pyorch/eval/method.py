@@ -154,7 +154,7 @@ def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Mo
         info = model_map.info
         if not model_map.layers:
             raise PyorchError(f"{path} is a dense model: it has no experts that could be absent")
-    with load(path, budget="100%" if fits(info) else AUTO, **{"n_ctx": _N_CTX, **options}) as model:
+    with load(path, budget="100%" if fits(info) else AUTO, managed=True, **{"n_ctx": _N_CTX, **options}) as model:
         yield model
 
 
@@ -211,7 +211,7 @@ def dynamic_model(
     With buddy lists, the cache begins with the experts that the trace selected most often: what stands in for
     absent experts would otherwise keep an empty cache from filling. arrival: of experts, simulated; None: as they come.
     """
-    with load(path, budget=budget, **{"n_ctx": _N_CTX, **options}) as model:
+    with load(path, budget=budget, managed=True, **{"n_ctx": _N_CTX, **options}) as model:
         begin: dict[int, np.ndarray] = {}
         if buddies is not None and model.engine is not None:
             stats = model.engine.stats()

@@ -88,7 +88,7 @@ def verify(
         tokens = model.llama.tokenize(prompt.encode(), add_bos=True)
         chosen, reference = decoded(model, tokens, n_tokens, n_threads, partial(report, "resident model"))
     for budget in budgets:
-        with load(path, budget=budget, **options) as model:
+        with load(path, budget=budget, managed=True, **options) as model:
             if model.stats().substitution is not None:
                 arrival.simulate(model)
             _, logits = decoded(model, tokens, n_tokens, n_threads, partial(report, f"budget {budget}"), chosen)

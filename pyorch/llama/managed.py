@@ -20,6 +20,7 @@ from pyorch.runtime.callbacks import raise_held
 from pyorch.runtime.devices import Device
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.budget import RESIDENT
 from pyorch.settings.pools import Pools
 from pyorch.settings.settings import Settings
 
@@ -64,12 +65,13 @@ def build(plan: EnginePlan) -> Engine | None:
 
 @contextlib.contextmanager
 def loading(
-    path: str, model_map: ModelMap, settings: Settings, params: llama.llama_model_params, placed: bool = False
+    path: str, model_map: ModelMap, settings: Settings, params: llama.llama_model_params, placed: bool = False,
+    context: llama.llama_context_params | None = None,
 ) -> Iterator[ManagedModel]:
     """The model at path, while llama.cpp loads it with these parameters: its experts are left to the engine that is
-    planned and built first, and ends if loading raises. placed: other servers compute experts for it. Raises as
-    make_plan() and build() do."""
-    plan = make_plan(settings, model_map, params, placed)
+    planned and built first, and ends if loading raises. placed: other servers compute experts for it. context:
+    see make_plan(). Raises as make_plan() and build() do."""
+    plan = make_plan(settings, model_map, params, placed, context)
     managed = ManagedModel(path, plan, params, build(plan))
     if managed.engine is None:
         yield managed
@@ -115,6 +117,16 @@ class ManagedModel:
     def device(self) -> Device | None:
         """Where the dense weights are, and experts, as far as there is room."""
         return self.plan.device
+
+    @property
+    def unmanaged(self) -> str:
+        """Why nothing manages its experts, in a sentence; "" where something does, or that was asked for."""
+        if not self.map.layers:
+            return f"{self.map.path} is a dense model: it has no experts to manage and runs as it would without pyorch"
+        if self.engine is not None or self.plan.settings.budget == RESIDENT:
+            return ""
+        return (f"{self.map.path} fits into the memory of {self.device.name} with all its experts, where llama.cpp "
+                "keeps them")
 
     @property
     def forked(self) -> bool:

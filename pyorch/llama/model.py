@@ -90,10 +90,8 @@ class Model:
 
     @property
     def note(self) -> str:
-        """A sentence where there is nothing to manage, "" otherwise."""
-        if self.map.layers:
-            return ""
-        return f"{self.map.path} is a dense model: it has no experts to manage and runs as it would without pyorch"
+        """Why nothing manages the model's experts, in a sentence; "" where something does."""
+        return self._record.unmanaged
 
     def generate(
         self,
@@ -297,6 +295,7 @@ def load(
     budget: Budget | int | str = AUTO,
     *,
     n_batch: int | None = None,
+    managed: bool = False,
     source: Source | None = None,
     use_extra_bufts: bool = True,
     verbose: bool = False,
@@ -309,6 +308,8 @@ def load(
         budget: "auto" (what the memory limit leaves), a share of the experts such as "40%", a size such
             as "1.5GiB" or "800MB", or bytes.
         n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
+        managed: have an engine, to look at experts and to change what becomes of them, also where the whole model fits
+            on a device, and llama.cpp would keep it there.
         source: reads in place of the file, see Engine.
         use_extra_bufts: repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
         {options}
@@ -333,6 +334,7 @@ def load(
     all_outputs = llama_kwargs.get("logits_all") or llama_kwargs.get("embedding") or "draft_model" in llama_kwargs
     settings = Settings(
         budget=Budget.parse(budget),
+        managed=managed,
         source=source,
         use_extra_bufts=use_extra_bufts,
         widen=True,

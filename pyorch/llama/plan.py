@@ -17,7 +17,7 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
-from pyorch.llama.device import host_dense_bytes, place
+from pyorch.llama.device import host_dense_bytes, margin_bytes, place
 from pyorch.llama.measure import NARROW_UBATCH
 from pyorch.runtime.devices import Device, find_device
 from pyorch.runtime.disk import reads_for
@@ -101,9 +101,11 @@ class EnginePlan:
 
 
 def make_plan(
-    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, placed: bool = False
+    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, placed: bool = False,
+    context: llama.llama_context_params | None = None,
 ) -> EnginePlan:
     """What these settings mean for a model that llama.cpp loads with these parameters, which then name the device.
+    context: that will be made of it, None where nobody has asked for one yet.
 
     Raises:
         BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
@@ -118,12 +120,30 @@ def make_plan(
     device = find_device(settings.device) if settings.device != NONE else None
     place(params, device)
     plain = not params.use_extra_bufts or device is not None  # which takes them as the file has them
+    if device is not None and not placed and _holds_all(device, settings, model_map, params, context):
+        return EnginePlan(model_map, settings, Sidecars(model_map), None, plain, device, placed)
     division, notes = _use_pack(settings, model_map, params, device, plain)
     budget, more = _budget(settings, model_map, params, device)
     notes += more
     sidecars = Sidecars(model_map)
     plan = EnginePlan(model_map, settings, sidecars, budget, plain, device, placed, division, notes=notes)
     return plan if budget is None else _with_contents(plan)
+
+
+def _holds_all(
+    device: Device, settings: Settings, model_map: ModelMap, params: llama.llama_model_params,
+    context: llama.llama_context_params | None,
+) -> bool:
+    """Whether the whole model fits into the device's memory beside a context: llama.cpp keeps it there then, where no
+    layer asks the host. Not where the settings want an engine, as those that say how much experts get."""
+    info = model_map.info
+    if settings.managed or settings.vram_budget != AUTO or settings.lossy or settings.source is not None or info.slim:
+        return False
+    if not model_map.layers or 0 <= params.n_gpu_layers <= info.n_layers:  # of which the processor has some
+        return False
+    left = device.free_bytes() - margin_bytes(device.total_bytes()) - info.dense_bytes - info.expert_bytes
+    return left > 0 and left >= measure.sizes_of(
+        model_map, params, context or _first_context(settings, model_map), device).device
 
 
 def _budget(
@@ -270,8 +290,12 @@ def _use_pack(
 def _context_bytes(
     settings: Settings, model_map: ModelMap, params: llama.llama_model_params, device: Device | None
 ) -> int:
-    """Of a context as the settings want it, or as load() makes one: nobody has asked for one yet."""
+    return measure.sizes_of(model_map, params, _first_context(settings, model_map), device).host
+
+
+def _first_context(settings: Settings, model_map: ModelMap) -> llama.llama_context_params:
+    """As the settings want it, or as load() makes one."""
     context = llama.llama_context_default_params()
     context.n_ctx = settings.n_ctx or model_map.default_ctx
     context.n_ubatch = settings.n_ubatch or min(NARROW_UBATCH, context.n_batch)
-    return measure.sizes_of(model_map, params, context, device).host
+    return context

@@ -141,7 +141,7 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
     params = llama.llama_model_default_params()
     params.n_gpu_layers = 0  # on the processor, unless a device is named
-    with loading(path, ModelMap(path), settings, params, placed) as record:
+    with loading(path, ModelMap(path), settings, params, placed, server.context_params()) as record:
         server.place(settings.device, record.device)
         cores.place(settings, max(server.number(option, 0)
                                   for option in (llama_server.THREADS, llama_server.THREADS_BATCH)))
@@ -260,7 +260,8 @@ class _Watch(threading.Thread):
 
     def _budget(self) -> str:
         if self._engine is None:
-            return "a dense model: it has no experts to manage"
+            return "a dense model: it has no experts to manage" if not self._record.map.layers else (
+                f"all experts are in the memory of {self._record.device.name}")
         return f"budget {format_bytes(self._engine.stats().budget_bytes)}"
 
     def _print_stats(self) -> None:

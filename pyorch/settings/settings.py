@@ -145,6 +145,7 @@ class Settings:
     )
 
     # What only programs set. None: what the caller of llama_cpp chose.
+    managed: bool = False  # by an engine, also where llama.cpp can keep the whole model on the device
     source: Any = None  # of experts in place of the file, see pyorch.runtime.engine.Source
     use_extra_bufts: bool | None = None  # repack weights for faster kernels
     widen: bool = False  # the ubatch is chosen where n_ubatch does not say it

@@ -112,7 +112,7 @@ def profile(
     for _ in read_documents(data):
         pass  # a mistake in the last line is found now, not after hours
     n_threads = n_threads or cores.physical_cores()
-    with load(path, n_ctx=256, n_batch=256, n_threads=n_threads, **load_options) as model:
+    with load(path, managed=True, n_ctx=256, n_batch=256, n_threads=n_threads, **load_options) as model:
         if model.engine is None:
             raise PyorchError(model.note or f"{path}: nothing manages its experts, so no routing is seen")
         header = trace_header(model.map, router, n_inputs, seed, states)

@@ -310,6 +310,30 @@ def test_a_layer_asks_the_device_for_its_choice_of_experts_and_for_the_inputs_of
     process.stop()
 
 
+def test_no_layer_asks_the_host_where_the_device_holds_the_whole_model(
+    small_moe: Path, tmp_path: Path, prompt_tokens: list[int]
+) -> None:
+    """llama.cpp keeps it there then, unless settings want an engine."""
+    process = DeviceProcess(tmp_path / "log")
+    wire = CountingWire(process)
+    asked, made = {}, {}
+    for budget in ("resident", "50%"):
+        with small_model(small_moe, budget, device=wire.name) as model, context(model) as ctx:
+            assert model.engine is None and ("fits into the memory of" in model.note) == (budget == "50%")
+            made[budget] = ctx.decode(prompt_tokens[:40])
+            wire.reset()
+            for token in prompt_tokens[:20]:
+                made[budget] = np.concatenate([made[budget], ctx.decode([token])])
+            asked[budget] = dict(wire.commands)
+    assert asked["50%"] == asked["resident"] and asked["50%"][wire.GET] == 20, "the logits and nothing else"
+    assert_same_bits(made["50%"], made["resident"])
+    for wanting in ({"managed": True}, {"vram_budget": "100%"}, {"substitution": "heaviest"}, {"n_gpu_layers": 3}):
+        with small_model(small_moe, "50%", device=wire.name, **wanting) as model:
+            assert model.engine is not None and model.note == ""
+    wire.stop()
+    process.stop()
+
+
 @pytest.mark.parametrize("name", ["small", "gpt-oss"])  # whose experts have biases, which both sides read
 def test_the_processor_begins_while_the_device_computes(
     small_moe: Path, zoo: Zoo, device: Device, monkeypatch: pytest.MonkeyPatch, name: str
@@ -512,7 +536,7 @@ def test_what_a_context_takes_on_the_device_is_not_taken_from_experts_in_host_me
     planned, context_sizes = [], measure.context_sizes
     monkeypatch.setattr(measure, "context_sizes", lambda *given: planned.append(context_sizes(*given)) or planned[-1])
     options = {"n_ctx": 4096, "n_batch": 64, "n_ubatch": 64, "device": second.name}
-    with pyorch.load(small_moe, budget="auto", **options) as model:
+    with pyorch.load(small_moe, budget="auto", managed=True, **options) as model:
         work = measure.work_bytes(model.map, 64)
     with logs.collect() as lines, pyorch.load(small_moe, budget="50%", vram_budget="0", **options) as model:
         made = measure.reported_sizes(lines, find(model.llama.model).device)
@@ -530,7 +554,7 @@ def test_the_devices_share_is_planned_for_the_ubatch_that_the_context_has(
     monkeypatch.setattr(context_plan, "_widest_ubatch", lambda *_: 64)  # as where memory is short
     monkeypatch.setattr(interception, "plan_device",
                         lambda managed, params: planned.append(params.n_ubatch) or plan_device(managed, params))
-    with pyorch.load(small_moe, budget="auto", n_ctx=512, n_batch=128, device=process.name) as model:
+    with pyorch.load(small_moe, budget="auto", n_ctx=512, n_batch=128, device=process.name, managed=True) as model:
         assert planned == [llama_cpp.llama_n_ubatch(model.llama.ctx)] == [64]
         assert model.stats().experts.device_used_bytes > 0
 
