@@ -90,6 +90,10 @@ class KindReport:
         """How much larger than the bound, as a share of it."""
         return None if self.bound is None else self.ratio / self.bound - 1
 
+    def as_it_is(self) -> KindReport:
+        """The same matrices, of which nothing is encoded after all."""
+        return replace(self, codec=codecs.STORED, ratio=1.0, encode=None, decode=None)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -107,18 +111,20 @@ class Choice:
 
 
 def choose(
-    model_map: ModelMap, read: Read, codec: str, level: int | None = None, n_shards: int | None = None
+    model_map: ModelMap, read: Read, codec: str, level: int | None = None, n_shards: int | None = None,
+    slim: bool = False,
 ) -> Choice:
     """Tries on a sample of the experts what is asked for. Raises PyorchError for a level or shards that there are not.
 
-    level: of zstd 1 to 22, or one below 0; None: the one that gives the fewest bytes.
+    level: of zstd 1 to 22, or one below 0; None: the one that gives the fewest bytes. slim: the pack will be the only
+    copy of the experts: auto takes no form that only processors compute from, such a model could go to no device.
     """
     _check(codec, level, n_shards)
     kinds = _kinds(model_map)
     if codec == NONE:
         return _choice(model_map, {kind: (Scheme(), None) for kind in kinds}, "")
     samples = {kind: _sample(places, read) for kind, places in kinds.items()}
-    if codec == AUTO and (nibbles := _nibbles_that_pay(samples)) is not None:
+    if codec == AUTO and not slim and (nibbles := _nibbles_that_pay(samples)) is not None:
         return _choice(model_map, *nibbles)
     tried = {name: {kind: _try(kind, sample, name, level, n_shards) for kind, sample in samples.items()}
              for name in ((codecs.ZSTD, codecs.TABLE) if codec == AUTO else (codec,))}
@@ -181,6 +187,11 @@ def decode_matrix(chunks: Sequence[tuple[str, np.ndarray]], role: Role, n_bytes:
         numbers = slice(first * n_bytes // n, min(first + step, n) * n_bytes // n)
         codecs.recover(role.type, codec, stored, sm[of_shard], raw[numbers])
     return raw
+
+
+def name_of(role: Role) -> str:
+    """Of a kind of matrices, in reports."""
+    return f"{role.name} {role.type}"
 
 
 def entropy(values: np.ndarray) -> float:
@@ -254,7 +265,7 @@ def _try(
         bound = (codecs.TYPES[role.type] - of_exponent + bits) / codecs.TYPES[role.type]
     plain = scheme.is_plain
     return scheme, KindReport(
-        f"{role.name} {role.type}", str(scheme).partition("/")[0], bits, bound,
+        name_of(role), str(scheme).partition("/")[0], bits, bound,
         _stored_bytes(role, sample, scheme) / len(joined),
         None if plain else len(joined) / encode_seconds, None if plain else len(joined) / decode_seconds)
 

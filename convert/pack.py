@@ -28,13 +28,15 @@ from pyorch.library import codecs
 from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.container import checksum
-from pyorch.sizes import MiB
+from pyorch.sizes import MiB, counted
 
 LAYOUTS = (packs.PLAIN, "native")  # as in the model; as this machine's kernels are fastest
 OnProgress = Callable[[str, int, int], None]  # "packing" or "checking", bytes done, total
 
 # What is packed is counted as done when so many bytes of it are on the disk: an interrupted run loses no more.
 _STEP_BYTES = 256 * MiB
+
+_SHOWN = 3  # of tensors that are named
 
 
 @dataclass(frozen=True)
@@ -77,20 +79,24 @@ def pack(
             raise PyorchError(f"{model_map.path} is slim: its experts are in its pack already")
         files.check_no_source(target, model_map.shards)
         with files.continued(target) as (part, descriptor):
-            choice = _begun(part, model_map, layout) if codec == compression.AUTO else None
+            choice = _begun(part, model_map, layout, codec)
             if choice is None:
                 with Experts(model_map, layouts_of(model_map, layout)) as experts:
-                    choice = compression.choose(model_map, experts.read, codec, level, shards)
-            plan = Plan(model_map, layout, choice.schemes)
+                    choice = compression.choose(model_map, experts.read, codec, level, shards, slim=spare_bytes > 0)
+            plan, unfit = Plan(model_map, layout, choice.schemes), []
             try:
+                known = _begin(plan, choice.ratio, descriptor, target.parent, spare_bytes)
+                n_continued = len(known)
                 while True:
                     try:
-                        n_continued, stored_bytes = _write(
-                            plan, choice.ratio, descriptor, target.parent, spare_bytes, on_progress)
+                        stored_bytes = _write(plan, known, descriptor, on_progress)
                         break
-                    except UnfitError as unfit:  # rare: with that tensor stored as it is, all begins anew
-                        choice = replace(choice, schemes=_without(choice.schemes, model_map, *unfit.tensor))
-                        plan = Plan(model_map, layout, choice.schemes)
+                    except UnfitError as error:  # that tensor is stored as it is, and its layer begins anew
+                        unfit.append(error.tensor)
+                        choice = _without(choice, model_map, *error.tensor)
+                        plan = _replanned(plan, choice, descriptor, error.tensor[0])
+                        known = _begin(plan, choice.ratio, descriptor, target.parent, spare_bytes)
+                        n_continued = min(n_continued, len(known))
                 if n_continued:
                     _check_index(model_map, part, descriptor)
                 files.replace(part, target)
@@ -101,13 +107,37 @@ def pack(
         return Packing(target, layout, len(model_map.layers), plan.n_experts, n_continued,
                        target.stat().st_size, time.monotonic() - begin,
                        tuple(name for name in codecs.NAMES if name in used),
-                       stored_bytes / model_map.info.expert_bytes, choice.kinds, choice.reason)
+                       stored_bytes / model_map.info.expert_bytes, choice.kinds,
+                       "; ".join(filter(None, (choice.reason, _unfit_sentence(unfit, model_map)))))
 
 
-def _without(schemes: tuple[Scheme, ...], model_map: ModelMap, il: int, role: int) -> tuple[Scheme, ...]:
+def _without(choice: compression.Choice, model_map: ModelMap, il: int, role: int) -> compression.Choice:
     """With a tensor that is stored as it is."""
-    tensors = [(layer.il, index) for layer in model_map.layers for index in range(len(layer.roles))]
-    return tuple(Scheme() if tensor == (il, role) else scheme for tensor, scheme in zip(tensors, schemes))
+    tensors = [(layer.il, index, matrix) for layer in model_map.layers for index, matrix in enumerate(layer.roles)]
+    schemes = tuple(Scheme() if tensor[:2] == (il, role) else scheme for tensor, scheme in zip(tensors, choice.schemes))
+    packed = {compression.name_of(matrix) for (*_, matrix), scheme in zip(tensors, schemes) if not scheme.is_plain}
+    kinds = tuple(kind if kind.kind in packed else kind.as_it_is() for kind in choice.kinds)
+    return replace(choice, schemes=schemes, kinds=kinds)
+
+
+def _replanned(before: Plan, choice: compression.Choice, descriptor: int, il: int) -> Plan:
+    """The plan of another choice for a layer. Where the header is as long, as it is between nibble and what is stored,
+    what was packed of other layers stands."""
+    plan = Plan(before.map, before.layout, choice.schemes)
+    if len(plan.header) == len(before.header):
+        _write_all(descriptor, bytes(plan.layers[il].index_bytes), plan.index[il])
+        os.fdatasync(descriptor)
+        _write_all(descriptor, plan.header, 0)
+    return plan
+
+
+def _unfit_sentence(unfit: list[tuple[int, int]], model_map: ModelMap) -> str:
+    if not unfit:
+        return ""
+    names = [f"blk.{il}.ffn_{model_map.layer(il).roles[role].name}_exps" for il, role in unfit]
+    some = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return (f"{counted(len(names), 'tensor')} stored as in the model ({some}), where an expert has more rare exponents "
+            f"than {codecs.NIBBLE} has room for")
 
 
 def _check_index(model_map: ModelMap, part: Path, descriptor: int) -> None:
@@ -121,13 +151,17 @@ def _check_index(model_map: ModelMap, part: Path, descriptor: int) -> None:
                               "command again") from None
 
 
-def _begun(part: Path, model_map: ModelMap, layout: str) -> compression.Choice | None:
-    """What an interrupted run had chosen, if it left something to go on with."""
+def _begun(part: Path, model_map: ModelMap, layout: str, codec: str) -> compression.Choice | None:
+    """What an interrupted run had chosen, if it left something to go on with, and what is asked for leaves a choice."""
+    if codec not in (codecs.AUTO, codecs.NIBBLE):
+        return None
     try:
         schemes = tuple(map(Scheme.parse, gguf.GGUFReader(part).fields[f"{packs.KIND}.{packs.CODECS}"].contents()))
     except (OSError, ValueError, IndexError, KeyError, OverflowError):  # nothing, or not what was begun here
         return None
     if len(schemes) != sum(len(layer.roles) for layer in model_map.layers):
+        return None
+    if codec == codecs.NIBBLE and not {scheme.codec for scheme in schemes} <= {codecs.NIBBLE, codecs.STORED}:
         return None
     header = Plan(model_map, layout, schemes).header
     with part.open("rb") as file:
@@ -135,10 +169,11 @@ def _begun(part: Path, model_map: ModelMap, layout: str) -> compression.Choice |
     return compression.Choice(schemes, (), "as the run that was interrupted chose") if same else None
 
 
-def _write(
-    plan: Plan, ratio: float, descriptor: int, directory: Path, spare_bytes: int, on_progress: OnProgress | None
-) -> tuple[int, int]:
-    """Packs what the file does not have yet, in order. Returns how many experts it had, and the bytes of all chunks.
+_Known = list[tuple[int, int, np.ndarray]]  # experts that are there: layer, number, and rows
+
+
+def _begin(plan: Plan, ratio: float, descriptor: int, directory: Path, spare_bytes: int) -> _Known:
+    """Has the file begin as a plan says, and returns what it has already.
 
     The index is the journal: a row is written when what it tells of is on the disk, and until then it is zeros. Until
     all is there, the header says that the layers are empty.
@@ -149,10 +184,14 @@ def _write(
     there = os.fstat(descriptor).st_blocks * 512
     files.check_free_space(directory, max(0, plan.n_bytes(ratio) - there) + spare_bytes)
     if not begun:
-        os.ftruncate(descriptor, plan.data)
+        _write_all(descriptor, bytes(plan.data), 0)  # no hole: on a disk that is full later there is room for its rows
         _write_all(descriptor, plan.header, 0)
+    return _known_rows(plan, descriptor)
+
+
+def _write(plan: Plan, known: _Known, descriptor: int, on_progress: OnProgress | None) -> int:
+    """Packs what is not known yet, in order. Returns the bytes of all chunks."""
     journal = _Journal(descriptor)
-    known = _known_rows(plan, descriptor)
     at, n_done, stored_bytes = plan.data, 0, 0
     layer_begin: dict[int, int] = {}
     data_bytes: dict[int, int] = {}
@@ -166,6 +205,8 @@ def _write(
         data_bytes[il] = at - layer_begin[il]
         stored_bytes += int(rows["stored"].sum())
         n_done += layer.info.expert_bytes
+
+    def report() -> None:
         if on_progress is not None:
             on_progress("packing", n_done, plan.map.info.expert_bytes)
 
@@ -177,6 +218,7 @@ def _write(
         for il, _, rows in known:
             begin(il)
             count(il, rows)
+        report()
         with closing(_records(plan, len(known))) as records:
             for layer, expert, record, rows in records:
                 begin(layer.il)
@@ -186,15 +228,16 @@ def _write(
                 row_at = plan.index[layer.il] + expert * plan.layers[layer.il].row_bytes
                 journal.add(row_at, rows.tobytes(), record_at, len(record))
                 count(layer.il, rows)
+                report()
     finally:
         journal.flush()
     os.ftruncate(descriptor, aligned(at, packs.PAGE))
     _write_all(descriptor, plan.make_header(data_bytes), 0)
-    return len(known), stored_bytes
+    return stored_bytes
 
 
-def _known_rows(plan: Plan, descriptor: int) -> list[tuple[int, int, np.ndarray]]:
-    """Of the experts that are there, up to the first that is not, or cannot be: layer, number, and rows."""
+def _known_rows(plan: Plan, descriptor: int) -> _Known:
+    """Up to the first expert that is not there, or cannot be."""
     known, n_bytes, at = [], os.fstat(descriptor).st_size, plan.data
     for il, layer in plan.layers.items():
         begin = at = aligned(at, packs.PAGE)

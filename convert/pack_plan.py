@@ -32,7 +32,7 @@ class Plan:
     """What will lie in the pack of a model, and where as far as that is known before anything is compressed."""
 
     def __init__(self, model_map: ModelMap, layout: str, schemes: Sequence[Scheme]) -> None:
-        self.map = model_map
+        self.map, self.layout = model_map, layout
         self.layouts = layouts_of(model_map, layout)
         self._schemes = list(schemes)
         self.n_experts = sum(layer.n_expert for layer in model_map.layers)

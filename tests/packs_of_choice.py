@@ -17,7 +17,7 @@ WHOLE = Scheme("zstd", level=1)
 
 def pack_with(scheme_of, model: Path) -> Path:
     """The pack beside a model; scheme_of: LayerInfo -> Scheme of all matrices of a layer."""
-    def choose(model_map, *_: object) -> Choice:
+    def choose(model_map, *_: object, **__: object) -> Choice:
         return Choice(tuple(scheme_of(layer) for layer in model_map.layers for _ in layer.roles), (), "")
 
     with pytest.MonkeyPatch.context() as patched:

@@ -11,6 +11,7 @@ from pyorch.sizes import MiB
 # Of the bytes of experts in floats, what their lossless codec leaves (docs/packs.md). Quantized ones shrink by 3 to
 # 5 %, which decoding eats up.
 CODED_SHARES = {"bf16": 0.70, "f16": 0.70, "f32": 0.85}
+NIBBLE_SHARE = 0.77  # of BF16 in nibbles, from which kernels compute: in memory, too
 WORTH = 1.05  # so much faster are tokens with what is worth making
 
 
@@ -44,11 +45,19 @@ def gains(
     path = model_map.path
     types = {role.type.lower() for layer in model_map.layers for role in layer.roles}
     found = []
-    if types <= CODED_SHARES.keys():
-        share = max(CODED_SHARES[name] for name in types)
-        packed = estimator.estimate(base.budget, base.vram_budget, bandwidth=bandwidth / share)
+    if types == {"bf16"} and base.vram_budget is None:
+        budget = min(model_map.info.slots_bytes, round(base.budget_bytes / NIBBLE_SHARE))
+        packed = estimator.estimate(str(budget), bandwidth=bandwidth / NIBBLE_SHARE)
         found.append(Gain(
             "pack", f"pyorch pack {path} --codec auto", "experts" in there, packed.decode_rate, True, False,
+            f"experts in BF16 are read and kept in {NIBBLE_SHARE:.0%} of the bytes, where kernels are fast with that",
+        ))
+    elif types <= CODED_SHARES.keys():
+        share = max(CODED_SHARES[name] for name in types)
+        packed = estimator.estimate(base.budget, base.vram_budget, bandwidth=bandwidth / share)
+        codec = "table" if "bf16" in types else "auto"  # which may choose nibble, of no use to a device
+        found.append(Gain(
+            "pack", f"pyorch pack {path} --codec {codec}", "experts" in there, packed.decode_rate, True, False,
             f"experts in floats are read in {share:.0%} of the bytes, where decoding keeps up",
         ))
     else:

@@ -52,9 +52,10 @@ def add_codec_options(parser: argparse.ArgumentParser) -> None:
     from pyorch.library.codecs import CHOICES
 
     parser.add_argument("--codec", choices=CHOICES,
-                        help="compress the pack, without loss: the exponents of 16 and 32-bit floats, and quantized "
-                             "matrices that become more than 5 %% smaller. table is fast to decode, zstd small; auto "
-                             "measures on this machine which brings experts into memory soonest (default: none)")
+                        help="compress the pack, without loss: the exponents of floats, and quantized matrices that "
+                             "become more than 5 %% smaller. Kernels compute from nibble, which is for BF16 and no "
+                             "device; table is fast to decode, zstd small; auto measures on this machine which of "
+                             "them pays, without nibble where --slim leaves no other copy (default: none)")
     parser.add_argument("--level", type=int, metavar="N",
                         help="of zstd (default: the one that gives the fewest bytes)")
     parser.add_argument("--shards", type=int, metavar="K",

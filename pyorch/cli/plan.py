@@ -23,7 +23,7 @@ _POOL_NAMES = ("full", "compressed", "sm", "e")
 def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
     parser = add_command(
         subparsers, "plan", summary,
-        "pyorch pack olmoe.gguf --codec auto\n"
+        "pyorch pack olmoe.gguf --codec table\n"
         "  pyorch profile olmoe.gguf --data prose.txt -o olmoe.trace\n"
         "  pyorch plan olmoe.gguf --trace olmoe.trace --budget 40%",
     )

@@ -272,16 +272,18 @@ def _use_pack(
                 return Division(None, "the compressed pack is not used: the model is read sooner", best), ()
         division = Division(planner=planner)
     if slim:
-        packs.require(model_map)
+        packs.require(model_map, plain)
     refusal = packs.attach(model_map, plain)
     if divided and settings.pools is not None:
         if not model_map.layers:
             raise PyorchError(f"--pools divides memory among the forms of experts, and {model_map.path} is a dense "
                               "model: leave it out")
         if packs.part_sizes(model_map) is None:
+            has_one_form = model_map.pack is not None and packs.contents(model_map).codecs  # as nibble has
             of_what = " of the whole model" if slim else ""
             why = f" that can be used: {refusal}" if refusal else (
-                f": make one{of_what} with `pyorch pack --codec table`, or leave out --pools")
+                f"{' with several forms' if has_one_form else ''}: make one{of_what} with `pyorch pack --codec table`, "
+                "or leave out --pools")
             raise PyorchError(f"--pools divides memory among the forms of experts of a compressed pack, and "
                               f"{model_map.path} has no compressed pack{why}")
     return division, (refusal and f"{refusal}; the experts are read from {model_map.path}",)

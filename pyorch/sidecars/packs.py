@@ -96,9 +96,9 @@ def open_model(path: str | os.PathLike[str]) -> ModelMap:
     return model_map
 
 
-def require(model_map: ModelMap) -> None:
-    """Attaches the pack beside a slim model. FormatError if there is none, or it is refused."""
-    refusal = attach(model_map)
+def require(model_map: ModelMap, plain: bool = False) -> None:
+    """Attaches the pack beside a slim model. FormatError if there is none, or it is refused. plain: see attach()."""
+    refusal = attach(model_map, plain)
     if model_map.pack is None:
         raise FormatError(f"{model_map.path} is slim, its experts are in its pack: "
                           f"{refusal or f'{container.default_path(model_map.path, KIND)}: no such file'}")
@@ -117,8 +117,10 @@ def attach(model_map: ModelMap, plain: bool = False) -> str:
     try:
         metadata, _ = read(path, model_map)
         layouts = metadata.get(LAYOUTS)
-        in_nibbles = any(str(scheme).startswith(codecs.NIBBLE) for scheme in metadata.get(CODECS, []))
-        if plain and (in_nibbles or not (isinstance(layouts, list) and all(layout == PLAIN for layout in layouts))):
+        if plain and any(str(scheme).startswith(codecs.NIBBLE) for scheme in metadata.get(CODECS, [])):
+            return (f"{path} holds nibbles, from which devices and kernels without repacking do not compute: for these "
+                    "`pyorch pack --codec table` makes one of the whole model")
+        if plain and not (isinstance(layouts, list) and all(layout == PLAIN for layout in layouts)):
             return f"{path} holds experts in an order that the plain kernels do not compute with"
         model_map.attach_pack(path)
     except FormatError as error:

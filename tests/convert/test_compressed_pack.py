@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -76,6 +77,32 @@ def test_a_tensor_with_a_matrix_of_too_many_rare_exponents_is_stored_as_it_is(mo
         model_map.attach_pack(made.path)
         assert model_map.layer(3).slot_bytes < model_map.layer(2).slot_bytes < whole
         assert packs.part_sizes(model_map) is None
+    assert made.reason == ("1 tensor stored as in the model (blk.2.ffn_up_exps), where an expert has more rare "
+                           "exponents than nibble has room for")
+    assert [kind.codec for kind in made.kinds] == ["nibble", "nibble", "stored"]  # the last: rows of 32 gain nothing
+
+
+def test_layers_that_are_packed_stand_when_a_later_tensor_is_found_unfit(model: Path) -> None:
+    """Also those of a run that was interrupted behind it."""
+    _spoil(model, "blk.2.ffn_up_exps.weight", expert=60)
+    _spoil(model, "blk.5.ffn_up_exps.weight", expert=0)
+    with ModelMap(model) as model_map:
+        of_layers = np.cumsum([0, *(layer.n_expert * layer.expert_bytes for layer in model_map.layers)])
+    seen = []
+
+    def until_layer_6(_: str, done: int, total: int) -> None:
+        seen.append(done)
+        if done > of_layers[6]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        packing.pack(model, codec="nibble", on_progress=until_layer_6)
+    back = [(before, after) for before, after in itertools.pairwise(seen) if after < before]
+    assert [after for _, after in back] == [of_layers[2]], "more than layer 2 began anew"
+    again = packing.pack(model, codec="nibble")
+    assert again.n_continued >= 6 * 64 and again.codecs == ("stored", "nibble") and check(model).damaged == ()
+    fresh = packing.pack(model, model.with_name("fresh.gguf"), codec="nibble")
+    assert again.path.read_bytes() == fresh.path.read_bytes()
 
 
 def _spoil(model: Path, name: str, expert: int) -> None:
@@ -131,6 +158,11 @@ def test_auto_takes_what_kernels_compute_from_where_they_are_fast_with_it(
     made = packing.pack(zoo.path("qwen3-next-fused", "BF16"), tmp_path / "made", codec="auto")
     assert made.codecs == ("nibble",) and "kernels take 1.20 times as long" in made.reason
     assert packing.pack(small_moe_q4, tmp_path / "q4", codec="auto").codecs == ("stored",)
+    slim = tmp_path / "slim.gguf"  # which could go to no device
+    assert main(["pack", str(zoo.path("qwen3-next-fused", "BF16")), "--codec", "auto", "--slim", str(slim)]) == 0
+    with ModelMap(slim) as model_map:
+        packs.require(model_map)
+        assert "nibble" not in packs.contents(model_map).codecs
 
 
 def test_flipped_bits_are_found_and_named(

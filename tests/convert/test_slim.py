@@ -78,6 +78,9 @@ def test_the_pair_computes_what_the_model_does(
             logits.append(ctx.decode(TOKENS))
     for other in logits[1:]:
         assert_same_bits(other, logits[0])
+    if codec == "nibble":
+        with pytest.raises(FormatError, match="is slim, its experts are in its pack: .* holds nibbles, from which dev"):
+            small_model(pair, "40%", use_extra_bufts=False)
 
 
 @pytest.mark.parametrize("options", [

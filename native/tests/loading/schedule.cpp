@@ -23,8 +23,17 @@ struct Machine {
 
 struct Progress {
     Machine             after;
-    double              idle = 0;  // of workers, between what they do
+    std::vector<double> idle;      // of each worker, between what it does
     std::vector<double> recovered; // by task
+
+    Progress(const Machine & before, size_t n_tasks) :
+            after(before), idle(before.workers.size(), 0), recovered(n_tasks, 0) {}
+
+    // Line 13 of the algorithm: "no additional idle period on any thread".
+    bool idles_no_more_than(const Progress & other) const {
+        return std::equal(
+            idle.begin(), idle.end(), other.idle.begin(), [](double a, double b) { return a <= b * ROUNDING; });
+    }
 };
 
 struct Shard {
@@ -73,7 +82,7 @@ void decode(const Tasks & tasks, Progress & progress, std::vector<Shard> & shard
         }
         const RecoveryTask & task  = tasks[next->task];
         const double         start = std::max(*worker, next->ready);
-        progress.idle += start - *worker;
+        progress.idle[(size_t) (worker - workers.begin())] += start - *worker;
         *worker                        = start + task.decode / task.n_shards;
         next->done                     = true;
         progress.recovered[next->task] = std::max(progress.recovered[next->task], *worker);
@@ -82,7 +91,7 @@ void decode(const Tasks & tasks, Progress & progress, std::vector<Shard> & shard
 
 // One block, from what the blocks before it left.
 Progress run(const Tasks & tasks, const RecoveryBlock & block, const Machine & before, bool one_pass) {
-    Progress           progress{ before, 0, std::vector<double>(tasks.size(), 0) };
+    Progress           progress(before, tasks.size());
     std::vector<Shard> shards;
     read(tasks, block, one_pass, progress, shards);
     decode(tasks, progress, shards);
@@ -157,8 +166,8 @@ std::vector<RecoveryBlock> schedule(const Tasks & tasks, const Recoverer & recov
             const size_t end   = block.size() <= MAX_SEARCHED ? block.size() + 1 : 0;
             size_t       place = 0;
             for (; place < end; ++place) {
-                const Progress with = run(tasks, inserted(block, place, task), machine, recoverer.one_pass);
-                if (with.idle <= progress.idle * ROUNDING) {
+                if (run(tasks, inserted(block, place, task), machine, recoverer.one_pass)
+                        .idles_no_more_than(progress)) {
                     break;
                 }
             }
@@ -176,7 +185,7 @@ std::vector<RecoveryBlock> schedule(const Tasks & tasks, const Recoverer & recov
 
 std::vector<double> recovery_times(
     const Tasks & tasks, const std::vector<RecoveryBlock> & blocks, const Recoverer & recoverer) {
-    Progress           progress{ idle(recoverer), 0, std::vector<double>(tasks.size(), 0) };
+    Progress           progress(idle(recoverer), tasks.size());
     std::vector<Shard> shards;
     for (const RecoveryBlock & block : blocks) {
         read(tasks, block, recoverer.one_pass, progress, shards);
