@@ -103,6 +103,9 @@ const void * on_rows(const ggml_tensor * src0, const void * matrix, int64_t firs
     if (!m || !m->nibbles) {
         return nullptr;
     }
+    if (n == 0) { // whether there would be any
+        return m;
+    }
     struct Line {
         alignas(64) uint8_t bytes[64];
     };

@@ -63,6 +63,7 @@ static bool computes_any_number_of_experts() {
 struct Experts {
     std::vector<std::vector<char>> matrices;
     std::atomic<int>               n_late{ 0 };
+    std::atomic<int64_t>           n_rows{ 0 }; // of nibbles, that were made
 };
 
 static Experts * there = nullptr;
@@ -78,6 +79,10 @@ static const void * address(const ggml_tensor *, int64_t expert, bool wait) {
 static bool repacked(const ggml_tensor *) { return true; }
 
 static const void * rows(const ggml_tensor * experts, const void * matrix, int64_t first, int64_t n) {
+    if (n == 0) {
+        return experts;
+    }
+    there->n_rows += n;
     thread_local std::vector<uint8_t> decoded;
     decoded.assign(n * experts->nb[1], 0);
     pyorch::decode_nibbles((const uint8_t *) matrix, experts->ne[0], experts->ne[1], first, n, decoded.data());
@@ -175,6 +180,10 @@ static bool computes_kept_experts(ggml_type type, int64_t n_in, int64_t n_out, i
         ggml_free(weights);
         if (hooked && kept.n_late == 0) {
             fprintf(stderr, "%s: no expert was left for the second round\n", name.c_str());
+            return false;
+        }
+        if (hooked && nibbles && n_out >= 64 * n_threads && kept.n_rows > n_out * n_expert) {
+            fprintf(stderr, "%s, %d tokens: rows are made more than once\n", name.c_str(), n_tokens);
             return false;
         }
     }
