@@ -260,8 +260,10 @@ class _Watch(threading.Thread):
 
     def _budget(self) -> str:
         if self._engine is None:
-            return "a dense model: it has no experts to manage" if not self._record.map.layers else (
-                f"all experts are in the memory of {self._record.device.name}")
+            if not self._record.map.layers:
+                return "a dense model: it has no experts to manage"
+            device = self._record.device
+            return f"llama.cpp keeps all experts {f'on {device.name}' if device is not None else 'in memory'}"
         return f"budget {format_bytes(self._engine.stats().budget_bytes)}"
 
     def _print_stats(self) -> None:
