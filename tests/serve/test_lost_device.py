@@ -60,6 +60,7 @@ def test_running_requests_end_with_a_sentence_and_the_next_is_answered_by_the_pr
 def test_a_server_that_nobody_asks_loses_its_device_too(start, small_moe: Path, device: DeviceProcess):
     """And a signal ends it whatever it is at."""
     server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--device", device.name))
+    assert "(llama.cpp keeps all experts on RPC0)" in server.log.read_text()  # where they all fit
     device.stop()
     wait_until(lambda: n_loads(server) == 2 or server.process.poll() is not None)
     assert server.complete(PROMPT)
