@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from pyorch.llama.pools import PoolPlanner
     from pyorch.planning.planner import Split
+    from pyorch.settings.substitution import Substitution
     from pyorch.sidecars.buddies import Buddies
     from pyorch.sidecars.eviction import Kept
     from pyorch.sidecars.ghosts import Ghosts
@@ -191,8 +192,17 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         history=_history(plan),
         kept=kept,
         uses=_uses(plan),
-        notes=(*plan.notes, refusal),
+        notes=(*plan.notes, refusal, _without_effect(settings.substitution, model_map.info.n_expert_used)),
     )
+
+
+def _without_effect(substitution: Substitution | None, n_used: int) -> str:
+    """That a lossy setting can do nothing for a model that uses so many experts of a layer for a token; or ""."""
+    if substitution is None or (substitution.sacred or 0) < n_used:
+        return ""
+    remedy = f"; sacred={n_used - 1} leaves out the others" if n_used > 1 else ""
+    return (f"the lossy setting {substitution} changes nothing: it waits for {substitution.sacred} experts of a token, "
+            f"and the model uses {n_used} in a layer{remedy}")
 
 
 class _Compared:

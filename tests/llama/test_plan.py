@@ -9,6 +9,7 @@ from pathlib import Path
 
 import llama_cpp.llama_cpp as llama
 import pytest
+from architectures import Zoo
 
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama.managed import build
@@ -41,6 +42,14 @@ def test_the_automatic_budget_is_the_least_that_works_until_a_context_says_more(
 def test_no_engine_is_planned_where_all_experts_are_to_be_resident(small_moe: Path) -> None:
     plan = planned(small_moe, budget=RESIDENT)
     assert plan.budget is None and build(plan) is None
+
+
+def test_a_lossy_setting_that_waits_for_all_that_a_token_uses_is_told(small_moe: Path, zoo: Zoo) -> None:
+    top_2 = planned(zoo.path("mixtral", "Q8_0"), budget="100%", substitution="heaviest")
+    assert top_2.notes[-1] == ("the lossy setting heaviest changes nothing: it waits for 2 experts of a token, and the "
+                               "model uses 2 in a layer; sacred=1 leaves out the others")
+    for path, setting in ((small_moe, "heaviest"), (top_2.map.path, "heaviest,sacred=1")):
+        assert planned(Path(path), budget="100%", substitution=setting).notes[-1] == ""
 
 
 @pytest.mark.parametrize("settings, error", [
