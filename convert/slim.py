@@ -41,7 +41,7 @@ def write_slim(model_map: ModelMap, target: Path) -> int:
                     file.write(b"\0" * (-file.tell() % plan.alignment))
             files.publish([directory / target.name], target.parent)
         except OSError as error:
-            raise PyorchError(f"writing {target} failed: {error.strerror}; nothing was left there") from None
+            raise PyorchError(f"writing {target} failed: {error.strerror}; what was there is unchanged") from None
     return target.stat().st_size
 
 

@@ -207,7 +207,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         parser.prog = " ".join(["pyorch", *words])
         if any(word.partition("=")[0] == "--config" for word in unknown):
             raise PyorchError(f"--config FILE has its place before the command: pyorch --config FILE {args.command}")
-        parser.refuse(unknown)
+        is_prompt = args.command == "run" and not unknown[0].startswith("-")
+        parser.refuse(unknown, 'a prompt follows after -p, as in -p "Once upon a time"' if is_prompt else "")
     if args.version:
         args.run = _print_version
     elif args.command is None:
@@ -215,11 +216,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+_CALLED_ELSEWHERE = {"list": "models", "ls": "models", "pull": "run hf:ORG/NAME", "chat": "run", "help": "--help"}
+
+
 def _no_command(word: str) -> str:
     import difflib
 
-    meant = difflib.get_close_matches(word, COMMANDS, 1)
-    return f'"{word}" is not a command{f": did you mean {meant[0]}?" if meant else ""}; pyorch --help lists them all'
+    meant = _CALLED_ELSEWHERE.get(word) or next(iter(difflib.get_close_matches(word, COMMANDS, 1)), "")
+    return f'"{word}" is not a command{f": did you mean {meant}?" if meant else ""}; pyorch --help lists them all'
 
 
 def _refuse_flags_of_llama(command: str, argv: list[str]) -> None:

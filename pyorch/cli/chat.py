@@ -106,7 +106,10 @@ class Chat:
 
 def converse(chat: Chat) -> None:
     """Until the input ends, or /exit."""
-    read = _terminal_reader(chat) if sys.stdin.isatty() and sys.stderr.isatty() else _read_line
+    on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+    if on_terminal:
+        _say("/help lists what can be done, Ctrl-D ends the conversation")
+    read = _terminal_reader(chat) if on_terminal else _read_line
     while (text := read()) is not None:
         if text.startswith("/"):
             try:

@@ -100,10 +100,12 @@ def _all(before: list[str], typed: str) -> Iterator[tuple[str, str]]:
 
 def _models(typed: str) -> Iterator[tuple[str, str]]:
     """Files, and the names of repositories in the hub's cache, which is looked at without the hub's package."""
+    from pyorch.hub.reference import is_sidecar
+
     for path in sorted(glob.glob(f"{glob.escape(typed)}*")):
         if os.path.isdir(path):
             yield f"{path}/", ""
-        elif path.endswith(".gguf"):
+        elif path.endswith(".gguf") and not is_sidecar(path):
             yield path, ""
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
     where = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")

@@ -62,7 +62,9 @@ def _check_file(path: Path) -> None:
         raise PyorchError(f"{path} is a directory, a checkpoint of Hugging Face's kind: pyorch convert "
                           f"{shlex.quote(str(path))} -o {shlex.quote(path.name)}.gguf makes a model of it")
     if path.is_dir():
-        models = sorted(path.glob("*.gguf"))
+        from pyorch.hub.reference import is_sidecar
+
+        models = [file for file in sorted(path.glob("*.gguf")) if not is_sidecar(file.name)]
         raise PyorchError(f"{path} is a directory, not a GGUF file" + (f"; {models[0]} is one" if models else ""))
     if not path.exists():
         near = [other.name for other in path.parent.glob("*.gguf")] if path.parent.is_dir() else []

@@ -87,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
             complete = True
         else:
             complete = _generate(model, prompt, {"max_tokens": args.tokens or N_TOKENS, **chosen}, args)
+            if complete and model.llama.n_tokens >= n_ctx - 1:
+                print(f"pyorch: note: the context of {n_ctx} tokens is full, which ended the text: --ctx N makes room "
+                      "for more", file=sys.stderr)
         find(model.llama.model).save()
     return 0 if complete else 130
 

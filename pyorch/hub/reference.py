@@ -64,6 +64,11 @@ def is_reference(text: object) -> bool:
     return isinstance(text, str) and text.startswith(PREFIX)
 
 
+def is_sidecar(path: str) -> bool:
+    """Whether a GGUF file has the name of one that pyorch makes beside a model."""
+    return path.removesuffix(".gguf").rpartition(".")[2] in SIDECARS
+
+
 def candidates(sizes: Mapping[str, int]) -> list[Candidate]:
     """The models among the files of a repository, by name: GGUF files that are no sidecars, projectors or statistics.
 
@@ -72,8 +77,7 @@ def candidates(sizes: Mapping[str, int]) -> list[Candidate]:
     found: dict[str, list[str]] = {}
     for name in sorted(sizes):
         stem, dot, suffix = name.rpartition(".")
-        kind = stem.rpartition(".")[2]
-        if not dot or suffix != "gguf" or kind in SIDECARS or _NO_MODEL.search(stem.rpartition("/")[2]):
+        if not dot or suffix != "gguf" or is_sidecar(name) or _NO_MODEL.search(stem.rpartition("/")[2]):
             continue
         shard = _SHARD.match(stem)
         found.setdefault(shard["stem"] if shard else stem, []).append(name)

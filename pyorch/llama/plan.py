@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as llama
 
+from pyorch import files
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
@@ -126,6 +127,9 @@ def make_plan(
     division, notes = _use_pack(settings, model_map, params, device, plain)
     budget, more = _budget(settings, model_map, params, device)
     notes += more
+    if files.has_holes(model_map.shards):
+        notes += (f"{model_map.path} seems to be a header without weights, most of its bytes were never written: what "
+                  "it answers means nothing",)
     sidecars = Sidecars(model_map)
     plan = EnginePlan(model_map, settings, sidecars, budget, plain, device, placed, division, notes=notes)
     return plan if budget is None else _with_contents(plan)

@@ -14,14 +14,14 @@ from pyorch.files import write_text
 
 
 def directory() -> Path | None:
-    """None where there is none: there is no home, or it cannot be written."""
+    """None where there is none: there is no home, or it can be neither made nor read."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     try:
         found = (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "pyorch"
         found.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # no home
         return None
-    return found
+    return found if os.access(found, os.R_OK | os.X_OK) else None
 
 
 def can_keep() -> bool:

@@ -43,8 +43,9 @@ def tags(paths: dict[str, Path]) -> Json:
 def show(path: Path) -> Json:
     """The answer to POST /api/show. PyorchError for a file that is no model."""
     with ModelMap(path) as model_map:
-        arch = model_map.info.arch
-        return {"details": _details(arch), "capabilities": ["completion", "tools"], "modelfile": "", "template": "",
+        arch, template = model_map.info.arch, model_map.metadata("tokenizer.chat_template", str, "")
+        tools = ["tools"] if "tools" in template else []
+        return {"details": _details(arch), "capabilities": ["completion", *tools], "modelfile": "", "template": "",
                 "model_info": {"general.architecture": arch, f"{arch}.context_length": model_map.trained_ctx}}
 
 

@@ -107,7 +107,7 @@ def write(
             writer.close()
             publish([directory / path.name], path.parent)
         except OSError as error:
-            raise PyorchError(f"writing {path} failed: {error.strerror}; nothing was left there") from None
+            raise PyorchError(f"writing {path} failed: {error.strerror}; what was there is unchanged") from None
 
 
 def new_writer(

@@ -155,6 +155,8 @@ def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == 'pyorch: error: "xyz" is not a command; pyorch --help lists them all\n'
     assert main(["prepair", "--json"]) == 2
     assert '"prepair" is not a command: did you mean prepare?; pyorch --help' in capsys.readouterr().err
+    assert main(["pull", "hf:x/y"]) == 2
+    assert '"pull" is not a command: did you mean run hf:ORG/NAME?' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
@@ -163,6 +165,7 @@ def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[
     ("eval arc m.gguf --data d --speed-tokens 1.5", '--speed-tokens: "1.5" is not a whole number of 0 or more;'),
     ("tune m.gguf --data d --min-accuracy most", '"most" is not a share above 0 and at most 1, such as 0.5 or 50%;'),
     ("eval perplexity m.gguf --data d --cache-rate 150%", '"150%" is not a share above 0 and at most 1'),
+    ("run m.gguf hello", 'unrecognized arguments: hello (a prompt follows after -p, as in -p "Once upon a time");'),
     ("serve m.gguf -np 4", "unrecognized arguments: -np 4 (flags of llama-server follow after --, as in -- -np 4);"),
     ("cluster up -np 4", "(flags of llama-server follow after --, as in -- -np 4);"),
 ])

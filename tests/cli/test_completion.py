@@ -42,7 +42,7 @@ def test_commands_and_flags_are_completed() -> None:
 def test_models_are_completed_where_one_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = tmp_path / "hub/models--allenai--OLMoE-1B/snapshots/123/olmoe-q4.gguf"
     cached.parent.mkdir(parents=True)
-    for path in (cached, tmp_path / "small.gguf", tmp_path / "small.txt"):
+    for path in (cached, tmp_path / "small.gguf", tmp_path / "small.maps.gguf", tmp_path / "small.txt"):
         path.touch()
     (tmp_path / "smaller").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ from processes import pyorch
 
 from pyorch.cli import main
 from pyorch.llama import memory
+from pyorch.runtime import kept
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget
 from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
@@ -75,6 +76,21 @@ def test_no_roofline_of_a_model_that_fits_into_the_cache(small_moe: Path, monkey
     shown = capsys.readouterr().out
     row = next(line for line in shown.splitlines() if line.startswith("budget 50%"))
     assert "fits into the processor's cache" in shown and row.count("%") == 2  # of the budget and of the hits
+
+
+def test_a_text_that_the_context_ends_is_told(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["run", str(small_moe), "-p", "def", "--ctx", "256", "--threads", "1", "--temp", "0", "-n"]
+    assert main([*command, "5000"]) == 0
+    assert "note: the context of 256 tokens is full" in capsys.readouterr().err
+    assert main([*command, "8"]) == 0
+    assert "is full" not in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kept.directory() == tmp_path / "pyorch"
+    monkeypatch.setattr(kept.os, "access", lambda path, mode: False)  # root may read everything
+    assert kept.directory() is None
 
 
 @pytest.mark.parametrize("command", ["profile", "calibrate"])

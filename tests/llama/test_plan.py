@@ -44,6 +44,16 @@ def test_no_engine_is_planned_where_all_experts_are_to_be_resident(small_moe: Pa
     assert plan.budget is None and build(plan) is None
 
 
+def test_a_header_without_weights_is_told(small_moe: Path, tmp_path: Path) -> None:
+    header = tmp_path / "header.gguf"
+    with small_moe.open("rb") as whole, header.open("wb") as file:
+        file.write(whole.read(1 << 20))
+        file.truncate(small_moe.stat().st_size)
+    for path, told in ((header, True), (small_moe, False)):
+        notes = planned(path, budget="40%").notes
+        assert any("seems to be a header without weights" in note for note in notes) == told
+
+
 def test_a_lossy_setting_that_waits_for_all_that_a_token_uses_is_told(small_moe: Path, zoo: Zoo) -> None:
     top_2 = planned(zoo.path("mixtral", "Q8_0"), budget="100%", substitution="heaviest")
     assert top_2.notes[-1] == ("the lossy setting heaviest changes nothing: it waits for 2 experts of a token, and the "

@@ -272,6 +272,7 @@ def test_programs_that_speak_ollama_are_answered(server: ServerProcess):
     assert server.get("/api/version")["version"]
     shown, = ask_as_ollama(server, "/api/show", {"model": "sparse:latest"})
     assert shown["details"]["family"] == shown["model_info"]["general.architecture"] == "qwen2moe"
+    assert shown["capabilities"] == ["completion"]  # its template knows no tools
     settings = {"temperature": 0, "num_predict": 6}
     plain = server.client.completions.create(model="sparse", prompt=PROMPT, max_tokens=6, temperature=0)
 
