@@ -50,8 +50,9 @@ def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> d
     expert_bytes: of one expert of the largest layer; layer_bytes: of all of that layer, in memory: with less, a layer
     is streamed. kv_cache_bytes: for a context of n_ctx tokens. disk: what the file system was found to need, None where
     it was not measured yet; disk_ways: all that was measured now. pack_refused, plan_refused: why what lies beside the
-    model is not used, "" if it is, or none lies there.
+    model is not used, "" if it is, or none lies there. has_weights: most of the file's bytes were written.
     """
+    from pyorch import files
     from pyorch.runtime import disk
     from pyorch.sidecars import packs
 
@@ -72,7 +73,7 @@ def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> d
         "layer_bytes": max((layer.n_expert * layer.slot_bytes for layer in layers), default=0),
         "n_ctx": n_ctx, "kv_cache_bytes": model_map.kv_bytes(n_ctx), "sidecars": model_map.sidecars(), "disk": chosen,
         "disk_ways": ways, "pack_refused": pack_refused, "pack": packs.contents(model_map), "plan": plan,
-        "plan_refused": plan_refused,
+        "plan_refused": plan_refused, "has_weights": not files.has_holes(model_map.shards),
     }
 
 
@@ -95,9 +96,10 @@ def _facts(model: dict[str, Any]) -> Facts:
     from pyorch.sizes import counted, format_bytes
 
     shards = f" in {model['n_files']} files" if model['n_files'] > 1 else ""
+    weights = "" if model["has_weights"] else "; a header without weights, most of its bytes were never written"
     facts = [
         ("model", f"{model['name'] or Path(model['path']).name} ({model['arch']}), "
-                  f"{format_bytes(model['file_bytes'])}{shards}"),
+                  f"{format_bytes(model['file_bytes'])}{shards}{weights}"),
         ("layers", f"{model['n_layers']}, {model['n_moe_layers']} of them with routed experts"),
     ]
     if model["n_moe_layers"]:

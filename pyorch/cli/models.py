@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pyorch import files
 from pyorch.cli.options import add_command, print_json
 from pyorch.cli.tables import Table, show
 from pyorch.errors import FormatError, PyorchError
@@ -113,8 +114,8 @@ def _row(stored: Stored) -> Row:
     if not stored.checkpoint:
         try:
             with ModelMap(path) as model_map:
-                info, layers = model_map.info, model_map.layers
-            kind = info.arch
+                info, layers, shards = model_map.info, model_map.layers, model_map.shards
+            kind = f"{info.arch}, without weights" if files.has_holes(shards) else info.arch
             experts = f"{max(layer.n_expert for layer in layers)} x {len(layers)}" if layers else ""
         except FormatError as error:
             kind = "truncated" if "is truncated:" in str(error) else "damaged"

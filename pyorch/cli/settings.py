@@ -79,7 +79,7 @@ def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:
     Raises PyorchError for those that cannot mean anything, or would do nothing.
     """
     values = {
-        name: OPTIONS[name].parse(getattr(args, name)) for name in args.settings_flags
+        name: OPTIONS[name].parse(getattr(args, name), OPTIONS[name].long_flag) for name in args.settings_flags
         if name not in without and getattr(args, name) is not None
     }
     _check_lossy(values)

@@ -61,14 +61,14 @@ class Option:
         """As whoever calls would write it: a number, a boolean, text, or None."""
         return told(self.default)
 
-    def parse(self, given: Any) -> Any:
-        """The value. PyorchError for what cannot be one."""
+    def parse(self, given: Any, called: str = "") -> Any:
+        """The value. PyorchError for what cannot be one. called: what the user calls it, default: its name."""
         if given is None:
             return self.default
         try:
             return self.read(given)
         except (ValueError, TypeError, OverflowError):
-            raise PyorchError(f"{self.name} is {given}, and must be {self.kind}") from None
+            raise PyorchError(f"{called or self.name} is {given}, and must be {self.kind}") from None
 
 
 def option(

@@ -210,7 +210,8 @@ def test_an_epsilon_below_zero(refused, tiny_moe: Path) -> None:
     ("--ubatch", -3), ("--ubatch", 2**31),
 ])
 def test_a_size_that_cannot_be(refused, tiny_moe: Path, option: str, value: int) -> None:
-    assert f"is {value}, and must be from 1" in refused("run", tiny_moe, "-p", "x", option, value, "--budget", "60%")
+    said = refused("run", tiny_moe, "-p", "x", option, value, "--budget", "60%")
+    assert f"{option} is {value}, and must be from 1" in said
 
 
 def test_a_port_that_cannot_be(refused, tiny_moe: Path) -> None:

@@ -229,6 +229,19 @@ def test_chat_answers_every_line_until_the_input_ends(small_moe: Path) -> None:
     assert done.stderr.count("> ") == 3 and done.stdout.count("\n") >= 2
 
 
+def test_a_header_without_weights_is_told(
+    small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = tmp_path / "header.gguf"
+    with small_moe.open("rb") as whole, header.open("wb") as file:
+        file.write(whole.read(1 << 20))
+        file.truncate(small_moe.stat().st_size)
+    assert main(["inspect", str(header)]) == 0
+    assert "a header without weights" in capsys.readouterr().out
+    assert main(["models", "list", str(tmp_path)]) == 0
+    assert "qwen2moe, without weights" in capsys.readouterr().out
+
+
 def test_inspect_tells_what_the_file_holds(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small_moe.with_name("small-moe.buddies.gguf").touch()
     assert main(["inspect", str(small_moe), "--json"]) == 0
