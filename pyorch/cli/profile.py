@@ -85,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
             )
     except BaseException:
         if writes and part.exists():
-            print(f"pyorch: note: what was recorded until now is in {part}", file=sys.stderr)
+            if part.stat().st_size:
+                print(f"pyorch: note: what was recorded until now is in {part}", file=sys.stderr)
+            else:  # the disk was full at once
+                part.unlink()
         raise
     if recorded.cut_short:
         note_cut_short(args)
