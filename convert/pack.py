@@ -64,7 +64,8 @@ def pack(
     """Writes the pack of a model, beside it unless `target` says where. It appears whole or not at all.
 
     layout: one of LAYOUTS; native: only for machines whose kernels want the same order. codec, level, shards: see
-    compression.choose(). spare_bytes: room that must be left on the disk for what the caller writes there afterwards.
+    compression.choose(). spare_bytes: room that must be left on the disk for the slim model that the caller writes
+    afterwards; 0: there will be none.
 
     A run that was interrupted, or met a full disk, leaves what it has in a hidden file beside the target, and the next
     one goes on from there. No more than some experts for each core are in memory. Raises PyorchError.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -200,6 +201,17 @@ def take(descriptor: int, path: Path, target: Path) -> bool:
     return False
 
 
+def discard(part: Path, target: Path) -> None:
+    """Removes what an ended run left of `target`, but not while another process writes it."""
+    with contextlib.suppress(OSError, PyorchError):
+        descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if take(descriptor, part, target):
+                part.unlink()
+        finally:
+            os.close(descriptor)
+
+
 def _remove_empty(part: Path, descriptor: int) -> None:
     """Removes the file of a descriptor that has nothing in it, while it still has this name."""
     with contextlib.suppress(OSError):
@@ -228,6 +240,18 @@ def _sync(path: Path) -> None:
 
 
 def has_holes(paths: list[str]) -> bool:
-    """Whether files lack bytes, as a header of the right size does: they would be read faster than any disk. A file
-    system that compresses makes weights smaller, but not by half."""
-    return any(status.st_blocks * 512 < 0.5 * status.st_size for status in map(os.stat, paths))
+    """Whether files lack bytes, as a header of the right size does: they would be read faster than any disk. Blocks
+    alone do not tell: some file systems count none, and some compress."""
+    return any(status.st_blocks * 512 < 0.9 * status.st_size and _is_hole(path, status.st_size // 2)
+               for path, status in zip(paths, map(os.stat, paths)))
+
+
+def _is_hole(path: str, offset: int) -> bool:
+    """False where the file system does not say."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.lseek(descriptor, offset, os.SEEK_DATA) > offset
+    except OSError as error:
+        return error.errno == errno.ENXIO  # nothing behind it either
+    finally:
+        os.close(descriptor)

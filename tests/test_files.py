@@ -6,9 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pyorch import files
 from pyorch.errors import PyorchError
 from pyorch.files import check_target, staging, write_text
 
@@ -92,3 +94,29 @@ def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
     with pytest.raises(PyorchError, match="is no file"):
         check_target(tmp_path / "pipe")
     check_target(tmp_path / "new")
+
+
+def test_what_an_ended_run_left_is_discarded_and_what_another_writes_is_not(tmp_path: Path) -> None:
+    part, target = tmp_path / "made.part", tmp_path / "made"
+    part.write_bytes(b"half")
+    with part.open("r+b") as other:
+        assert files.take(other.fileno(), part, target)
+        files.discard(part, target)
+        assert part.exists()
+    files.discard(part, target)
+    files.discard(part, target)  # nothing is there any more
+    assert not part.exists()
+
+
+def test_a_file_that_lacks_bytes_is_told_from_one_whose_blocks_nobody_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, header = tmp_path / "whole", tmp_path / "header"
+    whole.write_bytes(b"x" * (1 << 20))
+    header.write_bytes(b"x" * 4096)
+    os.truncate(header, 1 << 20)
+    assert files.has_holes([str(header)]) and not files.has_holes([str(whole)])
+    with monkeypatch.context() as patched:
+        patched.setattr(files.os, "stat", lambda path: SimpleNamespace(st_blocks=0, st_size=1 << 20))
+        found = [files.has_holes([str(path)]) for path in (header, whole)]
+    assert found == [True, False]

@@ -219,9 +219,10 @@ class _Preparation:
                 self._own.replace(self._given)
             else:
                 self._own.unlink()
+        from pyorch import files
         from pyorch.traces.file import part_path
 
-        part_path(self._own).unlink(missing_ok=True)  # of a disk that was full
+        files.discard(part_path(self._own), self._own)  # of a disk that was full
         return self._outcomes
 
     def _check_texts(self) -> None:

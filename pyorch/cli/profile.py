@@ -56,6 +56,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 
 
 def run(args: argparse.Namespace) -> int:
+    from pyorch import files
     from pyorch.traces.file import Trace, part_path
     from pyorch.traces.recorder import profile
 
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
             if part.stat().st_size:
                 print(f"pyorch: note: what was recorded until now is in {part}", file=sys.stderr)
             else:  # the disk was full at once
-                part.unlink()
+                files.discard(part, args.output)
         raise
     if recorded.cut_short:
         note_cut_short(args)

@@ -122,14 +122,15 @@ def make_plan(
     device = find_device(settings.device) if settings.device != NONE else None
     place(params, device)
     plain = not params.use_extra_bufts or device is not None  # which takes them as the file has them
-    if device is not None and not placed and _holds_all(device, settings, model_map, params, context):
-        return EnginePlan(model_map, settings, Sidecars(model_map), None, plain, device, placed)
-    division, notes = _use_pack(settings, model_map, params, device, plain)
-    budget, more = _budget(settings, model_map, params, device)
-    notes += more
+    notes: tuple[str, ...] = ()
     if files.has_holes(model_map.shards):
-        notes += (f"{model_map.path} seems to be a header without weights, most of its bytes were never written: what "
-                  "it answers means nothing",)
+        notes = (f"{model_map.path} seems to be a header without weights, most of its bytes were never written: what "
+                 "it answers means nothing",)
+    if device is not None and not placed and _holds_all(device, settings, model_map, params, context):
+        return EnginePlan(model_map, settings, Sidecars(model_map), None, plain, device, placed, notes=notes)
+    division, of_pack = _use_pack(settings, model_map, params, device, plain)
+    budget, of_budget = _budget(settings, model_map, params, device)
+    notes += of_pack + of_budget
     sidecars = Sidecars(model_map)
     plan = EnginePlan(model_map, settings, sidecars, budget, plain, device, placed, division, notes=notes)
     return plan if budget is None else _with_contents(plan)

@@ -372,3 +372,18 @@ def test_script_of_headers_writes_what_inspect_reads(tmp_path: Path) -> None:
                    check=True, timeout=HANG_SECONDS, env=os.environ)
     with ModelMap(path) as model_map:
         assert (len(model_map.layers), model_map.layers[0].n_expert, model_map.info.n_expert_used) == (48, 128, 8)
+
+
+def test_a_pack_of_nibbles_is_expected_to_hold_more_and_to_read_less(headers, tmp_path: Path) -> None:
+    header = headers.Header(tmp_path / "model.gguf", "olmoe", 2, 256, 4, 4, 512)
+    header.experts(64, 4, 256)
+    headers.around(header, 256, 256, headers.Types.F16, headers.Types.F16)
+    for il in range(2):
+        headers.experts(header, il, 64, 256, 256, headers.Types.BF16, headers.Types.BF16)
+    header.close()
+    with ModelMap(tmp_path / "model.gguf") as model_map:
+        advisor = estimator(model_map, Compute(1e-6, 1e-6, 0.5), bandwidth=1e8)
+        base = advisor.estimate("40%")
+        pack = gains(model_map, advisor, base, 1e8, 0.0, 2)[0]
+    assert pack.command.endswith("--codec auto") and "are read and kept in 77% of the bytes" in pack.why
+    assert pack.decode_rate > base.decode_rate / 0.77  # more hits beside fewer bytes
