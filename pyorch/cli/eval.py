@@ -71,8 +71,9 @@ def add_arc_options(parser: argparse.ArgumentParser) -> None:
     sweep.add_argument("--text-tokens", type=whole(1), default=4000, metavar="N",
                        help="predict at most N tokens of --text (default: 4000)")
     sweep.add_argument("--buddies-file", metavar="FILE",
-                       help="lists of buddies, which also say which experts are used most, as --cache-rate needs "
-                            "(default: MODEL.buddies.gguf beside the model)")
+                       help="lists of buddies (default: MODEL.buddies.gguf beside the model); what their trace "
+                            "selected most, --cache-rate takes for resident, and without lists what a text selects "
+                            "that every machine has")
     sweep.add_argument("--speed-tokens", type=whole(0), default=256, metavar="N",
                        help="measure speed by decoding N tokens with a real cache, for each row and round; 0: do not "
                             "measure speed (default: 256)")
@@ -287,7 +288,7 @@ def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution
             model = stack.enter_context(load(args.model, budget=budget, **{**options, "n_ctx": 64}))
         else:
             lossy = method.lossy_method(substitution)
-            buddies = method.read_buddies(args.model, settings.get("buddies"), needed=True)
+            buddies = method.read_buddies(args.model, settings.get("buddies"), needed=substitution.needs_buddies)
             whole = stack.enter_context(method.static_model(args.model, **options))
             model = stack.enter_context(method.simulated(whole, lossy, args.cache_rate, buddies))
         reference = None

@@ -50,8 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="accuracy: the answer with the highest likelihood per character (acc_norm), or the "
                              "highest likelihood (acc) counts (default: acc_norm)")
     parser.add_argument("--buddies-file", metavar="FILE",
-                        help="lists of buddies, which also say which experts are used most, as --cache-rate needs "
-                             "(default: MODEL.buddies.gguf beside the model)")
+                        help="lists of buddies (default: MODEL.buddies.gguf beside the model); what their trace "
+                             "selected most counts as resident, and without lists what a text selects that every "
+                             "machine has")
     parser.add_argument("--lever", action="append", default=[], dest="levers", metavar="SETTINGS",
                         type=or_help, help="try these settings, with alternatives between bars: heaviest,sacred=1|2 "
                              "stands for two; may be repeated; help lists all keys (default: some of leaving out, of "

@@ -79,7 +79,7 @@ def _loaded(asked: Arguments) -> Iterator[Answering]:
     width = n_ubatch(substitution, speculates=bool(forecast))
     if asked.cache_rate is not None:
         method = dataclasses.replace(lossy_method(substitution), forecast=forecast)
-        buddies = read_buddies(path, buddies_file, needed=True)
+        buddies = read_buddies(path, buddies_file, needed=substitution.needs_buddies)
         with static_model(path, **options) as model, simulated(model, method, asked.cache_rate, buddies):
             yield Answering(model, asked, width)
         return
@@ -87,7 +87,7 @@ def _loaded(asked: Arguments) -> Iterator[Answering]:
     if substitution is not None:
         # What is judged is computed as prompts are: nothing of it would be replaced otherwise.
         method = lossy_method(dataclasses.replace(substitution, prefill=True))
-        buddies = read_buddies(path, buddies_file, needed=substitution.mode == "buddies")
+        buddies = read_buddies(path, buddies_file, needed=substitution.needs_buddies)
     method = dataclasses.replace(method, forecast=forecast)
     with dynamic_model(path, method, options.pop("budget", AUTO), buddies, Arrival(), **options) as model:
         yield Answering(model, asked, width)

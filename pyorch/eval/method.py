@@ -1,10 +1,10 @@
 """How absent experts are treated in an evaluation, and which experts count as absent.
 
-A cache rate c keeps the share c of each layer's experts resident, in a cache that is simulated: the model is in memory
-whole, and substitution takes the experts that the trace selected most often for resident, and no others. So what
-happens to a token depends on the token alone, questions are computed in large batches, and results are reproducible. It
-is a hard judge: a real cache follows the text, and misses less. Under a budget, as speed is measured, the cache is a
-real one.
+A cache rate c keeps the share c of each layer's experts resident, in a cache that is simulated: the model is in
+memory whole, and substitution takes the experts that were selected most often for resident, and no others: in the
+trace of the buddy lists, or where there are none, in a text that every machine has. So what happens to a token
+depends on the token alone, questions are computed in large batches, and results are reproducible. It is a hard judge:
+a real cache follows the text, and misses less. Under a budget, as speed is measured, the cache is a real one.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import contextlib
 import dataclasses
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from pyorch.bench.plan import fits
 from pyorch.errors import PyorchError
-from pyorch.eval.likelihood import N_BATCH
+from pyorch.eval.likelihood import N_BATCH, tokenize
 from pyorch.llama import logs
 from pyorch.llama.apply import find_buddies
+from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, RESIDENT
@@ -30,6 +34,8 @@ from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies
+from pyorch.traces.data import read_documents
+from pyorch.traces.default_text import write_default_text
 
 
 @dataclass(frozen=True)
@@ -182,7 +188,7 @@ def simulated(model: Model, method: Method, rate: float | None, buddies: Buddies
     computes with what is forecast, absent or not."""
     model.reset_stats()
     if method.substitution is not None:
-        model.set_cache(buddies.most_active(rate))
+        model.set_cache(most_active(buddies.activations if buddies is not None else _counted(model), rate))
         model.substitute(_everywhere(method.substitution), buddies)
     if method.forecast:
         model.speculate(method.forecast, prompts=True)
@@ -194,6 +200,49 @@ def simulated(model: Model, method: Method, rate: float | None, buddies: Buddies
         if method.substitution is not None:
             model.substitute(None)
             model.set_cache(None)
+
+
+def most_active(activations: Mapping[int, np.ndarray], rate: float) -> dict[int, np.ndarray]:
+    """bool[n_expert] of each layer: the round(rate * n_expert) experts that were selected most often.
+
+    Of experts that are equal in this, those with the lower number.
+    """
+    masks = {}
+    for il, counts in activations.items():
+        mask = np.zeros(len(counts), bool)
+        mask[np.argsort(-counts, kind="stable")[:round(rate * len(mask))]] = True
+        masks[il] = mask
+    return masks
+
+
+_COUNTED_TOKENS, _COUNTED_AT_ONCE = 4096, 64  # the logits of so many are in memory
+_counts: WeakKeyDictionary[Model, dict[int, np.ndarray]] = WeakKeyDictionary()
+
+
+def _counted(model: Model) -> dict[int, np.ndarray]:
+    """int64[n_expert] of each layer: how often a text that every machine has selects each expert, counted once."""
+    if model not in _counts:
+        before = _activations(model)
+        handle, left = model.llama.model, _COUNTED_TOKENS
+        with (tempfile.TemporaryDirectory() as directory,
+              Context(handle, N_BATCH, _COUNTED_AT_ONCE, _COUNTED_AT_ONCE) as context):
+            text = Path(directory) / "text.jsonl"
+            write_default_text(text)
+            for document in read_documents([str(text)]):
+                tokens = tokenize(model.llama, document.text)[:min(left, N_BATCH)]
+                context.clear()
+                for start in range(0, len(tokens), _COUNTED_AT_ONCE):
+                    context.decode(tokens[start : start + _COUNTED_AT_ONCE])
+                left -= len(tokens)
+                if left <= 0:
+                    break
+        _counts[model] = {il: counts - before[il] for il, counts in _activations(model).items()}
+        model.reset_stats()
+    return _counts[model]
+
+
+def _activations(model: Model) -> dict[int, np.ndarray]:
+    return {layer.il: model.engine.activations(layer.il).astype(np.int64) for layer in model.map.layers}
 
 
 def _everywhere(substitution: Substitution | None) -> Substitution | None:
@@ -216,7 +265,7 @@ def dynamic_model(
         if buddies is not None and model.engine is not None:
             stats = model.engine.stats()
             rate = min(1.0, stats.budget_bytes / max(1, model.map.info.slots_bytes))
-            begin = buddies.most_active(rate)
+            begin = most_active(buddies.activations, rate)
             for il, mask in begin.items():
                 model.layers[il].prefetch(mask.nonzero()[0])
             model.engine.wait_idle()
@@ -234,10 +283,8 @@ def read_buddies(path: str | os.PathLike[str], buddies_file: str | None, needed:
     with ModelMap(path) as model_map:
         if buddies_file is None and "buddies" not in model_map.sidecars():
             if needed and model_map.layers:
-                raise PyorchError(
-                    f"there are no buddy lists beside {path}; they also say which experts a trace selected most "
-                    "often, and a cache rate takes those for resident: make them with `pyorch buddies`, or name "
-                    "them with --buddies-file")
+                raise PyorchError(f"there are no buddy lists beside {path}: make them with `pyorch buddies`, or name "
+                                  "them with --buddies-file")
             return None
         return find_buddies(Substitution(), buddies_file, Sidecars(model_map))
 

@@ -197,8 +197,8 @@ def _judgement(record: Record, rate: float | None, method: Method) -> Judgement:
 def _buddies(plan: Plan) -> Buddies | None:
     if not plan.rates:
         return None
-    replacing = any(method.substitution is not None for method in plan.methods)
-    return read_buddies(plan.model, plan.buddies_file, replacing)
+    needed = any(method.substitution is not None and method.substitution.needs_buddies for method in plan.methods)
+    return read_buddies(plan.model, plan.buddies_file, needed)
 
 
 def _row_key(rate: float | None, method: Method) -> str:

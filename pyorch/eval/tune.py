@@ -33,12 +33,12 @@ _KL_TOKENS = 4096  # predicted for a divergence
 # would have to be judged token by token.
 LEVERS = (
     "mode=none,miss=drop,order=weight",
-    "mode=none,miss=drop,order=weight,sacred=1|2|3|4",
+    "heaviest,max_weight=0.6|0.75|0.9|1.2|1.5|2",
     "mode=none,miss=drop,order=weight,sacred=1|2|3,min_entropy=p50|p30",
-    "mode=none,miss=drop,order=weight,sacred=1|2,max_replaced=1|2",
-    "mode=none,miss=ghost,order=weight,sacred=1|2",
-    "mode=cache,order=weight,sacred=1|2|3,among=12",
-    "mode=cache,order=weight,sacred=2,bonus=0.5|1|2",
+    "heaviest,max_replaced=1|2",
+    "ghosts,max_weight=0.9|1.2|1.5",
+    "mode=cache,order=weight,sacred=1,max_weight=0.9|1.5,among=12",
+    "mode=cache,order=weight,sacred=1,max_weight=0.9,bonus=0.5|1|2",
 )
 
 MOST = 512  # settings
@@ -76,7 +76,7 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
         if not model_map.layers:
             raise PyorchError(f"{request.model} is a dense model: it has no experts that could be absent")
         info = model_map.info
-        has_ghosts = "ghosts" in model_map.sidecars()
+        beside = model_map.sidecars()
         budget = request.budget
         n_bytes = budget.resolve(info) if budget.amount is not None else info.slots_bytes
     if n_bytes >= info.slots_bytes:
@@ -84,7 +84,8 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
             f'budget "{request.budget}" keeps all experts, or depends on the moment: there is nothing to tune'
         )
     rate = n_bytes / info.slots_bytes
-    buddies = read_buddies(request.model, request.buddies_file, needed=True)
+    settings = _settings(request, "ghosts" in beside, request.buddies_file is not None or "buddies" in beside)
+    buddies = read_buddies(request.model, request.buddies_file, needed=False)
     with static_model(request.model, **request.options) as model:
         tasks = [shuffled(task) for task in _tasks(model, request)] if request.goal.min_accuracy is not None else []
         n_questions = sum(len(task.questions) for task in tasks)
@@ -95,7 +96,7 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
             def judge(setting: Substitution | None, begin: int, end: int) -> Judgement:
                 return judging.judge(_method(setting), rate, buddies, parts=(begin, end))
 
-            search = Search(judge, request.goal, _settings(request, has_ghosts), n_questions, request.metric,
+            search = Search(judge, request.goal, settings, n_questions, request.metric,
                             partial(on_progress, "search"))
             trials = search.run()
     if request.goal.min_accuracy is not None and not search.original.average(request.metric):
@@ -115,11 +116,15 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
     return Tuning(search.original, tuple(trials), speeds, best, tuned)
 
 
-def _settings(request: Request, has_ghosts: bool) -> list[Substitution]:
+def _settings(request: Request, has_ghosts: bool, has_buddies: bool) -> list[Substitution]:
     """What can be tried with the files that there are."""
-    possible = [setting for setting in settings_of(request.levers) if not setting.needs_ghosts or has_ghosts]
+    possible = [setting for setting in settings_of(request.levers)
+                if (has_ghosts or not setting.needs_ghosts) and (has_buddies or not setting.needs_buddies)]
     if not possible:
-        raise PyorchError(f"there are no ghosts beside {request.model}: make them with `pyorch ghosts`")
+        missing, command = ("buddy lists", "buddies") if has_ghosts else ("ghosts", "ghosts")
+        if not (has_ghosts or has_buddies):
+            missing, command = "ghosts and no buddy lists", "ghosts` and `pyorch buddies"
+        raise PyorchError(f"there are no {missing} beside {request.model}: make them with `pyorch {command}`")
     return possible
 
 
@@ -142,7 +147,7 @@ def _tasks(model: Model, request: Request) -> list[arc.Task]:
 
 
 def _held_out(
-    request: Request, rate: float, buddies: Buddies, best: Substitution, on_progress: OnProgress
+    request: Request, rate: float, buddies: Buddies | None, best: Substitution, on_progress: OnProgress
 ) -> dict[str, float]:
     """Fields of TunedSetting."""
     found = []
@@ -162,7 +167,7 @@ def _held_out(
 
 
 def _speeds(
-    request: Request, trials: Sequence[Trial], buddies: Buddies, on_progress: OnProgress
+    request: Request, trials: Sequence[Trial], buddies: Buddies | None, on_progress: OnProgress
 ) -> dict[Substitution | None, Speed]:
     settings = [None, *(trial.substitution for trial in trials)]
     rounds: dict[Substitution | None, list[Speed]] = {setting: [] for setting in settings}

@@ -71,17 +71,10 @@ class Buddies:
     alpha: dict[int, float]  # cumulative frequency threshold of each layer (eq. 5)
     n_tokens: int  # of the trace
 
-    def most_active(self, rate: float) -> dict[int, np.ndarray]:
-        """bool[n_expert] of each layer: the round(rate * n_expert) experts that the trace selected most often.
-
-        Of experts that are equal in this, those with the lower number.
-        """
-        masks = {}
-        for il, layer in self.layers.items():
-            mask = np.zeros(len(layer.activations), bool)
-            mask[np.argsort(-layer.activations, kind="stable")[:round(rate * len(mask))]] = True
-            masks[il] = mask
-        return masks
+    @property
+    def activations(self) -> dict[int, np.ndarray]:
+        """int64[n_expert] of each layer: tokens of the trace that selected the expert."""
+        return {il: layer.activations for il, layer in self.layers.items()}
 
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
         """Writes the sidecar, whole or not at all. Raises PyorchError if it cannot be written."""

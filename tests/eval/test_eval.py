@@ -211,6 +211,37 @@ def test_with_every_expert_in_the_cache_nothing_changes(whole: Model) -> None:
     assert np.array_equal(log_likelihoods(original), log_likelihoods(lossy))
 
 
+def test_what_was_selected_most_is_most_active() -> None:
+    activations = {3: np.random.default_rng(0).integers(0, 20, 64)}
+    mask = method.most_active(activations, 0.375)[3]
+    assert mask.sum() == 24 and activations[3][mask].min() >= activations[3][~mask].max()
+    assert not method.most_active(activations, 0)[3].any() and method.most_active(activations, 1)[3].all()
+
+
+def test_without_lists_the_default_text_says_what_is_resident(whole: Model) -> None:
+    seen = {il: np.zeros(64, np.int64) for il in whole.layers}
+
+    def count(routing) -> None:
+        seen[routing.il] += np.bincount(routing.experts.ravel(), minlength=64)
+
+    heaviest, task = method.lossy_method(Substitution.parse("heaviest")), arc.read_task(whole, FACTS, limit=4)
+    whole.engine.set_observer(count)
+    counted = method._counted(whole)
+    whole.engine.set_observer(None)
+    assert all(np.array_equal(counted[il], counts) and counts.sum() == 4096 * 6 for il, counts in seen.items())
+    before = whole.engine.activations(0)
+    with method.simulated(whole, heaviest, 0.5, None):
+        found = arc.score(whole, task, n_threads=1)
+        absent = method.slots(whole).absent
+    assert absent > 0 and (whole.engine.activations(0) - before).sum() < 4096 * 6, "it is counted once"
+    lists = complete_buddies()
+    for il, layer in lists.layers.items():
+        layer.activations[:] = counted[il]
+    with method.simulated(whole, heaviest, 0.5, lists):
+        assert np.array_equal(log_likelihoods(arc.score(whole, task, n_threads=1)), log_likelihoods(found))
+        assert method.slots(whole).absent == absent
+
+
 def test_a_simulated_cache_is_the_most_active_experts(whole: Model) -> None:
     buddies = complete_buddies()
     seen = {il: set() for il in whole.layers}
@@ -237,7 +268,7 @@ def test_a_simulated_cache_is_the_most_active_experts(whole: Model) -> None:
 ])
 def test_every_absent_slot_is_counted_whichever_gate_refused_it(whole: Model, settings: str) -> None:
     buddies = complete_buddies()
-    masks, absent = buddies.most_active(0.5), 0
+    masks, absent = method.most_active(buddies.activations, 0.5), 0
 
     def count(routing) -> None:
         nonlocal absent
@@ -571,7 +602,6 @@ def test_malformed_questions_name_the_line(small_moe: Path, tmp_path: Path, caps
     (["--shots", "400"], "no question is left"),
     (["--shots", "401"], "has 400 questions, 401 examples"),
     (["--cache-rate", "0.5", "--lossy", "rho=3", "--speed-tokens", "0"], "make them with `pyorch buddies`"),
-    (["--cache-rate", "0.5", "--lossy", "heaviest"], "a cache rate takes those for resident: make them with"),
     (["--cache-rate", "0.5", "--plot", "x.png", "--speed-tokens", "0"], "needs --speed-tokens"),
 ])
 def test_mistakes_are_sentences(

@@ -230,7 +230,7 @@ def test_of_those_that_keep_the_accuracy_the_fastest_wins(
     path = tmp_path / "small.tuned.json"
     assert main([str(word) for word in (
         "tune", small_moe, "--data", FACTS, "--limit", 4, "--buddies-file", buddies_file, "--cache-rate", 0.75,
-        "--min-accuracy", "1%", "--lever", "mode=none,miss=drop,order=weight,sacred=1|2|3", "--threads", 1,
+        "--min-accuracy", "1%", "--lever", "heaviest,max_weight=0.7|0.9|1.2", "--threads", 1,
         "-o", path)]) == 0
     with ModelMap(small_moe) as model_map:
         tuned = read_tuned(path, model_map)
@@ -280,6 +280,18 @@ def test_mistakes_are_sentences(
     assert main(command) == 2
     error = capsys.readouterr().err
     assert sentence in error and error.count("\n") == 1
+
+
+def test_without_lists_only_settings_that_need_none_are_tried(
+    small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["tune", str(small_moe), "--data", str(FACTS), "--limit", "8", "--cache-rate", "0.75", "--speed-tokens",
+               "0", "--threads", "1", "-o", str(tmp_path / "tuned.json"), "--json"]
+    assert main([*command, "--lever", "mode=none,miss=drop,order=weight,min_entropy=p50"]) == 2
+    assert "make them with `pyorch ghosts` and `pyorch buddies`" in capsys.readouterr().err
+    assert main([*command, "--min-accuracy", "0.5", "--lever", "heaviest", "--lever", "coverage=1"]) == 0
+    trials = json.loads(capsys.readouterr().out)["trials"]
+    assert [trial["settings"] for trial in trials] == ["heaviest"]
 
 
 @pytest.mark.parametrize("n, n_held_out, sentence", [

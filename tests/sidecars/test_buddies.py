@@ -157,14 +157,6 @@ def test_every_expert_has_a_buddy_however_small_alpha_is(model_map: ModelMap, tr
     assert all((layer.cut(1e-6).lengths == 1).all() for layer in buddies.layers.values())
 
 
-def test_what_was_selected_most_is_most_active(model_map: ModelMap, trace_path: Path) -> None:
-    buddies = build(model_map, Trace(trace_path)).buddies
-    for il, mask in buddies.most_active(0.375).items():
-        counts = buddies.layers[il].activations
-        assert mask.sum() == 24 and counts[mask].min() >= counts[~mask].max()
-    assert not buddies.most_active(0)[0].any() and buddies.most_active(1)[0].all()
-
-
 def test_the_gates_are_calibrated_on_every_token_of_a_layer(model_map: ModelMap, trace_path: Path) -> None:
     trace = Trace(trace_path)
     layer = build(model_map, trace).buddies.layers[5]
