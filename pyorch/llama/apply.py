@@ -120,7 +120,8 @@ def apply_substitution(
     given = {
         "prefill": settings.prefill, "max_per_token": settings.rho, "max_all_layers": settings.rho_token,
         "seed": settings.seed, "sacred": settings.sacred, "among": settings.among, "beta": settings.beta,
-        "bonus": settings.bonus, "tau": _threshold(settings.tau, layer, "tae_percentiles"),
+        "bonus": settings.bonus, "max_weight": settings.max_weight,
+        "tau": _threshold(settings.tau, layer, "tae_percentiles"),
         "gamma": _threshold(settings.gamma, layer, "margin_percentiles"),
         **{field: choices.substitution(name)[getattr(settings, name)].value for field, name in (
             ("mode", "mode"), ("order", "order"), ("on_miss", "miss"))},

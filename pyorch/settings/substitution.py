@@ -15,12 +15,13 @@ from pyorch.errors import PyorchError
 from pyorch.library import choices
 from pyorch.settings.option import LOSSY, flag, option, options, texts
 
-# By what they do: wait for a token's heaviest experts, and leave out the other absent ones, or let their ghosts or
+# By what they do: wait for a token's heavy experts, and leave out the other absent ones, or let their ghosts or
 # buddies stand in. Of all settings that need no file, heaviest lost least for what it read; ghosts lose half of that
-# (docs/lossy.md).
+# (docs/lossy.md). The error of what is left out grows with the square of its weight, so that a bound on the weight
+# loses least for what is read, whatever the number of experts; and with none at all a token would lose its layer.
 PRESETS = {
-    "heaviest": "mode=none,order=weight,miss=drop,sacred=2",
-    "ghosts": "mode=none,order=weight,miss=ghost,sacred=2",
+    "heaviest": "mode=none,order=weight,miss=drop,sacred=1,max_weight=0.9",
+    "ghosts": "mode=none,order=weight,miss=ghost,sacred=1,max_weight=0.9",
     "buddies": "mode=buddies",
 }
 
@@ -108,6 +109,10 @@ class Substitution:
         "fetch", str, "a word", group=LOSSY,
         help="an absent expert that may be replaced, but has no resident buddy, is read (fetch), left out (drop), or "
              "estimated by its ghost (ghost, see pyorch ghosts)")
+    max_weight: float | None = option(
+        None, _number, "a number", group=LOSSY,
+        help="an expert is not replaced nor left out if it weighs this many times as much or more than an expert of a "
+             "token does on average")
     sacred: int | None = option(
         None, _count, _COUNT, group=LOSSY,
         help="so many of a token's experts in a layer, those of the highest weight, are never replaced nor left out")
@@ -135,7 +140,7 @@ class Substitution:
     @classmethod
     def parse(cls, text: str | Substitution) -> Substitution:
         """From "coverage=0.95,max_replaced=3", or with the paper's symbols, "alpha=0.95,rho=3". It may begin
-        with one of PRESETS, as "heaviest" or "heaviest,sacred=1". PyorchError for what cannot be one."""
+        with one of PRESETS, as "heaviest" or "heaviest,sacred=2". PyorchError for what cannot be one."""
         if isinstance(text, Substitution):
             return text
         if not isinstance(text, str):
@@ -206,7 +211,7 @@ def _check(settings: Substitution) -> None:
         if value is not None and value < 1:
             off = "none, without heaviest and ghosts" if name == "sacred" else "no limit"
             raise PyorchError(f"lossy setting {_plain(name)}={value} is below 1: leave it out for {off}")
-    for name in ("beta", "bonus", "seed"):
+    for name in ("beta", "bonus", "max_weight", "seed"):
         value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise PyorchError(f"lossy setting {_plain(name)}={value:g} is negative")

@@ -57,6 +57,10 @@ def reference(
     crowded = lossy.beta is not None and len(absent) / len(requested) >= lossy.beta
     estimated: set[tuple[int, int]] = set()  # slots that ghosts compute
     own = lossy.mode == "cache"
+    mean_weight = 0.0
+    for weight in routing.weights.ravel().tolist():
+        mean_weight += weight
+    mean_weight /= routing.weights.size
 
     def raw(t: int, e: int) -> float:
         p = float(routing.probs[t, e])
@@ -91,7 +95,7 @@ def reference(
             order = sorted(missing, key=lambda s: (weights[t, s], -s)) if lossy.order == "weight" else missing
             sacred = sorted(range(n_used), key=lambda s: (weights[t, s], -s))[max(0, n_used - (lossy.sacred or 0)):]
             for s in order:
-                if s in sacred:
+                if s in sacred or (lossy.max_weight is not None and weights[t, s] >= lossy.max_weight * mean_weight):
                     counts["refused_sacred"] += 1
                     continue
                 if lossy.rho is not None and n_substituted + len(uncovered) + len(by_ghosts) == lossy.rho:
@@ -187,6 +191,7 @@ def settings_that_can_be(**settings) -> Substitution:
 SETTINGS = st.builds(
     settings_that_can_be,
     mode=st.sampled_from(["buddies", "buddies", "random", "none", "cache", "cache"]),
+    max_weight=st.sampled_from([None, None, 0.0, 0.5, 1.0, 1.7]),
     sacred=st.sampled_from([None, None, 1, 2, 9]),
     among=st.sampled_from([None, 3, 12]),
     bonus=st.sampled_from([None, 0.0, 0.5]),
@@ -277,7 +282,7 @@ GATES = st.builds(
     settings_that_can_be,
     rho=st.sampled_from([None, 1, 2]), tau=st.sampled_from([None, 0.9]), gamma=st.sampled_from([None, 0.3]),
     beta=st.sampled_from([None, 0.6]), order=st.sampled_from(["rank", "weight"]), sacred=st.sampled_from([None, 2]),
-    miss=st.just("drop"),
+    max_weight=st.sampled_from([None, 1.0]), miss=st.just("drop"),
 )
 
 

@@ -166,11 +166,12 @@ def test_manage_leaves_the_context_to_its_maker() -> None:
 
 def test_a_preset_is_settings_by_a_name_for_what_they_do() -> None:
     heaviest = Substitution.parse("heaviest")
-    assert heaviest == Substitution(mode="none", order="weight", miss="drop", sacred=2) and heaviest.lossy
+    assert heaviest == Substitution(mode="none", order="weight", miss="drop", sacred=1, max_weight=0.9)
+    assert heaviest.lossy
     assert not heaviest.needs_buddies and Substitution.parse(str(heaviest)) == heaviest
     assert Substitution.parse("ghosts") == replace(heaviest, miss="ghost")
     assert Substitution.parse("buddies") == Substitution()
-    assert Substitution.parse("heaviest,sacred=1,max_replaced=3") == replace(heaviest, sacred=1, rho=3)
+    assert Substitution.parse("heaviest,sacred=2,max_replaced=3") == replace(heaviest, sacred=2, rho=3)
     for text, sentence in (("sacred=1,heaviest", '"heaviest" stands first'), ("heaviest,x=1", '"x" is not known'),
                            ("heaviest,sacred=0", "sacred=0 is below 1"), ("lightest", '"lightest" is not known')):
         with pytest.raises(PyorchError, match=sentence):
@@ -192,9 +193,11 @@ def test_a_number_that_the_library_cannot_hold_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("given, printed", [
-    ("heaviest", "heaviest"), ("mode=none,miss=drop,order=weight,sacred=2", "heaviest"),
-    ("heaviest,sacred=1", "heaviest,sacred=1"), ("ghosts,max_replaced=3", "ghosts,max_replaced=3"),
-    ("heaviest,miss=ghost", "ghosts"), ("heaviest,order=rank", "mode=none,miss=drop,sacred=2"),
+    ("heaviest", "heaviest"), ("mode=none,miss=drop,order=weight,max_weight=0.9,sacred=1", "heaviest"),
+    ("heaviest,sacred=1", "heaviest"), ("heaviest,max_weight=1.5", "heaviest,max_weight=1.5"),
+    ("mode=none,miss=drop,order=weight,sacred=2", "mode=none,order=weight,miss=drop,sacred=2"),
+    ("ghosts,max_replaced=3", "ghosts,max_replaced=3"),
+    ("heaviest,miss=ghost", "ghosts"), ("heaviest,order=rank", "mode=none,miss=drop,max_weight=0.9,sacred=1"),
     ("mode=none,miss=drop,order=weight", "mode=none,order=weight,miss=drop"), ("buddies", "buddies"),
     ("buddies,sacred=1", "sacred=1"),
     ("mode=random,miss=drop,order=weight,sacred=2", "mode=random,order=weight,miss=drop,sacred=2"),

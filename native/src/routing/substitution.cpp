@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 const pyorch_substitution pyorch_default_substitution = [] {
     constexpr double    never    = std::numeric_limits<double>::infinity();
@@ -15,13 +16,14 @@ const pyorch_substitution pyorch_default_substitution = [] {
     settings.gamma               = never;
     settings.beta                = never;
     settings.bonus               = never;
+    settings.max_weight          = never;
     return settings;
 }();
 
 namespace pyorch {
 
-pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists,
-    const GhostLayer * ghosts, RoutedBatch & batch, const uint8_t * resident) {
+pyorch_substitution_counts substitute(const pyorch_substitution & settings, double mean_weight,
+    const BuddyLists & lists, const GhostLayer * ghosts, RoutedBatch & batch, const uint8_t * resident) {
     const Requested            requested = count_requested(batch, resident);
     pyorch_substitution_counts counts    = {};
     counts.tokens                        = batch.n_tokens;
@@ -30,7 +32,7 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, cons
         return counts;
     }
     const Gates gates(settings, batch, requested);
-    SlotOrder   order(settings, batch.n_used);
+    SlotOrder   order(settings, settings.max_weight * mean_weight, batch.n_used);
     Chooser     chooser(settings, lists, batch, resident);
     Account     token(settings, ghosts, batch, resident, counts);
     for (int t = 0; t < batch.n_tokens; ++t) {
@@ -75,6 +77,7 @@ void Substitutions::set(int layer, const pyorch_substitution & settings) {
     std::lock_guard<std::mutex> lock(mutex);
     Layer &                     l = layers[layer];
     l.settings                    = settings;
+    mean_weight                   = {};
     const bool off                = settings.mode == PYORCH_SUBSTITUTE_NONE && settings.on_miss == PYORCH_MISS_FETCH;
     l.active.store(off ? NEVER : settings.prefill ? ALWAYS : DECODE, std::memory_order_relaxed);
 }
@@ -99,6 +102,12 @@ void Substitutions::set_cache(int layer, std::vector<uint8_t> mask) {
     layers[layer].cache = std::move(mask);
 }
 
+void Substitutions::MeanWeight::add(const RoutedBatch & batch) {
+    const size_t n_slots = (size_t) batch.n_tokens * batch.n_used;
+    sum                  = std::accumulate(batch.requested_weights, batch.requested_weights + n_slots, sum);
+    n += n_slots;
+}
+
 // Slots that were not waited for, whose experts were being read meanwhile: a moment later they would have been there.
 static uint64_t count_on_their_way(const RoutedBatch & batch, const uint8_t * loading) {
     uint64_t n     = 0;
@@ -121,15 +130,19 @@ void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const u
     for (int id = 0; id < (int) batch.guessed.size(); ++id) {
         there[id] = there[id] || !batch.guessed[id] ? there[id] : 1;
     }
-    pyorch_substitution_counts counts = substitute(l.settings, l.lists, batch.ghost_layer.get(), batch, there.data());
-    counts.on_their_way               = l.cache.empty() ? count_on_their_way(batch, loading) : 0;
+    mean_weight.add(batch);
+    pyorch_substitution_counts counts =
+        substitute(l.settings, mean_weight.value(), l.lists, batch.ghost_layer.get(), batch, there.data());
+    counts.on_their_way = l.cache.empty() ? count_on_their_way(batch, loading) : 0;
     add_counts(l.counts, counts);
 }
 
 pyorch_substitution_counts Substitutions::preview(RoutedBatch & batch, const uint8_t * resident) {
     std::lock_guard<std::mutex> lock(mutex);
-    const Layer &               l = layers[batch.layer];
-    return substitute(l.settings, l.lists, l.ghosts.get(), batch, resident);
+    const Layer &               l      = layers[batch.layer];
+    MeanWeight                  weight = mean_weight;
+    weight.add(batch);
+    return substitute(l.settings, weight.value(), l.lists, l.ghosts.get(), batch, resident);
 }
 
 pyorch_substitution_counts Substitutions::counts(int layer) {

@@ -21,9 +21,9 @@
 namespace pyorch {
 
 // resident: [n_expert], nonzero for those that are, or that another server computes. Returns what was done.
-// ghosts: null where there are none, and then none computes.
-pyorch_substitution_counts substitute(const pyorch_substitution & settings, const BuddyLists & lists,
-    const GhostLayer * ghosts, RoutedBatch & batch, const uint8_t * resident);
+// mean_weight: of an expert of a token. ghosts: null where there are none, and then none computes.
+pyorch_substitution_counts substitute(const pyorch_substitution & settings, double mean_weight,
+    const BuddyLists & lists, const GhostLayer * ghosts, RoutedBatch & batch, const uint8_t * resident);
 
 // What the layers of one engine do with absent experts.
 class Substitutions {
@@ -64,6 +64,16 @@ public:
 private:
     enum Active { NEVER, DECODE, ALWAYS };
 
+    // Of an expert of a token, in all layers since settings were set: what max_weight is a multiple of. A layer whose
+    // experts all weigh little adds little, and what is left out there is missed less.
+    struct MeanWeight {
+        double   sum = 0;
+        uint64_t n   = 0;
+
+        void   add(const RoutedBatch & batch);
+        double value() const { return sum / (double) n; }
+    };
+
     struct Layer {
         std::atomic<int>                  active{ NEVER };
         pyorch_substitution               settings = pyorch_default_substitution;
@@ -75,6 +85,7 @@ private:
 
     std::mutex         mutex;
     std::vector<Layer> layers;
+    MeanWeight         mean_weight;
 };
 
 } // namespace pyorch

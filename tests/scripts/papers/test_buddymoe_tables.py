@@ -54,7 +54,7 @@ def test_rows_lead_baselines_of_the_same_gates(
     rows = {row["settings"]: row for row in json.loads(capsys.readouterr().out)}
     assert list(rows) == [
         "", "coverage=0.9,max_replaced=2", "mode=random,max_replaced=2", "mode=none,max_replaced=2,miss=drop",
-        "heaviest", "mode=random,order=weight,miss=drop,sacred=2"]
+        "heaviest", "mode=random,order=weight,miss=drop,max_weight=0.9,sacred=1"]
     buddies, dropping = rows["coverage=0.9,max_replaced=2"], rows["mode=none,max_replaced=2,miss=drop"]
     assert buddies["leads drop acc"] == pytest.approx(buddies["facts-test acc"] - dropping["facts-test acc"])
     farther = buddies["kl_divergence above drop"]

@@ -5,8 +5,8 @@
 
 namespace pyorch {
 
-SlotOrder::SlotOrder(const pyorch_substitution & settings, int n_used) :
-        settings(settings), order(n_used), by_weight(n_used), sacred(n_used) {}
+SlotOrder::SlotOrder(const pyorch_substitution & settings, double max_weight, int n_used) :
+        settings(settings), max_weight(max_weight), order(n_used), by_weight(n_used), sacred(n_used) {}
 
 const std::vector<int> & SlotOrder::of(const float * weights) {
     std::iota(order.begin(), order.end(), 0); // as the router ranks them
@@ -16,7 +16,7 @@ const std::vector<int> & SlotOrder::of(const float * weights) {
         std::stable_sort(by_weight.begin(), by_weight.end(), [&](int a, int b) { return weights[a] < weights[b]; });
     }
     const int n_used = (int) order.size();
-    std::fill(sacred.begin(), sacred.end(), 0);
+    std::transform(weights, weights + n_used, sacred.begin(), [&](float weight) { return weight >= max_weight; });
     for (int i = 0; i < std::min(settings.sacred, n_used); ++i) {
         sacred[by_weight[n_used - 1 - i]] = 1;
     }
