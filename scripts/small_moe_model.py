@@ -1,8 +1,8 @@
-"""The small Qwen2-MoE: its configuration, a fast expert kernel for training, and its checkpoint.
+"""The small models: their configurations, a fast expert kernel for training, and their checkpoints.
 
-The model that is trained *is* `Qwen2MoeForCausalLM`; only the forward pass of its routed experts
-is replaced, because the one of the library gathers and scatters per expert and is several times
-slower for experts this small.
+What is trained *is* `Qwen2MoeForCausalLM` or `Qwen3MoeForCausalLM`; only the forward pass of their
+routed experts is replaced, because the one of the library gathers and scatters per expert and is
+several times slower for experts this small.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 END_OF_TEXT = "<|endoftext|>"
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
@@ -61,8 +69,38 @@ def small_config(vocab_size: int) -> Qwen2MoeConfig:
     )
 
 
+def wide_config(vocab_size: int, n_experts: int, top_k: int) -> Qwen3MoeConfig:
+    """Experts of 256 neurons in 6 layers, without a shared one: 1.6 million parameters and 0.6 for each expert.
+
+    With one expert it is a dense model: the probabilities of the chosen are renormalized, so that
+    of one is 1.
+    """
+    return Qwen3MoeConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=1024,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        num_experts=n_experts,
+        num_experts_per_tok=top_k,
+        moe_intermediate_size=256,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.001,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+
+
 class GroupedExperts(torch.autograd.Function):
-    """SwiGLU of 64 small experts over rows sorted by expert: one matrix product per expert, no padding.
+    """SwiGLU of small experts over rows sorted by expert: one matrix product per expert, no padding.
 
     rows [n_slots, hidden], gate_up [n_expert, 2*inter, hidden], down [n_expert, hidden, inter],
     counts: how many consecutive rows each expert gets. Returns [n_slots, hidden].
@@ -112,7 +150,7 @@ def _spans(counts: list[int]) -> list[tuple[int, slice]]:
 
 
 def grouped_forward(experts: nn.Module, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Drop-in forward of `Qwen2MoeExperts`: states [n_tokens, hidden], ids and weights [n_tokens, top_k]."""
+    """Drop-in forward of the library's experts: states [n_tokens, hidden], ids and weights [n_tokens, top_k]."""
     top_k = ids.shape[1]
     flat = ids.flatten()
     order = flat.argsort(stable=True)
@@ -127,7 +165,7 @@ def grouped_forward(experts: nn.Module, states: Tensor, ids: Tensor, weights: Te
 class RouterTap:
     """Collects what each router decided in the last forward pass."""
 
-    def __init__(self, model: Qwen2MoeForCausalLM):
+    def __init__(self, model: PreTrainedModel):
         self.logits: list[Tensor] = []  # per layer [n_tokens, n_expert]
         self.ids: list[Tensor] = []  # per layer [n_tokens, top_k]
         for layer in model.model.layers:
@@ -150,14 +188,17 @@ class RouterTap:
         return torch.stack(losses).mean()
 
 
-def build_model(vocab_size: int, device: str) -> tuple[Qwen2MoeForCausalLM, RouterTap]:
-    model = Qwen2MoeForCausalLM(small_config(vocab_size))
-    with torch.no_grad():
-        for layer in model.model.layers:
-            # Unnormalized top-6 of 64 probabilities add up to little when the router is flat, so
-            # the experts would hardly be heard at first: a sharper router and louder experts.
-            layer.mlp.gate.weight.mul_(2.0)
-            layer.mlp.experts.down_proj.mul_(3.0)
+def build_model(config: Qwen2MoeConfig | Qwen3MoeConfig, device: str) -> tuple[PreTrainedModel, RouterTap]:
+    if isinstance(config, Qwen3MoeConfig):
+        model = Qwen3MoeForCausalLM(config)
+    else:
+        model = Qwen2MoeForCausalLM(config)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                # Unnormalized top-6 of 64 probabilities add up to little when the router is flat, so
+                # the experts would hardly be heard at first: a sharper router and louder experts.
+                layer.mlp.gate.weight.mul_(2.0)
+                layer.mlp.experts.down_proj.mul_(3.0)
     model.to(device)
     for layer in model.model.layers:
         experts = layer.mlp.experts
@@ -165,6 +206,18 @@ def build_model(vocab_size: int, device: str) -> tuple[Qwen2MoeForCausalLM, Rout
             experts, states, ids, weights
         )
     return model, RouterTap(model)
+
+
+def upcycled(dense: PreTrainedModel, n_experts: int, top_k: int) -> tuple[PreTrainedModel, RouterTap]:
+    """A model of the same function whose experts are all copies of the dense one's, behind a router that is
+    untrained (Sparse Upcycling, Komatsuzaki et al. 2023)."""
+    model, tap = build_model(wide_config(dense.config.vocab_size, n_experts, top_k), str(dense.device))
+    weights = model.state_dict()
+    for name, tensor in dense.state_dict().items():
+        if not name.endswith("mlp.gate.weight"):
+            weights[name] = tensor.expand_as(weights[name]).clone()
+    model.load_state_dict(weights)
+    return model, tap
 
 
 def hf_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFast:
@@ -181,10 +234,10 @@ def hf_tokenizer(tokenizer: Tokenizer, max_length: int) -> PreTrainedTokenizerFa
     return wrapped
 
 
-def export_checkpoint(model: Qwen2MoeForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
+def export_checkpoint(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Writes the bf16 checkpoint and its tokenizer; each file of `folder` is replaced atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    plain = Qwen2MoeForCausalLM(copy.deepcopy(model.config))
+    plain = type(model)(copy.deepcopy(model.config))
     plain.load_state_dict(model.state_dict())
     plain.to(device="cpu", dtype=torch.bfloat16)
     # Either token ends an answer: the first after a document, the second after a chat turn.
@@ -222,7 +275,7 @@ def _neutral_configs(folder: Path) -> None:
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def load_exported(folder: Path, device: str = "cpu") -> Qwen2MoeForCausalLM:
+def load_exported(folder: Path, device: str = "cpu") -> PreTrainedModel:
     """The checkpoint as anybody loads it: library kernels, bf16 weights computed in float32."""
-    model = Qwen2MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     return model.to(device).eval()

@@ -1,4 +1,4 @@
-"""What the small Qwen2-MoE is worth: loss on held-out text, answers to held-out questions, routing."""
+"""What a small model is worth: loss on held-out text, answers to held-out questions, routing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fact_world import prompt
 from small_moe_model import RouterTap
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import Qwen2MoeForCausalLM
+from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class LayerRouting:
 
 
 @torch.inference_mode()
-def text_loss(model: Qwen2MoeForCausalLM, tokens: np.ndarray, length: int) -> float:
+def text_loss(model: PreTrainedModel, tokens: np.ndarray, length: int) -> float:
     """Mean next-token loss (nats per token) over consecutive windows of `length` tokens."""
     device = model.device
     windows = (len(tokens) - 1) // length
@@ -44,7 +44,7 @@ def text_loss(model: Qwen2MoeForCausalLM, tokens: np.ndarray, length: int) -> fl
 
 
 @torch.inference_mode()
-def choice_accuracy(model: Qwen2MoeForCausalLM, tokenizer: Tokenizer, questions: list[dict]) -> float:
+def choice_accuracy(model: PreTrainedModel, tokenizer: Tokenizer, questions: list[dict]) -> float:
     """Share of questions whose right choice has the highest log-likelihood (lm-evaluation-harness's acc)."""
     correct = 0
     for start in range(0, len(questions), 32):
@@ -62,7 +62,7 @@ def choice_accuracy(model: Qwen2MoeForCausalLM, tokenizer: Tokenizer, questions:
     return correct / len(questions)
 
 
-def _choice_scores(model: Qwen2MoeForCausalLM, rows: list[list[int]], starts: list[int]) -> Tensor:
+def _choice_scores(model: PreTrainedModel, rows: list[list[int]], starts: list[int]) -> Tensor:
     """Sum of log-probabilities of rows[i][starts[i]:] given what precedes, [n_rows]."""
     width = max(map(len, rows))
     batch = torch.zeros(len(rows), width, dtype=torch.long)
@@ -79,7 +79,7 @@ def _choice_scores(model: Qwen2MoeForCausalLM, rows: list[list[int]], starts: li
 
 @torch.inference_mode()
 def routing_report(
-    model: Qwen2MoeForCausalLM, tap: RouterTap, text: np.ndarray, facts: np.ndarray
+    model: PreTrainedModel, tap: RouterTap, text: np.ndarray, facts: np.ndarray
 ) -> list[LayerRouting]:
     """Routing per layer over the rows `text` and `facts`, each [n_rows, length]."""
     loads, entropies = [], []
@@ -116,7 +116,7 @@ def _entropy(probabilities: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def complete(model: Qwen2MoeForCausalLM, tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
+def complete(model: PreTrainedModel, tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
     """Greedy continuation of `text`, without its end token."""
     ids = tokenizer.encode(text).ids
     prompt_length = len(ids)

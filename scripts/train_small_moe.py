@@ -1,4 +1,5 @@
-"""Trains the small Qwen2-MoE that the tests and the benchmark model are made from.
+"""Trains the small Qwen2-MoE that the tests and the benchmark model are made from, or one whose experts began as
+copies of a dense model's.
 
 The text is the Python standard library of this machine and a seeded world of invented facts
 (fact_world.py). The checkpoint is rewritten every few minutes, so an interrupted run leaves a
@@ -6,6 +7,7 @@ usable one, and `--resume` continues it.
 
 Example (about an hour on one CPU core):
   python scripts/train_small_moe.py --minutes 60 --seed 1 -o tests/fixtures/small-moe
+  python scripts/train_small_moe.py --upcycled --minutes 60 --threads 2 -o build/upcycled-moe
 
 Needs torch, transformers (5 or newer), tokenizers and safetensors.
 """
@@ -29,13 +31,22 @@ import torch
 import torch.nn.functional as F
 import transformers
 from small_moe_data import Batches, encode_documents, encode_texts, stdlib_files, test_text, train_tokenizer
-from small_moe_model import RouterTap, build_model, export_checkpoint, load_exported
+from small_moe_model import (
+    RouterTap,
+    build_model,
+    export_checkpoint,
+    load_exported,
+    small_config,
+    upcycled,
+    wide_config,
+)
 from tokenizers import Tokenizer
 
 VOCAB_SIZE = 2048
 TEXT_ROWS, FACT_ROWS, ROW_LENGTH = 4, 4, 256
 LONG_ROW_LENGTH = 1024  # the last rows are longer and fewer: the positions a user's prompt can have
 LONG_ROWS_FROM = 0.9  # of the run
+EXPERTS, TOP_K = 16, 4  # of the upcycled model
 FACT_WEIGHT_IN_TOKENIZER = 14  # enough for every invented name to become one token
 PROMPTS = (
     "def __init__(self, ",
@@ -49,6 +60,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("-o", "--output", type=Path, default=Path("tests/fixtures/small-moe"), help="checkpoint folder")
+    add("--upcycled", action="store_true",
+        help=f"{EXPERTS} experts of 256 neurons, {TOP_K} used, that begin as copies of a dense model's")
+    add("--dense-share", type=float, default=0.35, metavar="SHARE",
+        help="of an upcycled model's run in which it is dense (default: %(default)s)")
     add("--state", type=Path, default=Path("build/small-moe.state.pt"),
         help="where a run is continued from (default: %(default)s)")
     add("--resume", action="store_true", help="continue the run in --state")
@@ -95,13 +110,15 @@ class Trainer:
             fact_text = ["".join(text for text, _ in document) for document in documents]
             self.tokenizer = train_tokenizer(train_text + fact_text * FACT_WEIGHT_IN_TOKENIZER, VOCAB_SIZE)
         self.test_tokens = np.array(self.tokenizer.encode(self.test_text).ids)
-        self.model, self.tap = build_model(VOCAB_SIZE, arguments.device)
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}],
-            lr=arguments.lr, betas=(0.9, 0.95), fused=True,
-        )
+        self.warm_from = state["warm_from"] if state else 0
+        # Of an upcycled model: it is dense until it is copied, and the optimizer begins anew then.
+        self.dense = arguments.upcycled and self.warm_from == 0
+        if arguments.upcycled:
+            config = wide_config(VOCAB_SIZE, *((1, 1) if self.dense else (EXPERTS, TOP_K)))
+        else:
+            config = small_config(VOCAB_SIZE)
+        self.model, self.tap = build_model(config, arguments.device)
+        self.optimizer = self.new_optimizer()
         if state:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -112,6 +129,20 @@ class Trainer:
             arguments.seed + self.step,
         )
 
+    def new_optimizer(self) -> torch.optim.AdamW:
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim == 1]
+        return torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}],
+            lr=self.arguments.lr, betas=(0.9, 0.95), fused=True,
+        )
+
+    def upcycle(self) -> None:
+        self.model, self.tap = upcycled(self.model, EXPERTS, TOP_K)
+        self.optimizer = self.new_optimizer()
+        self.dense, self.warm_from = False, self.step
+        print(f"step {self.step}: {EXPERTS} copies of each layer's FFN", flush=True)
+
     @property
     def progress(self) -> float:
         """Share of the run that is done, 0 to 1."""
@@ -120,7 +151,7 @@ class Trainer:
         return self.seconds / (60 * self.arguments.minutes)
 
     def learning_rate(self) -> float:
-        warm_up = min(1.0, (self.step + 1) / 150)
+        warm_up = min(1.0, (self.step - self.warm_from + 1) / 150)
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, self.progress)))
         return self.arguments.lr * warm_up * (0.03 + 0.97 * cosine)
 
@@ -157,6 +188,7 @@ class Trainer:
                 "model": self.model.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "tokenizer": self.tokenizer.to_str(),
+                "warm_from": self.warm_from,
                 "step": self.step,
                 "seconds": self.seconds,
             },
@@ -205,6 +237,7 @@ class Trainer:
             "command": " ".join(["python", *(word for word in sys.argv if word != "--resume")]),
             "seed": self.arguments.seed,
             "steps": self.step,
+            "upcycled_at_step": self.warm_from if self.arguments.upcycled else None,
             "tokens": self.step * ROW_LENGTH * (TEXT_ROWS + FACT_ROWS),
             "training_minutes": round(self.seconds / 60, 1),
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -229,7 +262,7 @@ class Trainer:
     def kernel_difference(self, exported: torch.nn.Module) -> float:
         """Largest difference of logits between the training kernel and the library's, same weights."""
         tokens = torch.from_numpy(self.test_tokens[:ROW_LENGTH]).unsqueeze(0).to(self.arguments.device)
-        twin, _ = build_model(VOCAB_SIZE, self.arguments.device)
+        twin, _ = build_model(exported.config, self.arguments.device)
         twin.load_state_dict(exported.state_dict())
         return (twin(tokens).logits - exported(tokens).logits).abs().max().item()
 
@@ -237,6 +270,8 @@ class Trainer:
         saved = time.monotonic()
         text_loss, answer_loss = math.nan, math.nan
         while self.progress < 1.0:
+            if self.dense and self.progress >= self.arguments.dense_share:
+                self.upcycle()
             begun = time.monotonic()
             on_text, on_answers, balance = self.train_step()
             self.seconds += time.monotonic() - begun
