@@ -70,7 +70,7 @@ def small_config(vocab_size: int) -> Qwen2MoeConfig:
 
 
 def wide_config(vocab_size: int, n_experts: int, top_k: int) -> Qwen3MoeConfig:
-    """Experts of 256 neurons in 6 layers, without a shared one: 1.6 million parameters and 0.6 for each expert.
+    """Experts of 256 neurons in 6 layers, without a shared one: 0.8 million parameters, and 0.6 for each expert.
 
     With one expert it is a dense model: the probabilities of the chosen are renormalized, so that
     of one is 1.

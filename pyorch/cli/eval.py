@@ -290,7 +290,8 @@ def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution
             lossy = method.lossy_method(substitution)
             buddies = method.read_buddies(args.model, settings.get("buddies"), needed=substitution.needs_buddies)
             whole = stack.enter_context(method.static_model(args.model, **options))
-            model = stack.enter_context(method.simulated(whole, lossy, args.cache_rate, buddies))
+            model = stack.enter_context(
+                method.simulated(whole, lossy, args.cache_rate, buddies, progress.update))
         reference = None
         if args.speculate:
             model.speculate(settings.get("prefetch", Prefetch()), prompts=True)

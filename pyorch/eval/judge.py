@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,14 +13,12 @@ import numpy as np
 
 from pyorch.eval import arc, perplexity
 from pyorch.eval.arc import Accuracy, Task
-from pyorch.eval.method import Method, Slots, n_ubatch, simulated, slots
+from pyorch.eval.method import Method, OnProgress, Slots, n_ubatch, simulated, slots
 from pyorch.eval.perplexity import Divergence
 from pyorch.llama.model import Model
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.sidecars.buddies import Buddies
 from pyorch.traces.data import read_documents
-
-OnProgress = Callable[[str, int, int], None]  # step, done, total
 
 PARTS = 8  # of the questions, and of the text
 
@@ -50,11 +48,13 @@ class Questions:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Accuracies, one for each file, and what was done to reach them. divergence: on text, None without."""
+    """Accuracies, one for each file, and what was done to reach them. divergence: on text, None without; text_slots:
+    what was done there."""
 
     accuracies: tuple[Accuracy, ...]
     slots: Slots
     divergence: Divergence | None = None
+    text_slots: Slots = Slots(0, 0, 0, 0)
 
     def __add__(self, more: Judgement) -> Judgement:
         """Of the questions and the text of both."""
@@ -62,7 +62,7 @@ class Judgement:
         if self.divergence is not None and more.divergence is not None:
             divergence = self.divergence + more.divergence
         accuracies = tuple(one + other for one, other in zip(self.accuracies, more.accuracies, strict=True))
-        return Judgement(accuracies, self.slots + more.slots, divergence)
+        return Judgement(accuracies, self.slots + more.slots, divergence, self.text_slots + more.text_slots)
 
     def average(self, metric: str) -> float | None:
         """Mean over the files, as in the papers; None without questions."""
@@ -102,7 +102,7 @@ class Judge:
         tasks = [Task(task.path, part_of(task.questions, *parts), part_of(task.prompts, *parts))
                  for task in self._tasks]
         n_questions, accuracies = sum(len(task.questions) for task in tasks), []
-        with simulated(self._model, method, rate, buddies):
+        with simulated(self._model, method, rate, buddies, report):
             for task in tasks:
                 before = sum(accuracy.n for accuracy in accuracies)
                 accuracies.append(arc.accuracy(arc.score(
@@ -110,7 +110,8 @@ class Judge:
                     on_progress=lambda n, before=before: report("questions", before + n, n_questions))))
             done = slots(self._model)
             divergence = None if reference is None else reference.divergence(self._model, partial(report, "tokens"))
-            return Judgement(tuple(accuracies), done if tasks else slots(self._model), divergence)
+            text_slots = slots(self._model) - done
+            return Judgement(tuple(accuracies), done if tasks else text_slots, divergence, text_slots)
 
     def _reference(self, parts: tuple[int, int], width: int, report: OnProgress) -> perplexity.Reference | None:
         """Of so wide batches; the model is lossless now."""

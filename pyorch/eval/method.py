@@ -14,7 +14,7 @@ import dataclasses
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -70,6 +70,8 @@ class Arrival:
             model.engine.fill_simulated_cache(il, mask.nonzero()[0])
 
 
+OnProgress = Callable[[str, int, int], None]  # step, done, total
+
 _N_CTX = 64  # of the context that load() makes and that nothing is computed in
 
 
@@ -103,6 +105,9 @@ class Slots:
 
     def __add__(self, more: Slots) -> Slots:
         return Slots(*(getattr(self, name) + getattr(more, name) for name in Slots.__dataclass_fields__))
+
+    def __sub__(self, before: Slots) -> Slots:
+        return Slots(*(getattr(self, name) - getattr(before, name) for name in Slots.__dataclass_fields__))
 
     def per_token(self, name: str) -> float:
         return getattr(self, name) / self.n_tokens if self.n_tokens else 0.0
@@ -183,12 +188,15 @@ def resident_model(path: str | os.PathLike[str], **options: object) -> Iterator[
 
 
 @contextlib.contextmanager
-def simulated(model: Model, method: Method, rate: float | None, buddies: Buddies | None) -> Iterator[Model]:
+def simulated(
+    model: Model, method: Method, rate: float | None, buddies: Buddies | None, on_progress: OnProgress | None = None
+) -> Iterator[Model]:
     """A simulated cache. Without a method that replaces experts nothing is simulated: it waits for all of them, or
-    computes with what is forecast, absent or not."""
+    computes with what is forecast, absent or not. on_progress: where it is counted first what is resident."""
     model.reset_stats()
     if method.substitution is not None:
-        model.set_cache(most_active(buddies.activations if buddies is not None else _counted(model), rate))
+        model.set_cache(most_active(
+            buddies.activations if buddies is not None else _counted(model, on_progress or (lambda *_: None)), rate))
         model.substitute(_everywhere(method.substitution), buddies)
     if method.forecast:
         model.speculate(method.forecast, prompts=True)
@@ -219,7 +227,7 @@ _COUNTED_TOKENS, _COUNTED_AT_ONCE = 4096, 64  # the logits of so many are in mem
 _counts: WeakKeyDictionary[Model, dict[int, np.ndarray]] = WeakKeyDictionary()
 
 
-def _counted(model: Model) -> dict[int, np.ndarray]:
+def _counted(model: Model, report: OnProgress) -> dict[int, np.ndarray]:
     """int64[n_expert] of each layer: how often a text that every machine has selects each expert, counted once."""
     if model not in _counts:
         before = _activations(model)
@@ -232,6 +240,7 @@ def _counted(model: Model) -> dict[int, np.ndarray]:
                 tokens = tokenize(model.llama, document.text)[:min(left, N_BATCH)]
                 context.clear()
                 for start in range(0, len(tokens), _COUNTED_AT_ONCE):
+                    report("what a text selects", _COUNTED_TOKENS - left + start, _COUNTED_TOKENS)
                     context.decode(tokens[start : start + _COUNTED_AT_ONCE])
                 left -= len(tokens)
                 if left <= 0:

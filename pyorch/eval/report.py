@@ -93,7 +93,8 @@ def _nats(found: Divergence) -> str:
 def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]:
     """One flat object for each row; also the columns of the CSV. Accuracies and shares from 0 to 1.
 
-    judged_*_per_token: expert slots while accuracy was measured; decoded_*: while speed was.
+    judged_*_per_token: expert slots while accuracy was measured; text_*: while divergence was; decoded_*: while speed
+    was. read: what has to be waited for.
     """
     result = []
     for row in rows:
@@ -113,6 +114,9 @@ def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]
         flat["kl_divergence stderr"] = divergence.stderr if divergence is not None else None
         for what in ("absent", "substituted", "dropped", "ghosts"):
             flat[f"judged_{what}_per_token"] = row.judgement.slots.per_token(what)
+        for name, done in (("judged", row.judgement.slots), ("text", row.judgement.text_slots)):
+            flat[f"{name}_read_per_token"] = done.read_per_token
+        flat["text_absent_per_token"] = row.judgement.text_slots.per_token("absent")
         speed = row.speed
         flat["tokens_per_second"] = speed.rate if speed is not None else None
         flat["speedup"] = row.speedup

@@ -23,7 +23,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
 from pyorch.sidecars.buddies import Buddies
 
-VERSION = 3
+VERSION = 4
 
 METRICS = ("acc_norm", "acc")
 
@@ -89,6 +89,7 @@ def _stored(judged: dict) -> Judgement:
     return Judgement(
         tuple(Accuracy(**one) for one in judged["accuracies"]), Slots(**judged["slots"]),
         None if divergence is None else Divergence(**divergence | {"blocks": tuple(divergence["blocks"])}),
+        Slots(**judged["text_slots"]),
     )
 
 

@@ -226,7 +226,7 @@ def test_without_lists_the_default_text_says_what_is_resident(whole: Model) -> N
 
     heaviest, task = method.lossy_method(Substitution.parse("heaviest")), arc.read_task(whole, FACTS, limit=4)
     whole.engine.set_observer(count)
-    counted = method._counted(whole)
+    counted = method._counted(whole, lambda *_: None)
     whole.engine.set_observer(None)
     assert all(np.array_equal(counted[il], counts) and counts.sum() == 4096 * 6 for il, counts in seen.items())
     before = whole.engine.activations(0)

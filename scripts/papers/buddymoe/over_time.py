@@ -54,14 +54,10 @@ def measure(
         before = slots(model)
         found = perplexity.measure(model, [window], reference, n_ubatch, n_threads)
         resident = _resident_experts(model)
-        stretches.append(Stretch(first, found, _since(before, slots(model)), resident))
+        stretches.append(Stretch(first, found, slots(model) - before, resident))
         first += found.n_tokens
         on_progress(first, total)
     return stretches
-
-
-def _since(before: Slots, now: Slots) -> Slots:
-    return Slots(*(getattr(now, name) - getattr(before, name) for name in Slots.__dataclass_fields__))
 
 
 def _resident_experts(model: Model) -> int | None:

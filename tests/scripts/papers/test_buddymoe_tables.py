@@ -62,5 +62,6 @@ def test_rows_lead_baselines_of_the_same_gates(
     assert 0 < buddies["kl_divergence above drop stderr"] < (
         buddies["kl_divergence stderr"] + dropping["kl_divergence stderr"])
     assert "leads random acc" in rows["heaviest"] and "leads drop acc" not in rows["heaviest"]
+    assert 0 < rows["heaviest"]["text_read_per_token"] < rows["heaviest"]["text_absent_per_token"]
     assert main([*arguments, "--baseline", "best"]) == 2
     assert 'baseline "best" is not known' in capsys.readouterr().err
