@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import llama_cpp.llama_cpp as llama
 
 from pyorch import files
-from pyorch.errors import FormatError, PyorchError
+from pyorch.errors import BudgetError, FormatError, PyorchError
 from pyorch.llama import logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import host_dense_bytes, margin_bytes, place
@@ -31,6 +31,7 @@ from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
 from pyorch.settings.settings import Settings
 from pyorch.sidecars.beside import Sidecars
+from pyorch.sizes import format_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -182,6 +183,9 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         reads = reads_for(model_map, reads, settings.direct_io)  # of one disk: each further one gets as much
         if settings.mirror is not None:
             add_mirrors(model_map, settings.mirror.paths, _Compared())
+    ghosts = find_ghosts(settings.substitution, sidecars)
+    if ghosts is not None and not plan.automatic:  # there contexts find what ghosts leave
+        plan = replace(plan, budget=_beside_ghosts(plan, ghosts))
     kept, refusal = _kept(plan)
     expert_bytes, device_bytes = model_map.info.expert_bytes, 0
     if plan.device is not None and settings.vram_budget != AUTO:
@@ -193,12 +197,22 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         device_bytes=device_bytes,
         prefetch=speculative(settings.prefetch, sidecars) if settings.speculate else settings.prefetch,
         buddies=buddies,
-        ghosts=find_ghosts(settings.substitution, sidecars),
+        ghosts=ghosts,
         history=_history(plan),
         kept=kept,
         uses=_uses(plan),
         notes=(*plan.notes, refusal, _without_effect(settings.substitution, model_map.info.n_expert_used)),
     )
+
+
+def _beside_ghosts(plan: EnginePlan, ghosts: Ghosts) -> int:
+    """What a budget that was given leaves for experts. BudgetError if that is less than the floor."""
+    info, left = plan.map.info, plan.budget - ghosts.n_bytes
+    if left < info.floor_bytes:
+        raise BudgetError(
+            f"budget {plan.settings.budget} is {format_bytes(plan.budget)}: beside ghosts of "
+            f"{format_bytes(ghosts.n_bytes)} it leaves less than the floor of {format_bytes(info.floor_bytes)}")
+    return left
 
 
 def _without_effect(substitution: Substitution | None, n_used: int) -> str:

@@ -49,6 +49,11 @@ class Ghosts:
     n_inputs: int
     sacred: int
 
+    @property
+    def n_bytes(self) -> int:
+        """Of memory, in an engine."""
+        return sum(part.nbytes for layer in self.layers.values() for part in (layer.mean, layer.down, layer.up))
+
     def apply(self, engine: Engine, il: int) -> None:
         """Gives those of a layer to an engine, which uses them where a substitution says so. PyorchError for
         others'."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 import pytest
 from architectures import Zoo
+from ghost_layers import random_ghosts
 
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama.managed import build
@@ -60,6 +61,21 @@ def test_a_lossy_setting_that_waits_for_all_that_a_token_uses_is_told(small_moe:
                                "token, and the model uses 2 in a layer; sacred=1 leaves out the others")
     for path, setting in ((small_moe, "heaviest,sacred=2"), (top_2.map.path, "heaviest")):
         assert planned(Path(path), budget="100%", substitution=setting).notes[-1] == ""
+
+
+def test_a_budget_counts_ghosts(small_moe: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copy(small_moe, tmp_path))
+    with ModelMap(path) as model_map:
+        random_ghosts(1).write(path.with_suffix(".ghosts.gguf"), model_map)
+    lossless, lossy = (planned(path, budget="40%", substitution=setting) for setting in ("heaviest", "ghosts"))
+    assert lossless.budget - lossy.budget == lossy.ghosts.n_bytes > 0
+    with build(lossy) as engine:
+        assert engine.stats().budget_bytes == lossy.budget
+    floor = lossy.map.info.floor_bytes
+    assert planned(path, budget=str(floor), substitution="heaviest").budget == floor
+    with pytest.raises(BudgetError, match="beside ghosts of .* it leaves less than the floor of"):
+        planned(path, budget=str(floor), substitution="ghosts")
+    assert planned(path, substitution="ghosts").budget == floor
 
 
 @pytest.mark.parametrize("settings, error", [
