@@ -278,6 +278,42 @@ def test_of_equal_weights_the_first_of_the_router_is_sacred(model):
     assert (weights[0] > 0).tolist() == [True, True, True, False, False, False]
 
 
+def test_a_weight_that_is_no_number_is_not_in_the_mean(model):
+    probs = np.full((2, N_EXPERT), 0.1, np.float32)
+    weights = np.array([[0.4, 0.3, 0.1, 0.1, 0.05, 0.05], [np.nan] * 6], np.float32)
+    experts = np.arange(12, dtype=np.int32).reshape(2, 6)
+    routing = Routing(0, 0, True, experts, weights, probs, probs, np.empty((2, 0), np.float32))
+    apply_substitution(model.engine, 0, Substitution.parse("mode=none,miss=drop,max_weight=1"), None)
+    _, weights, counts = parts.substitute(model.engine, routing, np.zeros(N_EXPERT))
+    assert (weights[0] > 0).tolist() == [True, True, False, False, False, False]
+    assert (counts.refused_sacred, counts.dropped) == (2, 10)
+
+
+def test_heavy_is_measured_by_all_layers_since_the_settings_were_set(model, prompt_tokens):
+    absent, seen, dropped = np.arange(N_EXPERT) % 2 == 1, [], 0
+    setting = Substitution.parse("mode=none,miss=drop,max_weight=0.9,prefill=1")
+    for _ in range(2):  # the first time does not count in the second
+        for il in model.layers:
+            apply_substitution(model.engine, il, setting, None)
+            model.engine.set_cache(il, ~absent)
+        model.reset_stats()
+        seen.clear()
+        model.engine.set_observer(lambda routing: seen.append((routing.experts.copy(), routing.weights.copy())))
+        with Context(model.llama.model, n_ctx=64, n_batch=64, n_threads=1) as context:
+            for at in range(0, 16, 4):
+                context.decode(prompt_tokens[at : at + 4])
+        model.engine.set_observer(None)
+        weights = np.concatenate([weights.ravel() for _, weights in seen])
+        ends = np.cumsum([weights.size for _, weights in seen])
+        means = np.cumsum(weights, dtype=np.float64)[ends - 1] / ends
+        dropped = sum(int((absent[experts] & (weights < 0.9 * mean)).sum()) for (experts, weights), mean in
+                      zip(seen, means))
+        assert model.engine.substitution_stats().dropped == dropped > 0
+    for il in model.layers:
+        apply_substitution(model.engine, il, None, None)
+        model.engine.set_cache(il, None)
+
+
 GATES = st.builds(
     settings_that_can_be,
     rho=st.sampled_from([None, 1, 2]), tau=st.sampled_from([None, 0.9]), gamma=st.sampled_from([None, 0.3]),

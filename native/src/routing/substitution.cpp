@@ -6,8 +6,8 @@
 #include "routing/substitute/order.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
-#include <numeric>
 
 const pyorch_substitution pyorch_default_substitution = [] {
     constexpr double    never    = std::numeric_limits<double>::infinity();
@@ -104,8 +104,12 @@ void Substitutions::set_cache(int layer, std::vector<uint8_t> mask) {
 
 void Substitutions::MeanWeight::add(const RoutedBatch & batch) {
     const size_t n_slots = (size_t) batch.n_tokens * batch.n_used;
-    sum                  = std::accumulate(batch.requested_weights, batch.requested_weights + n_slots, sum);
-    n += n_slots;
+    for (size_t s = 0; s < n_slots; ++s) {
+        if (std::isfinite(batch.requested_weights[s])) { // else one token that is no number would be it for ever
+            sum += batch.requested_weights[s];
+            ++n;
+        }
+    }
 }
 
 // Slots that were not waited for, whose experts were being read meanwhile: a moment later they would have been there.
