@@ -22,7 +22,7 @@ from pyorch.settings.option import LOSSY, flag, option, options, texts
 PRESETS = {
     "heaviest": "mode=none,order=weight,miss=drop,sacred=1,max_weight=0.9",
     "ghosts": "mode=none,order=weight,miss=ghost,sacred=1,max_weight=0.9",
-    "buddies": "mode=buddies",
+    "buddies": "mode=buddies,order=weight,sacred=1,max_weight=0.9",
 }
 
 _THRESHOLD = "a number, or a percentile such as p15"
@@ -174,16 +174,17 @@ class Substitution:
         return cls(**values)  # type: ignore[arg-type]  # the fields read text
 
     def __str__(self) -> str:
-        """What parse() reads, in plain names, without defaults; behind heaviest or ghosts what differs from them."""
+        """What parse() reads, in plain names, without defaults; behind one of PRESETS what differs from it."""
         changed = texts(self)
         preset: tuple[str, ...] = ()
         for name, settings in PRESETS.items():
             fixed = texts(Substitution.parse(settings))
-            if fixed and fixed.keys() <= changed.keys() and all(changed[key] == fixed[key] for key in ("mode", "miss")):
+            same = all(changed.get(key) == fixed.get(key) for key in ("mode", "miss"))
+            if same and fixed.keys() <= changed.keys():
                 changed, preset = {key: value for key, value in changed.items() if value != fixed.get(key)}, (name,)
                 break
         parts = (f"{_plain(name)}={int(value) if value is True else value}" for name, value in changed.items())
-        return ",".join((*preset, *parts)) or "buddies"
+        return ",".join((*preset, *parts)) or f"mode={self.mode}"
 
     @property
     def lossy(self) -> bool:
@@ -209,7 +210,7 @@ def _check(settings: Substitution) -> None:
     for name in ("k", "rho", "rho_token", "sacred", "among"):
         value = getattr(settings, name)
         if value is not None and value < 1:
-            off = "none, without heaviest and ghosts" if name == "sacred" else "no limit"
+            off = f"none, without {', '.join(PRESETS)}" if name == "sacred" else "no limit"
             raise PyorchError(f"lossy setting {_plain(name)}={value} is below 1: leave it out for {off}")
     for name in ("beta", "bonus", "max_weight", "seed"):
         value = getattr(settings, name)

@@ -170,7 +170,7 @@ def test_a_preset_is_settings_by_a_name_for_what_they_do() -> None:
     assert heaviest.lossy
     assert not heaviest.needs_buddies and Substitution.parse(str(heaviest)) == heaviest
     assert Substitution.parse("ghosts") == replace(heaviest, miss="ghost")
-    assert Substitution.parse("buddies") == Substitution()
+    assert Substitution.parse("buddies") == replace(heaviest, mode="buddies", miss="fetch")
     assert Substitution.parse("heaviest,sacred=2,max_replaced=3") == replace(heaviest, sacred=2, rho=3)
     for text, sentence in (("sacred=1,heaviest", '"heaviest" stands first'), ("heaviest,x=1", '"x" is not known'),
                            ("heaviest,sacred=0", "sacred=0 is below 1"), ("lightest", '"lightest" is not known')):
@@ -199,7 +199,9 @@ def test_a_number_that_the_library_cannot_hold_is_refused(text: str) -> None:
     ("ghosts,max_replaced=3", "ghosts,max_replaced=3"),
     ("heaviest,miss=ghost", "ghosts"), ("heaviest,order=rank", "mode=none,miss=drop,max_weight=0.9,sacred=1"),
     ("mode=none,miss=drop,order=weight", "mode=none,order=weight,miss=drop"), ("buddies", "buddies"),
-    ("buddies,sacred=1", "sacred=1"),
+    ("buddies,sacred=1", "buddies"), ("mode=buddies", "mode=buddies"), ("mode=buddies,sacred=1", "sacred=1"),
+    ("order=weight,sacred=2,max_weight=0.9", "buddies,sacred=2"), ("buddies,miss=drop",
+     "order=weight,miss=drop,max_weight=0.9,sacred=1"),
     ("mode=random,miss=drop,order=weight,sacred=2", "mode=random,order=weight,miss=drop,sacred=2"),
 ])
 def test_settings_are_printed_as_short_as_they_are_given(given: str, printed: str) -> None:
