@@ -3,8 +3,9 @@
 A cache rate c keeps the share c of each layer's experts resident, in a cache that is simulated: the model is in
 memory whole, and substitution takes the experts that were selected most often for resident, and no others: in the
 trace of the buddy lists, or where there are none, in a text that every machine has. So what happens to a token
-depends on the token alone, questions are computed in large batches, and results are reproducible. It is a hard judge:
-a real cache follows the text, and misses less. Under a budget, as speed is measured, the cache is a real one.
+depends on the token alone (and, with max_weight, on what experts weigh in those before), questions are computed in
+large batches, and results are reproducible. It is a hard judge: a real cache follows the text, and misses less. Under
+a budget, as speed is measured, the cache is a real one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import llama_cpp.llama_cpp as llama
 import numpy as np
 
 from pyorch.bench.plan import fits
@@ -232,12 +234,13 @@ def _counted(model: Model, report: OnProgress) -> dict[int, np.ndarray]:
     if model not in _counts:
         before = _activations(model)
         handle, left = model.llama.model, _COUNTED_TOKENS
+        n_ctx = min(N_BATCH, llama.llama_model_n_ctx_train(handle))
         with (tempfile.TemporaryDirectory() as directory,
-              Context(handle, N_BATCH, _COUNTED_AT_ONCE, _COUNTED_AT_ONCE) as context):
+              Context(handle, n_ctx, _COUNTED_AT_ONCE, _COUNTED_AT_ONCE) as context):
             text = Path(directory) / "text.jsonl"
             write_default_text(text)
             for document in read_documents([str(text)]):
-                tokens = tokenize(model.llama, document.text)[:min(left, N_BATCH)]
+                tokens = tokenize(model.llama, document.text)[:min(left, n_ctx)]
                 context.clear()
                 for start in range(0, len(tokens), _COUNTED_AT_ONCE):
                     report("what a text selects", _COUNTED_TOKENS - left + start, _COUNTED_TOKENS)
