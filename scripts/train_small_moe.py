@@ -110,9 +110,9 @@ class Trainer:
             fact_text = ["".join(text for text, _ in document) for document in documents]
             self.tokenizer = train_tokenizer(train_text + fact_text * FACT_WEIGHT_IN_TOKENIZER, VOCAB_SIZE)
         self.test_tokens = np.array(self.tokenizer.encode(self.test_text).ids)
-        self.warm_from = state["warm_from"] if state else 0
+        self.warm_from = state.get("warm_from", 0) if state else 0
         # Of an upcycled model: it is dense until it is copied, and the optimizer begins anew then.
-        self.dense = arguments.upcycled and self.warm_from == 0
+        self.dense = arguments.upcycled and not (state and state.get("copied"))
         if arguments.upcycled:
             config = wide_config(VOCAB_SIZE, *((1, 1) if self.dense else (EXPERTS, TOP_K)))
         else:
@@ -189,6 +189,7 @@ class Trainer:
                 "optimizer": self.optimizer.state_dict(),
                 "tokenizer": self.tokenizer.to_str(),
                 "warm_from": self.warm_from,
+                "copied": not self.dense,
                 "step": self.step,
                 "seconds": self.seconds,
             },

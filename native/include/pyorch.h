@@ -688,8 +688,8 @@ typedef struct pyorch_substitution {
     int32_t  among;  // PYORCH_SUBSTITUTE_CACHE: only of so many that the router ranks highest, 0: of all
     double   bonus;  // PYORCH_SUBSTITUTE_CACHE: none whose logit is lower by more than this
     int32_t  max_all_layers; // as max_per_token, of all layers of a token together, in their order, 0: no limit
-    double   max_weight; // none of this weight or more, as a multiple of what an expert of a token weighs on average,
-                         // in all layers since a substitution was set (infinite: off)
+    double   max_weight; // none of this weight or more, as a multiple of what an expert of a token weighs on average:
+                         // of all tokens and layers it was applied to since one was set (infinite: off)
 } pyorch_substitution;
 
 // Nothing is substituted, every gate is off, and what no buddy covers is fetched.
@@ -716,7 +716,7 @@ typedef struct pyorch_substitution_counts {
     uint64_t rank_sum;        // of the buddies used, in their lists
     uint64_t absent;          // experts that the ubatches asked for and that were absent
     uint64_t avoided;         // of them, those that nobody asked for any more
-    uint64_t refused_sacred;  // absent slots among a token's first, or as heavy as max_weight
+    uint64_t refused_sacred;  // absent slots among a token's heaviest, or as heavy as max_weight
     uint64_t ghosts;          // slots that ghosts computed
     uint64_t on_their_way;    // slots that were substituted, dropped or computed by ghosts while their expert was
                               // being read: a matter of time, unless the cache is simulated

@@ -54,9 +54,10 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "selected most counts as resident, and without lists what a text selects that every "
                              "machine has")
     parser.add_argument("--lever", action="append", default=[], dest="levers", metavar="SETTINGS",
-                        type=or_help, help="try these settings, with alternatives between bars: heaviest,sacred=1|2 "
-                             "stands for two; may be repeated; help lists all keys (default: some of leaving out, of "
-                             "cache-aware routing, of buddies, and of ghosts where the model has some)")
+                        type=or_help, help="try these settings, with alternatives between bars: "
+                             "heaviest,max_weight=0.9|1.2 stands for two; may be repeated; help lists all keys "
+                             "(default: some of leaving out, of cache-aware routing, and of buddies and ghosts where "
+                             "the model has some)")
     parser.add_argument("--candidates", type=whole(1), default=3, metavar="N",
                         help="measure the speed of the best N settings (default: 3)")
     parser.add_argument("--speed-tokens", type=whole(0), default=256, metavar="N",

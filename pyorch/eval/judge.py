@@ -13,7 +13,7 @@ import numpy as np
 
 from pyorch.eval import arc, perplexity
 from pyorch.eval.arc import Accuracy, Task
-from pyorch.eval.method import Method, OnProgress, Slots, n_ubatch, simulated, slots
+from pyorch.eval.method import Method, OnProgress, Slots, again, n_ubatch, simulated, slots
 from pyorch.eval.perplexity import Divergence
 from pyorch.llama.model import Model
 from pyorch.settings.budget import AUTO, Budget
@@ -109,6 +109,7 @@ class Judge:
                     self._model, task, width, n_threads=self._n_threads,
                     on_progress=lambda n, before=before: report("questions", before + n, n_questions))))
             done = slots(self._model)
+            again(self._model, method, buddies)
             divergence = None if reference is None else reference.divergence(self._model, partial(report, "tokens"))
             text_slots = slots(self._model) - done
             return Judgement(tuple(accuracies), done if tasks else text_slots, divergence, text_slots)

@@ -199,7 +199,7 @@ def simulated(
     if method.substitution is not None:
         model.set_cache(most_active(
             buddies.activations if buddies is not None else _counted(model, on_progress or (lambda *_: None)), rate))
-        model.substitute(_everywhere(method.substitution), buddies)
+    again(model, method, buddies)
     if method.forecast:
         model.speculate(method.forecast, prompts=True)
     try:
@@ -210,6 +210,12 @@ def simulated(
         if method.substitution is not None:
             model.substitute(None)
             model.set_cache(None)
+
+
+def again(model: Model, method: Method, buddies: Buddies | None) -> None:
+    """Sets the substitution of a method: what experts weigh on average (max_weight) is of what comes from now on."""
+    if method.substitution is not None:
+        model.substitute(_everywhere(method.substitution), buddies)
 
 
 def most_active(activations: Mapping[int, np.ndarray], rate: float) -> dict[int, np.ndarray]:
@@ -271,8 +277,11 @@ def dynamic_model(
 
     With buddy lists, the cache begins with the experts that the trace selected most often: what stands in for
     absent experts would otherwise keep an empty cache from filling. arrival: of experts, simulated; None: as they come.
+    Ghosts count in the budget, as they do for a user.
     """
-    with load(path, budget=budget, managed=True, **{"n_ctx": _N_CTX, **options}) as model:
+    lossy = _everywhere(method.substitution)
+    needed = {"substitution": lossy, "buddies": buddies} if lossy is not None and lossy.needs_ghosts else {}
+    with load(path, budget=budget, managed=True, **{"n_ctx": _N_CTX, **needed, **options}) as model:
         begin: dict[int, np.ndarray] = {}
         if buddies is not None and model.engine is not None:
             stats = model.engine.stats()
@@ -283,7 +292,7 @@ def dynamic_model(
             model.engine.wait_idle()
         if arrival is not None and method.substitution is not None:
             arrival.simulate(model, begin)
-        model.substitute(_everywhere(method.substitution), buddies)
+        model.substitute(lossy, buddies)
         if method.forecast:
             model.speculate(method.forecast, prompts=True)
         model.reset_stats()

@@ -37,6 +37,7 @@ LEVERS = (
     "mode=none,miss=drop,order=weight,sacred=1|2|3,min_entropy=p50|p30",
     "heaviest,max_replaced=1|2",
     "ghosts,max_weight=0.9|1.2|1.5",
+    "buddies,max_weight=0.9|1.5",
     "mode=cache,order=weight,sacred=1,max_weight=0.9|1.5,among=12",
     "mode=cache,order=weight,sacred=1,max_weight=0.9,bonus=0.5|1|2",
 )
@@ -117,14 +118,16 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
 
 
 def _settings(request: Request, has_ghosts: bool, has_buddies: bool) -> list[Substitution]:
-    """What can be tried with the files that there are."""
-    possible = [setting for setting in settings_of(request.levers)
-                if (has_ghosts or not setting.needs_ghosts) and (has_buddies or not setting.needs_buddies)]
-    if not possible:
-        missing, command = ("buddy lists", "buddies") if has_ghosts else ("ghosts", "ghosts")
-        if not (has_ghosts or has_buddies):
-            missing, command = "ghosts and no buddy lists", "ghosts` and `pyorch buddies"
-        raise PyorchError(f"there are no {missing} beside {request.model}: make them with `pyorch {command}`")
+    """What can be tried with the files that there are. PyorchError for levers that were asked for and need others."""
+    possible = []
+    for setting in settings_of(request.levers):
+        missing = (("ghosts", "ghosts") if setting.needs_ghosts and not has_ghosts else
+                   ("buddy lists", "buddies") if setting.needs_buddies and not has_buddies else None)
+        if missing is None:
+            possible.append(setting)
+        elif request.levers != LEVERS:
+            raise PyorchError(f"{setting} needs {missing[0]}, and there are none beside {request.model}: make them "
+                              f"with `pyorch {missing[1]}`")
     return possible
 
 
@@ -205,7 +208,7 @@ def settings_of(levers: Sequence[str]) -> list[Substitution]:
     """Those that some levers stand for, each once. PyorchError for a lever that cannot be one, or replaces nothing.
 
     A lever is a family of lossy settings, written as settings are, with alternatives between bars:
-    "heaviest,sacred=1|2" is two settings. Whatever pyorch.settings.substitution can read can be a lever.
+    "heaviest,max_weight=0.9|1.2" is two settings. Whatever pyorch.settings.substitution can read can be a lever.
     """
     found: dict[Substitution, None] = {}
     for lever in levers:

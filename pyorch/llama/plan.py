@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import llama_cpp.llama_cpp as llama
 
 from pyorch import files
-from pyorch.errors import BudgetError, FormatError, PyorchError
+from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import host_dense_bytes, margin_bytes, place
@@ -31,7 +31,6 @@ from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
 from pyorch.settings.settings import Settings
 from pyorch.sidecars.beside import Sidecars
-from pyorch.sizes import format_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -184,8 +183,8 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         if settings.mirror is not None:
             add_mirrors(model_map, settings.mirror.paths, _Compared())
     ghosts = find_ghosts(settings.substitution, sidecars)
-    if ghosts is not None and not plan.automatic:  # there contexts find what ghosts leave
-        plan = replace(plan, budget=_beside_ghosts(plan, ghosts))
+    if ghosts is not None and settings.budget.amount is not None:  # else contexts find what ghosts leave
+        plan = replace(plan, budget=settings.budget.resolve(model_map.info, ghosts.n_bytes))
     kept, refusal = _kept(plan)
     expert_bytes, device_bytes = model_map.info.expert_bytes, 0
     if plan.device is not None and settings.vram_budget != AUTO:
@@ -205,23 +204,13 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
     )
 
 
-def _beside_ghosts(plan: EnginePlan, ghosts: Ghosts) -> int:
-    """What a budget that was given leaves for experts. BudgetError if that is less than the floor."""
-    info, left = plan.map.info, plan.budget - ghosts.n_bytes
-    if left < info.floor_bytes:
-        raise BudgetError(
-            f"budget {plan.settings.budget} is {format_bytes(plan.budget)}: beside ghosts of "
-            f"{format_bytes(ghosts.n_bytes)} it leaves less than the floor of {format_bytes(info.floor_bytes)}")
-    return left
-
-
 def _without_effect(substitution: Substitution | None, n_used: int) -> str:
     """That a lossy setting can do nothing for a model that uses so many experts of a layer for a token; or ""."""
     if substitution is None or (substitution.sacred or 0) < n_used:
         return ""
-    remedy = f"; sacred={n_used - 1} leaves out the others" if n_used > 1 else ""
-    return (f"the lossy setting {substitution} changes nothing: it waits for {substitution.sacred} experts of a token, "
-            f"and the model uses {n_used} in a layer{remedy}")
+    remedy = f"; sacred={n_used - 1} does not" if n_used > 1 else ""
+    return (f"the lossy setting {substitution} changes nothing: it waits for a token's heaviest experts, "
+            f"{substitution.sacred} of the {n_used} that the model uses in a layer{remedy}")
 
 
 class _Compared:

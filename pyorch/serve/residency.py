@@ -153,7 +153,8 @@ class Residency:
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise PyorchError(f"budget {json.dumps(value)} is not understood: use bytes, or text such as \"40%\" or "
                               '"1.5GiB"')
-        return Budget.parse(value).resolve(self._managed.map.info)
+        ghosts = self._managed.plan.ghosts
+        return Budget.parse(value).resolve(self._managed.map.info, ghosts.n_bytes if ghosts is not None else 0)
 
     def _set_policy(self, policy: str) -> None:
         self.engine.set_policy(policy)

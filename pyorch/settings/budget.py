@@ -44,21 +44,24 @@ class Budget:
             raise BudgetError(f'budget "{text}" is not a share of the experts: 100% is the most')
         return cls(amount)
 
-    def resolve(self, experts: ExpertSizes) -> int:
-        """Bytes for the experts of a model, at most what all of them occupy.
+    def resolve(self, experts: ExpertSizes, ghost_bytes: int = 0) -> int:
+        """Bytes for the experts of a model, at most what all of them occupy; ghosts of so many bytes are counted too.
 
         Raises BudgetError below the floor, and where this is not an amount.
         """
         if self.amount is None:
             raise BudgetError(f'an engine needs a size as its budget, not "{self}"')
         n = self.amount.of(experts.slots_bytes)
-        if n < experts.floor_bytes:
+        if n < experts.floor_bytes + ghost_bytes:
+            beside = f", of which {format_bytes(ghost_bytes)} are for ghosts," if ghost_bytes else ""
+            least = experts.floor_bytes + ghost_bytes
             share = f"; as a share of the experts it is {n}%" if 0 < n <= 100 and str(self) == str(n) else ""
             raise BudgetError(
-                f"budget {format_bytes(n)} is below the floor of {format_bytes(experts.floor_bytes, round_up=True)} "
-                f"(twice the experts of a token, and one): use --budget {as_option(experts.floor_bytes)} or more{share}"
+                f"budget {format_bytes(n)}{beside} is below the floor of "
+                f"{format_bytes(experts.floor_bytes, round_up=True)} (twice the experts of a token, and one): use "
+                f"--budget {as_option(least)} or more{share}"
             )
-        return min(n, experts.slots_bytes)
+        return min(n - ghost_bytes, experts.slots_bytes)
 
     def surplus(self, experts: ExpertSizes) -> str:
         """A sentence about what is taken, where this is more than all experts of a model occupy; "" where it is not."""

@@ -16,9 +16,10 @@ from pyorch.library import choices
 from pyorch.settings.option import LOSSY, flag, option, options, texts
 
 # By what they do: wait for a token's heavy experts, and leave out the other absent ones, or let their ghosts or
-# buddies stand in. Of all settings that need no file, heaviest lost least for what it read; ghosts lose half of that
-# (docs/lossy.md). The error of what is left out grows with the square of its weight, so that a bound on the weight
-# loses least for what is read, whatever the number of experts; and with none at all a token would lose its layer.
+# buddies stand in. Little that needs no file loses less for what it reads than heaviest, and ghosts lose half of that
+# where experts are not alike (docs/lossy.md). The error of what is left out grows with the square of its weight, so
+# that a bound on the weight loses least for what is read, whatever the number of experts; and with none at all a token
+# would lose its layer.
 PRESETS = {
     "heaviest": "mode=none,order=weight,miss=drop,sacred=1,max_weight=0.9",
     "ghosts": "mode=none,order=weight,miss=ghost,sacred=1,max_weight=0.9",

@@ -12,7 +12,7 @@ from pyorch.settings.substitution import Substitution
 from pyorch.sidecars import json_file
 
 KIND = "pyorch tuned setting"
-VERSION = 2
+VERSION = 3  # before, heaviest, ghosts and buddies were other settings
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def test_a_lever_stands_for_all_its_alternatives() -> None:
     assert [str(setting) for setting in found] == [
         "mode=none,min_entropy=p5,miss=drop,sacred=1", "mode=none,min_entropy=0.5,miss=drop,sacred=1",
         "mode=none,min_entropy=p5,miss=drop,sacred=2", "mode=none,min_entropy=0.5,miss=drop,sacred=2", "order=weight"]
-    assert len(tuning.settings_of(tuning.LEVERS)) == 23
+    assert len(tuning.settings_of(tuning.LEVERS)) == 25
     for lever, sentence in (
         ("mode=none", "replaces nothing"), ("sacred=1|x", "not a whole number"), ("a=1", "is not known"),
         ("seed=" + "|".join(map(str, range(600))), "more than 512 settings"),
@@ -282,16 +282,19 @@ def test_mistakes_are_sentences(
     assert sentence in error and error.count("\n") == 1
 
 
-def test_without_lists_only_settings_that_need_none_are_tried(
+def test_settings_that_need_files_are_tried_where_these_are(
     small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["tune", str(small_moe), "--data", str(FACTS), "--limit", "8", "--cache-rate", "0.75", "--speed-tokens",
                "0", "--threads", "1", "-o", str(tmp_path / "tuned.json"), "--json"]
-    assert main([*command, "--lever", "mode=none,miss=drop,order=weight,min_entropy=p50"]) == 2
-    assert "make them with `pyorch ghosts` and `pyorch buddies`" in capsys.readouterr().err
-    assert main([*command, "--min-accuracy", "0.5", "--lever", "heaviest", "--lever", "coverage=1"]) == 0
+    for lever, kind in (("mode=none,miss=drop,order=weight,min_entropy=p50", "buddies"), ("coverage=1", "buddies"),
+                        ("ghosts", "ghosts")):
+        assert main([*command, "--lever", "heaviest", "--lever", lever]) == 2
+        assert f"make them with `pyorch {kind}`" in capsys.readouterr().err
+    assert main([*command, "--min-accuracy", "0.5"]) == 0
     trials = json.loads(capsys.readouterr().out)["trials"]
-    assert [trial["settings"] for trial in trials] == ["heaviest"]
+    tried = [Substitution.parse(trial["settings"]) for trial in trials]
+    assert len(tried) == 14 and not any(setting.needs_buddies or setting.needs_ghosts for setting in tried)
 
 
 @pytest.mark.parametrize("n, n_held_out, sentence", [

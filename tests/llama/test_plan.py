@@ -57,8 +57,8 @@ def test_a_header_without_weights_is_told(small_moe: Path, tmp_path: Path) -> No
 
 def test_a_lossy_setting_that_waits_for_all_that_a_token_uses_is_told(small_moe: Path, zoo: Zoo) -> None:
     top_2 = planned(zoo.path("mixtral", "Q8_0"), budget="100%", substitution="heaviest,sacred=2")
-    assert top_2.notes[-1] == ("the lossy setting heaviest,sacred=2 changes nothing: it waits for 2 experts of a "
-                               "token, and the model uses 2 in a layer; sacred=1 leaves out the others")
+    assert top_2.notes[-1] == ("the lossy setting heaviest,sacred=2 changes nothing: it waits for a token's heaviest "
+                               "experts, 2 of the 2 that the model uses in a layer; sacred=1 does not")
     for path, setting in ((small_moe, "heaviest,sacred=2"), (top_2.map.path, "heaviest")):
         assert planned(Path(path), budget="100%", substitution=setting).notes[-1] == ""
 
@@ -73,8 +73,13 @@ def test_a_budget_counts_ghosts(small_moe: Path, tmp_path: Path) -> None:
         assert engine.stats().budget_bytes == lossy.budget
     floor = lossy.map.info.floor_bytes
     assert planned(path, budget=str(floor), substitution="heaviest").budget == floor
-    with pytest.raises(BudgetError, match="beside ghosts of .* it leaves less than the floor of"):
+    with pytest.raises(BudgetError, match="are for ghosts, is below the floor of .* use --budget") as refused:
         planned(path, budget=str(floor), substitution="ghosts")
+    least = str(refused.value).split("--budget ")[1].split()[0]
+    assert planned(path, budget=least, substitution="ghosts").budget >= floor
+    slots = lossy.map.info.slots_bytes
+    assert planned(path, budget="100%", substitution="ghosts").budget == slots - lossy.ghosts.n_bytes
+    assert planned(path, budget=str(slots + lossy.ghosts.n_bytes), substitution="ghosts").budget == slots
     assert planned(path, substitution="ghosts").budget == floor
 
 

@@ -95,7 +95,8 @@ def reference(
             order = sorted(missing, key=lambda s: (weights[t, s], -s)) if lossy.order == "weight" else missing
             sacred = sorted(range(n_used), key=lambda s: (weights[t, s], -s))[max(0, n_used - (lossy.sacred or 0)):]
             for s in order:
-                if s in sacred or (lossy.max_weight is not None and weights[t, s] >= lossy.max_weight * mean_weight):
+                heavy = lossy.max_weight is not None and float(weights[t, s]) >= lossy.max_weight * mean_weight
+                if s in sacred or heavy:
                     counts["refused_sacred"] += 1
                     continue
                 if lossy.rho is not None and n_substituted + len(uncovered) + len(by_ghosts) == lossy.rho:
