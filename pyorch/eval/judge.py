@@ -109,8 +109,10 @@ class Judge:
                     self._model, task, width, n_threads=self._n_threads,
                     on_progress=lambda n, before=before: report("questions", before + n, n_questions))))
             done = slots(self._model)
-            again(self._model, method, buddies)
-            divergence = None if reference is None else reference.divergence(self._model, partial(report, "tokens"))
+            divergence = None
+            if reference is not None:
+                again(self._model, method, buddies)
+                divergence = reference.divergence(self._model, partial(report, "tokens"))
             text_slots = slots(self._model) - done
             return Judgement(tuple(accuracies), done if tasks else text_slots, divergence, text_slots)
 

@@ -20,6 +20,7 @@ from pyorch.cli import main
 from pyorch.errors import FormatError, PyorchError
 from pyorch.eval import arc, method, perplexity, report, sweep
 from pyorch.eval.arc import Accuracy, Score
+from pyorch.eval.judge import Judge
 from pyorch.eval.likelihood import kl_divergences
 from pyorch.eval.speed import Speed
 from pyorch.llama.context import Context
@@ -240,6 +241,17 @@ def test_without_lists_the_default_text_says_what_is_resident(whole: Model) -> N
     with method.simulated(whole, heaviest, 0.5, lists):
         assert np.array_equal(log_likelihoods(arc.score(whole, task, n_threads=1)), log_likelihoods(found))
         assert method.slots(whole).absent == absent
+
+
+def test_a_text_is_judged_alike_whatever_was_asked_before(whole: Model) -> None:
+    """What is heavy is measured by the tokens that come: the text has a mean weight of its own."""
+    heaviest, task = method.lossy_method(Substitution.parse("heaviest")), arc.read_task(whole, FACTS, limit=8)
+    found = []
+    for tasks in ([], [task]):
+        with Judge(whole, tasks, [str(TEXT)], 600, 1) as judge:
+            judged = judge.judge(heaviest, 0.375, complete_buddies())
+            found.append((judged.divergence.blocks, judged.text_slots))
+    assert found[0] == found[1] and found[0][1].dropped > 0
 
 
 def test_a_simulated_cache_is_the_most_active_experts(whole: Model) -> None:
