@@ -38,6 +38,23 @@ CHAT_TEMPLATE = (
 )
 
 
+# Of both models.
+ALIKE = {
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.05,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+
+
 def small_config(vocab_size: int) -> Qwen2MoeConfig:
     """About 7.6 million parameters, of which 6.3 million are routed experts.
 
@@ -47,25 +64,14 @@ def small_config(vocab_size: int) -> Qwen2MoeConfig:
     """
     return Qwen2MoeConfig(
         vocab_size=vocab_size,
-        hidden_size=128,
         intermediate_size=192,
         num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         num_experts=64,
         num_experts_per_tok=6,
         moe_intermediate_size=32,
         shared_expert_intermediate_size=64,
         norm_topk_prob=False,
-        router_aux_loss_coef=0.001,
-        tie_word_embeddings=False,
-        initializer_range=0.05,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
+        **ALIKE,
     )
 
 
@@ -77,25 +83,14 @@ def wide_config(vocab_size: int, n_experts: int, top_k: int) -> Qwen3MoeConfig:
     """
     return Qwen3MoeConfig(
         vocab_size=vocab_size,
-        hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         num_experts=n_experts,
         num_experts_per_tok=top_k,
         moe_intermediate_size=256,
         norm_topk_prob=True,
-        router_aux_loss_coef=0.001,
-        tie_word_embeddings=False,
-        initializer_range=0.05,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
+        **ALIKE,
     )
 
 

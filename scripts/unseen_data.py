@@ -5,7 +5,8 @@ The text is what follows the beginnings that tests/fixtures/small-moe/text-test.
 training held out; the questions are about those facts, in phrasings held out from training, that facts-test.jsonl does
 not ask for.
 
-    python scripts/unseen_data.py FOLDER    writes text-unseen.txt and facts-unseen.jsonl
+    python scripts/unseen_data.py FOLDER    writes text-unseen.txt, facts-unseen.jsonl, and facts-unseen.txt: the
+                                            same questions with their answers, as a text
 
 Needs the Python whose library the fixture was made with (3.11.7), and the packages of the extra `train`.
 """
@@ -42,6 +43,11 @@ def unseen_questions(asked: list[dict]) -> list[dict]:
     return [question for question in every if question["question"]["stem"] not in stems]
 
 
+def answered(question: dict) -> str:
+    choices = {choice["label"]: choice["text"] for choice in question["question"]["choices"]}
+    return f"{fact_world.prompt(question['question']['stem'])} {choices[question['answerKey']]}\n\n"
+
+
 def main() -> int:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print(__doc__, file=sys.stderr)
@@ -57,6 +63,7 @@ def main() -> int:
     (folder / "text-unseen.txt").write_text(unseen_text(held_out), encoding="utf-8")
     lines = "".join(json.dumps(question) + "\n" for question in questions)
     (folder / "facts-unseen.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "facts-unseen.txt").write_text("".join(map(answered, questions)), encoding="utf-8")
     print(f"{len(questions)} questions and {len(unseen_text(held_out))} characters of text")
     return 0
 
