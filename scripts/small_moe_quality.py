@@ -93,11 +93,12 @@ def routing_report(
     for layer, (of_text, of_facts) in enumerate(zip(*loads, strict=True)):
         load = (of_text + of_facts) / 2
         n_expert = len(load)
+        even = math.log(max(n_expert, 2))  # a model that is dense as yet has one, and entropies of 0
         divergence = _entropy(load) - (_entropy(of_text) + _entropy(of_facts)) / 2
         report.append(
             LayerRouting(
-                load_entropy=round(_entropy(load).item() / math.log(n_expert), 4),
-                token_entropy=round((entropies[0][layer] + entropies[1][layer]) / 2 / math.log(n_expert), 4),
+                load_entropy=round(_entropy(load).item() / even, 4),
+                token_entropy=round((entropies[0][layer] + entropies[1][layer]) / 2 / even, 4),
                 domain_divergence=round(divergence.item() / math.log(2), 4),
                 load_cv=round((load.std(unbiased=False) / load.mean()).item(), 4),
                 max_load=round(load.max().item() * n_expert, 4),

@@ -53,8 +53,9 @@ _TITLES = {
 
 def _help_of_substitution() -> str:
     """A line for each preset of --lossy, and for each setting: its plain name, the paper's symbol, what it does."""
-    lines = ["SETTINGS of --lossy are one of these words, or KEY=VALUE,... of the keys below, or the word first and "
-             "then what differs, as in heaviest,max_weight=1.2:", ""]
+    lines = ["SETTINGS of --lossy are one of these words, behind which a colon and a number are its max_weight, as in "
+             "heaviest:1.2, or KEY=VALUE,... of the keys below, or the word first and then what differs, as in "
+             "heaviest,max_replaced=3:", ""]
     lines += (f"  {name:20} short for {settings}" for name, settings in PRESETS.items())
     lines += ["", "The keys, with the symbols of the BuddyMoE paper, which can be given too:", ""]
     for name, option in options(Substitution).items():

@@ -55,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "machine has")
     parser.add_argument("--lever", action="append", default=[], dest="levers", metavar="SETTINGS",
                         type=or_help, help="try these settings, with alternatives between bars: "
-                             "heaviest,max_weight=0.9|1.2 stands for two; may be repeated; help lists all keys "
+                             "heaviest:0.9|1.2 stands for two; may be repeated; help lists all keys "
                              "(default: some of leaving out, of cache-aware routing, and of buddies and ghosts where "
                              "the model has some)")
     parser.add_argument("--candidates", type=whole(1), default=3, metavar="N",

@@ -11,6 +11,7 @@ setting has to keep the asked accuracy by two standard errors, and the winner an
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,11 +34,11 @@ _KL_TOKENS = 4096  # predicted for a divergence
 # would have to be judged token by token.
 LEVERS = (
     "mode=none,miss=drop,order=weight",
-    "heaviest,max_weight=0.6|0.75|0.9|1.2|1.5|2",
+    "heaviest:0.6|0.75|0.9|1.2|1.5|2",
     "mode=none,miss=drop,order=weight,sacred=1|2|3,min_entropy=p50|p30",
     "heaviest,max_replaced=1|2",
-    "ghosts,max_weight=0.9|1.2|1.5",
-    "buddies,max_weight=0.9|1.5",
+    "ghosts:0.9|1.2|1.5",
+    "buddies:0.9|1.5",
     "mode=cache,order=weight,sacred=1,max_weight=0.9|1.5,among=12",
     "mode=cache,order=weight,sacred=1,max_weight=0.9,bonus=0.5|1|2",
 )
@@ -208,12 +209,12 @@ def settings_of(levers: Sequence[str]) -> list[Substitution]:
     """Those that some levers stand for, each once. PyorchError for a lever that cannot be one, or replaces nothing.
 
     A lever is a family of lossy settings, written as settings are, with alternatives between bars:
-    "heaviest,max_weight=0.9|1.2" is two settings. Whatever pyorch.settings.substitution can read can be a lever.
+    "heaviest:0.9|1.2" is two settings. Whatever pyorch.settings.substitution can read can be a lever.
     """
     found: dict[Substitution, None] = {}
     for lever in levers:
-        parts = [part.partition("=") for part in lever.split(",")]
-        alternatives = [[f"{key}{equals}{value}" for value in values.split("|")] for key, equals, values in parts]
+        parts = [re.split("(?<=[=:])", part, maxsplit=1) for part in lever.split(",")]
+        alternatives = [["".join((*key, value)) for value in values.split("|")] for *key, values in parts]
         for words in itertools.product(*alternatives):
             setting = Substitution.parse(",".join(words))
             if not setting.lossy:

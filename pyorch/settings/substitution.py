@@ -7,6 +7,7 @@ native/src/routing/substitution.cpp.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,7 @@ PRESETS = {
 }
 
 _THRESHOLD = "a number, or a percentile such as p15"
+_KEY_END = re.compile("[=:]")
 
 
 @dataclass(frozen=True)
@@ -140,8 +142,9 @@ class Substitution:
 
     @classmethod
     def parse(cls, text: str | Substitution) -> Substitution:
-        """From "coverage=0.95,max_replaced=3", or with the paper's symbols, "alpha=0.95,rho=3". It may begin
-        with one of PRESETS, as "heaviest" or "heaviest,sacred=2". PyorchError for what cannot be one."""
+        """From "coverage=0.95,max_replaced=3", or with the paper's symbols, "alpha=0.95,rho=3". It may begin with one
+        of PRESETS, as "heaviest" or "heaviest,sacred=2", behind which a colon and a number are its max_weight:
+        "heaviest:1.2". PyorchError for what cannot be one."""
         if isinstance(text, Substitution):
             return text
         if not isinstance(text, str):
@@ -154,11 +157,13 @@ class Substitution:
         known, values = options(cls), {}
         plain = {option.plain: name for name, option in known.items() if option.plain}
         first, _, rest = text.partition(",")
-        again = next((key for item in rest.split(",") if (key := item.partition("=")[0].strip()) in PRESETS), None)
+        word, colon, bound = (part.strip() for part in first.partition(":"))
+        again = next((key for item in rest.split(",") if (key := _KEY_END.split(item)[0].strip()) in PRESETS), None)
         if again is not None:
             raise PyorchError(f'lossy setting "{again}" stands first, and alone: "{again},KEY=VALUE,..."')
-        if first.strip() in PRESETS:
-            preset = cls.parse(PRESETS[first.strip()])
+        if word in PRESETS:
+            preset = cls.parse(PRESETS[word])
+            rest = ",".join(filter(None, (f"max_weight={bound}" if colon else "", rest)))
             changes = cls.parse(rest) if rest else preset
             keys = [item.partition("=")[0].strip() for item in rest.split(",") if item]
             return replace(preset, **{name: getattr(changes, name) for name in (plain.get(key, key) for key in keys)})
@@ -182,7 +187,8 @@ class Substitution:
             fixed = texts(Substitution.parse(settings))
             same = all(changed.get(key) == fixed.get(key) for key in ("mode", "miss"))
             if same and fixed.keys() <= changed.keys():
-                changed, preset = {key: value for key, value in changed.items() if value != fixed.get(key)}, (name,)
+                changed = {key: value for key, value in changed.items() if value != fixed.get(key)}
+                preset = (f"{name}:{changed.pop('max_weight')}" if "max_weight" in changed else name,)
                 break
         parts = (f"{_plain(name)}={int(value) if value is True else value}" for name, value in changed.items())
         return ",".join((*preset, *parts)) or f"mode={self.mode}"

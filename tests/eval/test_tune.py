@@ -230,7 +230,7 @@ def test_of_those_that_keep_the_accuracy_the_fastest_wins(
     path = tmp_path / "small.tuned.json"
     assert main([str(word) for word in (
         "tune", small_moe, "--data", FACTS, "--limit", 4, "--buddies-file", buddies_file, "--cache-rate", 0.75,
-        "--min-accuracy", "1%", "--lever", "heaviest,max_weight=0.7|0.9|1.2", "--threads", 1,
+        "--min-accuracy", "1%", "--lever", "heaviest:0.7|0.9|1.2", "--threads", 1,
         "-o", path)]) == 0
     with ModelMap(small_moe) as model_map:
         tuned = read_tuned(path, model_map)

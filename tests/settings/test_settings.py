@@ -173,7 +173,10 @@ def test_a_preset_is_settings_by_a_name_for_what_they_do() -> None:
     assert Substitution.parse("buddies") == replace(heaviest, mode="buddies", miss="fetch")
     assert Substitution.parse("heaviest,sacred=2,max_replaced=3") == replace(heaviest, sacred=2, rho=3)
     for text, sentence in (("sacred=1,heaviest", '"heaviest" stands first'), ("heaviest,x=1", '"x" is not known'),
-                           ("heaviest,sacred=0", "sacred=0 is below 1"), ("lightest", '"lightest" is not known')):
+                           ("heaviest,sacred=0", "sacred=0 is below 1"), ("lightest", '"lightest" is not known'),
+                           ("heaviest:", 'max_weight="" is not a number'), ("heaviest:-1", "max_weight=-1 is negative"),
+                           ("heaviest:1,max_weight=2", '"max_weight" is given twice'),
+                           ("sacred:1", '"sacred:1" is not known')):
         with pytest.raises(PyorchError, match=sentence):
             Substitution.parse(text)
 
@@ -194,7 +197,8 @@ def test_a_number_that_the_library_cannot_hold_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("given, printed", [
     ("heaviest", "heaviest"), ("mode=none,miss=drop,order=weight,max_weight=0.9,sacred=1", "heaviest"),
-    ("heaviest,sacred=1", "heaviest"), ("heaviest,max_weight=1.5", "heaviest,max_weight=1.5"),
+    ("heaviest,sacred=1", "heaviest"), ("heaviest,max_weight=1.5", "heaviest:1.5"), ("heaviest:0.9", "heaviest"),
+    (" ghosts : 1.2 ,sacred=2", "ghosts:1.2,sacred=2"), ("mode=cache,max_weight=1.2", "mode=cache,max_weight=1.2"),
     ("mode=none,miss=drop,order=weight,sacred=2", "mode=none,order=weight,miss=drop,sacred=2"),
     ("ghosts,max_replaced=3", "ghosts,max_replaced=3"),
     ("heaviest,miss=ghost", "ghosts"), ("heaviest,order=rank", "mode=none,miss=drop,max_weight=0.9,sacred=1"),
@@ -209,7 +213,7 @@ def test_settings_are_printed_as_short_as_they_are_given(given: str, printed: st
     assert Substitution.parse(printed) == Substitution.parse(given)
 
 
-@pytest.mark.parametrize("text", ["sacred=1,heaviest", "heaviest,ghosts", "mode=none,buddies"])
+@pytest.mark.parametrize("text", ["sacred=1,heaviest", "heaviest,ghosts", "mode=none,buddies", "heaviest,ghosts:1.2"])
 def test_a_word_for_settings_stands_before_the_others(text: str) -> None:
     with pytest.raises(PyorchError, match='" stands first, and alone: "'):
         Substitution.parse(text)
