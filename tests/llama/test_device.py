@@ -310,6 +310,24 @@ def test_a_layer_asks_the_device_for_its_choice_of_experts_and_for_the_inputs_of
     process.stop()
 
 
+@pytest.mark.parametrize("n_tokens", [1, 20, 64])
+def test_what_the_device_computed_of_a_batch_stays_there(
+    small_moe: Path, tmp_path: Path, prompt_tokens: list[int], n_tokens: int
+) -> None:
+    """There is memory for the processor's rows of the largest batch, though the first graphs are of one token."""
+    process = DeviceProcess(tmp_path / "log")
+    wire = CountingWire(process)
+    with small_model(small_moe, "50%", device=wire.name, vram_budget="60%", prefetch="none") as model:
+        model.llama.eval(prompt_tokens[:n_tokens])
+        wire.reset()
+        model.llama.eval(prompt_tokens[:n_tokens])
+        outputs = n_tokens * len(model.layers) * 6 * 128 * 4
+        assert wire.bytes[wire.GET] - 2048 * 4 * n_tokens < outputs / 2, "the choice of experts, inputs, and logits"
+        assert model.stats().experts.device_hits > 0
+    wire.stop()
+    process.stop()
+
+
 def test_no_layer_asks_the_host_where_the_device_holds_the_whole_model(
     small_moe: Path, tmp_path: Path, prompt_tokens: list[int]
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from buddy_lists import random_buddies
-from devices import DeviceProcess
+from devices import CountingWire, DeviceProcess
 from ghost_layers import N_EXPERT, random_ghosts
 from models import assert_same_bits, small_model
 
@@ -54,3 +54,42 @@ def test_logits_are_those_without_a_device(
             assert_same_bits(logits, expected)
             assert those == counts
             assert model.stats().experts.device_hits > 0
+
+
+@pytest.mark.parametrize(("settings", "asked"), [
+    ("heaviest", 2), ("mode=none,miss=drop,max_replaced=2", 2), ("mode=none,miss=drop,min_entropy=0.5", 4),
+    ("mode=cache,sacred=2", 4), ("mode=none,miss=ghost,sacred=2", 3),
+])
+def test_lossy_settings_ask_a_device_for_what_they_go_by(
+    small_moe: Path, tmp_path: Path, prompt_tokens: list[int], settings: str, asked: int
+) -> None:
+    """Of each layer: the choice of experts and their weights, and what else the settings name; what other settings
+    need comes from the next token on."""
+    process = DeviceProcess(tmp_path / "log")
+    wire = CountingWire(process)
+    with small_model(small_moe, "50%", device=wire.name, vram_budget="60%", device_misses="upload",
+                     prefetch="none") as model:
+        decode = model.llama.eval
+        for il in model.layers:
+            random_ghosts(1).apply(model.engine, il)
+            apply_substitution(model.engine, il, Substitution.parse(settings), None)
+        for token in prompt_tokens[:40]:
+            decode([token])
+        model.engine.wait_idle()
+        model.reset_stats()
+        wire.reset()
+        for token in prompt_tokens[:20]:
+            decode([token])
+        inputs = model.stats().experts.device_misses  # a row that the processor computes needs those
+        least = 20 * (asked * len(model.layers) + 1)
+        assert least <= wire.commands[wire.GET] <= least + inputs
+        outputs = 20 * len(model.layers) * 6 * 128 * 4  # of the experts, which stay there
+        assert wire.bytes[wire.GET] < outputs
+        for il in model.layers:
+            apply_substitution(model.engine, il, Substitution.parse("mode=cache,miss=ghost"), None)
+            model.engine.set_cache(il, np.arange(N_EXPERT) % 2 == 0)
+        decode(prompt_tokens[:2])
+        decode(prompt_tokens[2:3])
+        assert model.engine.substitution_stats().substituted > 0
+    wire.stop()
+    process.stop()

@@ -43,9 +43,12 @@ int32_t * Context::changed_of(int n_tokens) {
     return changed.data();
 }
 
-ggml_tensor * Context::landing_of(int64_t n) {
+ggml_tensor * Context::landing_of(int64_t n, int64_t most) {
     if (landings.empty() || landings.back()->ne[0] < n) {
-        ggml_tensor * landing = routing.device->landings.take(n);
+        ggml_tensor * landing = routing.device->landings.take(most);
+        if (!landing) {
+            landing = routing.device->landings.take(n);
+        }
         if (!landing) {
             return nullptr;
         }
@@ -110,15 +113,25 @@ void forget_contexts(const Routing & routing) {
 }
 
 unsigned graph_needs(const Routing & routing) {
-    const bool changes = routing.substitutions.active() || routing.remote.active() || routing.calibration.active() ||
-        routing.speculation.mode() != PYORCH_SPECULATE_NONE;
-    if (!routing.device || routing.observer.active || changes) {
+    if (!routing.device || routing.observer.active || routing.remote.active() || routing.calibration.active() ||
+        routing.speculation.mode() != PYORCH_SPECULATE_NONE) {
         return GRAPH_ALL;
     }
-    if (routing.device->has_room_for_all()) { // each expert comes once, and nothing is gained by a forecast
+    const bool changes = routing.substitutions.active();
+    if (!changes && routing.device->has_room_for_all()) { // each expert comes once, and nothing is gained by a forecast
         return 0;
     }
     unsigned needs = GRAPH_PROCESSOR;
+    if (changes) {
+        const Substitutions::Seen seen = routing.substitutions.seen();
+        needs |= GRAPH_CHANGES | GRAPH_WEIGHTS;
+        if (seen.probs) {
+            needs |= GRAPH_PROBS | GRAPH_LOGITS;
+        }
+        if (seen.inputs) {
+            needs |= GRAPH_INPUTS;
+        }
+    }
     if (routing.prefetcher.active()) {
         const unsigned seen = routing.prefetcher.needs();
         needs |= GRAPH_WEIGHTS;

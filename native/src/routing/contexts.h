@@ -84,8 +84,9 @@ struct Context {
     // then counts for as many as the one that lost most.
     int32_t * changed_of(int n_tokens);
 
-    // Memory of the device for so many floats, until the context is freed; null: it has none.
-    ggml_tensor * landing_of(int64_t n);
+    // Memory of the device for n floats, until the context is freed, and at once for the most that will be asked for
+    // if there is room; null: it has none.
+    ggml_tensor * landing_of(int64_t n, int64_t most);
 
     // A ubatch begins, with tokens at these positions. A request that begins, a sequence that joins or leaves, or one
     // that was cut back breaks what went on.

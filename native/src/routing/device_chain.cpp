@@ -255,7 +255,8 @@ ggml_tensor * join_device_rows(
     // Other contexts may wait for the areas: behind the last layer one number says that it was computed.
     const bool last = layer.batch.through_area && layer.context->layers.back() == layer.batch.layer;
     if (!last && released->type == GGML_TYPE_F32 && ggml_is_contiguous(released)) {
-        layer.landing = layer.context->landing_of(ggml_nelements(released));
+        const int64_t n = ggml_nelements(released);
+        layer.landing   = layer.context->landing_of(n, n / released->ne[2] * route.n_ubatch);
     }
     // The device's way is the first source, so that it has begun when the processor begins.
     if (!layer.landing) {

@@ -33,7 +33,7 @@ void DeviceTier::set_budget(uint64_t bytes) {
 }
 
 void DeviceTier::open(uint64_t landing_bytes) {
-    constexpr uint64_t LANDING_SHARE = 8; // of the memory, one part in so many at most: else rows go with the graph
+    constexpr uint64_t LANDING_SHARE = 16; // of the memory, one part in so many at most: else rows go with the graph
     std::lock_guard<std::mutex> lock(mutex);
     if (opened) {
         return;

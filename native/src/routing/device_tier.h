@@ -52,7 +52,7 @@ public:
     // Throws Failure once memory was taken.
     void set_budget(uint64_t bytes);
 
-    // A graph is made, of which the processor's rows in a layer take so many bytes: takes the memory, the first time.
+    // The rows of a layer that the processor computes take so many bytes at most: takes the memory, the first time.
     void open(uint64_t landing_bytes);
 
     // Whether all experts have their places there, once it is open: then no other side computes any.

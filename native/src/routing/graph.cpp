@@ -219,7 +219,7 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
             return;
         }
     }
-    if ((g.needs & GRAPH_CHANGES) && routing.calibration.active() && experts->type == GGML_TYPE_F32 &&
+    if (g.batch.complete && routing.calibration.active() && experts->type == GGML_TYPE_F32 &&
         ggml_is_contiguous(experts)) {
         const ggml_tensor * ids = experts->src[1];
         routing.calibration.add(g.batch.layer, (const int32_t *) ids->data, ggml_nelements(ids),
@@ -238,10 +238,11 @@ ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) { return ggml_is_c
 
 void add_route(llama_moe_route & route, GraphLayer & layer) {
     read_weighting(route, layer);
-    layer.needs          = route.warmup ? 0 : layer.context->needs;
-    layer.batch.n_embd   = (int) route.inp->ne[0];
-    layer.batch.complete = (layer.needs & GRAPH_CHANGES) != 0;
-    layer.batch.alone    = false;
+    layer.needs            = route.warmup ? 0 : layer.context->needs;
+    layer.batch.n_embd     = (int) route.inp->ne[0];
+    layer.batch.complete   = layer.needs == GRAPH_ALL;
+    layer.batch.changeable = (layer.needs & GRAPH_CHANGES) != 0;
+    layer.batch.alone      = false;
     layer.device_inputs = layer.landing = layer.beside = nullptr;
     ggml_tensor * const residual                       = residual_of(route);
     const bool          wants_inputs = (layer.needs & GRAPH_INPUTS) || (!residual && (layer.needs & GRAPH_RESIDUALS));

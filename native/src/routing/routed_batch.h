@@ -25,9 +25,10 @@ struct RoutedBatch {
     int  n_used   = 0;
     int  n_embd   = 0;
 
-    // Whether all that follows is there, and what is computed may be changed; else there are the experts, and what
-    // else was wanted when the graph was made.
-    bool complete = false;
+    // complete: all that follows is there; else there are the experts, and what else was wanted when the graph was made.
+    // changeable: the graph takes other experts and weights than the router's.
+    bool complete   = false;
+    bool changeable = false;
 
     // What the router asked for, and what it saw. Stays as it is.
     const int32_t * requested         = nullptr; // [n_tokens][n_used] experts

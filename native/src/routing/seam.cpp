@@ -170,7 +170,9 @@ void on_route(llama_moe_route * route) {
         return;
     }
     if (m->routing->device) {
-        m->routing->device->open(ggml_nelements(route->inp) * route->selected->ne[0] * sizeof(float));
+        constexpr int OTHERS = 8; // further contexts, that compute a token at a time
+        m->routing->device->open(
+            (route->n_ubatch + OTHERS) * route->inp->ne[0] * route->selected->ne[0] * sizeof(float));
     }
     Context & context = open_context(route->context, *m->routing);
     if (!route->warmup) { // which selects another number of experts

@@ -97,7 +97,7 @@ void substitute(Context & context, RoutedBatch & batch) {
     Routing & routing = context.routing;
     // What is calibrated are the experts that routers choose, and their own outputs. A layer for which nothing was
     // forecast waits, whether forecasts are executed or not.
-    if (!batch.complete || !routing.substitutions.active(batch.layer, batch.decode) || routing.calibration.active() ||
+    if (!batch.changeable || !routing.substitutions.active(batch.layer, batch.decode) || routing.calibration.active() ||
         (speculative(routing, batch) && batch.guessed.empty())) {
         return;
     }

@@ -124,9 +124,29 @@ static uint64_t count_on_their_way(const RoutedBatch & batch, const uint8_t * lo
     return n;
 }
 
+static Substitutions::Seen seen_by(const pyorch_substitution & settings) {
+    return { has_sensitivity_gates(settings) || settings.mode == PYORCH_SUBSTITUTE_CACHE ||
+            settings.mode == PYORCH_SUBSTITUTE_RANDOM,
+        settings.on_miss == PYORCH_MISS_GHOST };
+}
+
+Substitutions::Seen Substitutions::seen() const {
+    std::lock_guard<std::mutex> lock(mutex);
+    Seen                        seen;
+    for (const Layer & l : layers) {
+        const Seen its = l.active == NEVER ? Seen() : seen_by(l.settings);
+        seen           = { seen.probs || its.probs, seen.inputs || its.inputs };
+    }
+    return seen;
+}
+
 void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading) {
     std::lock_guard<std::mutex> lock(mutex);
-    Layer &                     l = layers[batch.layer];
+    Layer &                     l    = layers[batch.layer];
+    const Seen                  seen = seen_by(l.settings);
+    if ((seen.probs && !batch.probs) || (seen.inputs && !batch.inputs)) {
+        return;
+    }
     // A router may see something else than its experts.
     batch.ghost_layer          = l.ghosts && l.ghosts->n_in == batch.n_embd ? l.ghosts : nullptr;
     const uint8_t *      cache = l.cache.empty() ? resident : l.cache.data();

@@ -51,6 +51,15 @@ public:
         return std::any_of(layers.begin(), layers.end(), [](const Layer & l) { return l.active != NEVER; });
     }
 
+    // What settings that may touch a layer go by, beside the weights of the chosen experts: what the router says of all
+    // experts, and what it sees, from which ghosts compute.
+    struct Seen {
+        bool probs  = false;
+        bool inputs = false;
+    };
+    Seen seen() const;
+
+    // Nothing where the settings came after the graph was made, and it has not what they go by.
     // resident: the real residency, beside which what was forecast counts as there. loading: [n_expert], nonzero for
     // those that are on their way.
     void apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading);
@@ -83,7 +92,7 @@ private:
         pyorch_substitution_counts        counts = {};
     };
 
-    std::mutex         mutex;
+    mutable std::mutex mutex;
     std::vector<Layer> layers;
     MeanWeight         mean_weight;
 };

@@ -3,6 +3,7 @@
 #include "routing/substitute/gates.h"
 
 #include <algorithm>
+#include <optional>
 
 namespace pyorch {
 
@@ -82,18 +83,21 @@ void Account::name_dropped() {
 void Account::reweigh() {
     const int32_t *                  experts = batch.experts + first;
     float *                          weights = batch.weights + first;
-    const RawWeights                 raw(batch, (int) (first / batch.n_used));
-    const bool                       own  = settings.mode == PYORCH_SUBSTITUTE_CACHE;
-    double                           all  = 0;
-    double                           left = 0;
+    const bool                       own     = settings.mode == PYORCH_SUBSTITUTE_CACHE;
+    double                           all     = 0;
+    double                           left    = 0;
     thread_local std::vector<double> w;
+    std::optional<RawWeights>        raw;
+    if (own) {
+        raw.emplace(batch, (int) (first / batch.n_used));
+    }
     w.resize(batch.n_used);
     for (int s = 0; s < batch.n_used; ++s) {
         all += weights[s];
         w[s] = weights[s];
         if (own && experts[s] != before[s]) {
-            const double was = raw.of(before[s]);
-            w[s] *= was > 0 ? raw.of(experts[s]) / was : 0;
+            const double was = raw->of(before[s]);
+            w[s] *= was > 0 ? raw->of(experts[s]) / was : 0;
         }
         if (dropped[s]) {
             w[s] = 0;

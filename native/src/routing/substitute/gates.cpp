@@ -62,7 +62,7 @@ Gates::Gates(const pyorch_substitution & settings, const RoutedBatch & batch, co
 } // the distribution gate (eq. 2)
 
 Refusal Gates::refuses_token(int t, const int32_t * experts) const {
-    const Sensitivity token = sensitivity(batch, t, experts);
+    const Sensitivity token = has_sensitivity_gates(settings) ? sensitivity(batch, t, experts) : Sensitivity{ 1, 0 };
     return token.entropy <= settings.tau ? &pyorch_substitution_counts::refused_tae :
         token.margin >= settings.gamma   ? &pyorch_substitution_counts::refused_margin :
         crowded                          ? &pyorch_substitution_counts::refused_distribution :

@@ -37,6 +37,11 @@ struct Requested {
 };
 Requested count_requested(const RoutedBatch & batch, const uint8_t * resident);
 
+// Whether it matters how certain the router is of a token's experts.
+inline bool has_sensitivity_gates(const pyorch_substitution & settings) {
+    return settings.tau > pyorch_default_substitution.tau || settings.gamma < pyorch_default_substitution.gamma;
+}
+
 class Gates {
 public:
     // REQUIRES: some are absent
