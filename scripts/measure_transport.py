@@ -1,12 +1,13 @@
-"""Measures four ways to send the rows of a layer to another process and to get its results back.
+"""Measures ways to send the rows of a layer to another process and to get its results back.
 
     .venv/bin/python scripts/measure_transport.py [--sizes 8,16,32,64] [--rounds 7] [--calls 200] [--json]
 
 A token of one layer is a message of 8 to 64 KiB there, and as much back. The ways: a call of a Ray actor, a compiled
-graph of Ray with such an actor, a plain TCP connection whose address came through Ray, and such a connection led
-through a tunnel at both ends, which speak TLS to each other. Rounds of the ways alternate; a figure is the median of
-the rounds' medians. All of it on one machine, so what is compared is what each way costs by itself, not the network.
-Needs Ray, pip install 'pyorch[cluster]', and for certificates the command openssl.
+graph of Ray with such an actor, a plain TCP connection whose address came through Ray, such a connection led through a
+tunnel at both ends, which speak TLS to each other, and, plain and encrypted, sockets of ZeroMQ (CURVE) and calls of
+gRPC (TLS). Rounds of the ways alternate; a figure is the median of the rounds' medians. All of it on one machine, so
+what is compared is what each way costs by itself, not the network. Needs Ray, pip install 'pyorch[cluster]', pyzmq and
+grpcio, and for certificates the command openssl.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import numpy as np
+import zmq
 
 from pyorch.cluster.tls import Tls
 from pyorch.cluster.tunnel import Tunnel
@@ -42,6 +46,9 @@ class Peer:
         """The same rows. Shape [n_bytes], uint8."""
         return rows
 
+    def __init__(self) -> None:
+        self._servers: list[grpc.Server] = []
+
     def listen(self) -> tuple[str, int]:
         """Opens a port on the loopback interface, for one connection. Returns host and port."""
         listener = socket.create_server(("127.0.0.1", 0))
@@ -52,6 +59,36 @@ class Peer:
         """The same behind a tunnel; returns its port."""
         self._tunnel = Tunnel(tls)
         return self._tunnel.listen("127.0.0.1", 0, self.listen()[1])
+
+    def listen_zmq(self, keys: tuple[bytes, bytes] | None) -> int:
+        """A ZeroMQ socket for one peer, encrypted with its public and secret keys where there are some; its port."""
+        paired = zmq.Context.instance().socket(zmq.PAIR)
+        if keys:
+            paired.curve_publickey, paired.curve_secretkey = keys
+            paired.curve_server = True
+
+        def answer() -> None:
+            while True:
+                paired.send(paired.recv(copy=False), copy=False)
+
+        port = paired.bind_to_random_port("tcp://127.0.0.1")
+        threading.Thread(target=answer, daemon=True).start()
+        return port
+
+    def listen_grpc(self, tls: Tls | None) -> int:
+        """A gRPC server with one thread, and TLS on both sides where there are certificates; its port."""
+        handler = grpc.unary_unary_rpc_method_handler(lambda rows, _context: rows)
+        server = grpc.server(ThreadPoolExecutor(1), handlers=[
+            grpc.method_handlers_generic_handler("rows", {"echo": handler})])
+        if tls is None:
+            port = server.add_insecure_port("127.0.0.1:0")
+        else:
+            key, own, authority = (Path(path).read_bytes() for path in (tls.key, tls.certificate, tls.authority))
+            port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials(
+                [(key, own)], root_certificates=authority, require_client_auth=True))
+        server.start()
+        self._servers.append(server)  # it ends with its last reference
+        return port
 
     @staticmethod
     def _answer(listener: socket.socket) -> None:
@@ -99,6 +136,31 @@ class Plain:
         self._connection.close()
 
 
+def zmq_way(port: int, server: bytes | None) -> Callable[[np.ndarray], np.ndarray]:
+    """server: its public key, of one that encrypts."""
+    paired = zmq.Context.instance().socket(zmq.PAIR)
+    if server:
+        paired.curve_publickey, paired.curve_secretkey = zmq.curve_keypair()
+        paired.curve_serverkey = server
+    paired.connect(f"tcp://127.0.0.1:{port}")
+
+    def echo(rows: np.ndarray) -> np.ndarray:
+        paired.send(rows, copy=False)
+        return np.frombuffer(paired.recv(copy=False), np.uint8)
+
+    return echo
+
+
+def grpc_way(port: int, tls: Tls | None) -> Callable[[np.ndarray], np.ndarray]:
+    if tls is None:
+        channel = grpc.insecure_channel(f"127.0.0.1:{port}")
+    else:
+        authority, key, own = (Path(path).read_bytes() for path in (tls.authority, tls.key, tls.certificate))
+        channel = grpc.secure_channel(f"127.0.0.1:{port}", grpc.ssl_channel_credentials(authority, key, own))
+    call = channel.unary_unary("/rows/echo")
+    return lambda rows: np.frombuffer(call(rows.tobytes()), np.uint8)
+
+
 def median_seconds(echo: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, n_calls: int) -> float:
     """Of a round trip. RuntimeError if what came back is not what was sent."""
     if not np.array_equal(echo(rows), rows):
@@ -128,6 +190,7 @@ def measure(ray, tls: Tls, sizes: list[int], n_rounds: int, n_calls: int) -> dic
     second = ray.remote(Peer).options(num_cpus=0).remote()
     from ray.dag import InputNode
 
+    keys = zmq.curve_keypair()
     with InputNode() as message:
         graph = second.echo.bind(message).experimental_compile(_buffer_size_bytes=2 * max(sizes))
     ways: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -135,6 +198,10 @@ def measure(ray, tls: Tls, sizes: list[int], n_rounds: int, n_calls: int) -> dic
         "compiled graph": lambda rows: ray.get(graph.execute(rows)),
         "TCP": plain.echo,
         "TLS": secure.echo,
+        "ZeroMQ": zmq_way(ray.get(peer.listen_zmq.remote(None)), None),
+        "ZeroMQ, CURVE": zmq_way(ray.get(peer.listen_zmq.remote(keys)), keys[0]),
+        "gRPC": grpc_way(ray.get(peer.listen_grpc.remote(None)), None),
+        "gRPC, TLS": grpc_way(ray.get(peer.listen_grpc.remote(tls)), tls),
     }
     rounds = {name: [[] for _ in sizes] for name in ways}
     for k, size in enumerate(sizes):
