@@ -50,8 +50,10 @@ def build(plan: EnginePlan) -> Engine | None:
         if plan.history is not None:
             engine.set_history(plan.history)
         if plan.kept is not None and plan.kept.learned:
-            with contextlib.suppress(FormatError):  # what the cache has is no reason not to start
+            try:
                 plan.kept.tell(engine)
+            except FormatError as error:  # what the cache has is no reason not to start
+                fatal.notice(f"note: {error}; eviction begins without what was learned the last time")
         apply_prefetch(plan.prefetch, engine, plan.sidecars)
         engine.set_speculation("decode" if settings.speculate else "none")
         for layer in plan.map.layers:

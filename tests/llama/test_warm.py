@@ -9,7 +9,7 @@ import pytest
 import shared
 
 from pyorch.cli import main
-from pyorch.llama import warm
+from pyorch.llama import managed, warm
 from pyorch.llama.managed import find
 from pyorch.llama.model import Model, load
 from pyorch.runtime import kept
@@ -83,15 +83,20 @@ def test_nothing_is_kept_where_that_is_not_wanted(small_moe: Path, cache: Path) 
     assert not files(cache)  # all are read anyway
 
 
-def test_a_file_with_what_cannot_have_been_learned_keeps_nobody_from_starting(small_moe: Path, cache: Path) -> None:
+def test_a_file_with_what_cannot_have_been_learned_keeps_nobody_from_starting(
+    small_moe: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run(small_moe)
     [file] = files(cache)
     with load(small_moe, budget=BUDGET) as model:
         metadata, arrays = container.read(file, eviction.KIND, eviction.VERSION, model.map)
         container.write(file, eviction.KIND, eviction.VERSION, model.map, metadata,
                         {**arrays, "bias": np.full_like(arrays["bias"], np.nan)})
+    lines: list[str] = []
+    monkeypatch.setattr(managed.fatal, "notice", lines.append)
     with load(small_moe, budget=BUDGET) as model:
         assert not model.engine.learned()["tables"].any() and text(model)
+    assert any("eviction begins without what was learned the last time" in line for line in lines)
 
 
 @pytest.mark.parametrize("contents", ["damaged", "foreign"])
