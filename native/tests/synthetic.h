@@ -67,13 +67,15 @@ class LocalReader : public Reader {
 public:
     using Reader::Reader;
 
+    uint64_t read_ns = 1; // that each request is said to take
+
     // One request; false if there is none.
     bool read_one() {
         ReadRequest request;
         if (!loader.try_next(request)) {
             return false;
         }
-        loader.finish(request, loader.bytes().read(request.file, request.offset, request.buf, request.size), 1);
+        loader.finish(request, loader.bytes().read(request.file, request.offset, request.buf, request.size), read_ns);
         return true;
     }
 

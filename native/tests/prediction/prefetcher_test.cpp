@@ -118,6 +118,27 @@ static void nothing_is_forecast_where_prefetching_does_not_pay() {
     }
 }
 
+static void where_prefetching_pays_a_trial_decodes_without() {
+    House house;
+    Owner owner          = { &house };
+    house.reader.read_ns = 10'000'000; // so long that any guess is worth its time
+    house.prefetcher.set_automatic(true);
+    int with = 0, without = 0;
+    for (int token = 0; token < 40; ++token) {
+        if (token < House::N_LAYERS * House::N_EXPERT) { // an expert that is not there yet
+            const std::vector<int> one = { token / House::N_LAYERS };
+            house.table.acquire(owner, token % House::N_LAYERS, { one, one, 1 });
+            house.reader.read_all();
+            CHECK(house.table.release(owner));
+        }
+        int reach = 0;
+        house.prefetcher.begin(&house, { false, true, 1, {} });
+        (house.prefetcher.wants(reach) ? with : without) += token >= 2;
+        house.prefetcher.wait_idle();
+    }
+    CHECK(with >= 16 && without > 0); // it begins behind 16, and tries four with and four without by turns
+}
+
 static void default_vectors_of_another_width_are_not_used() {
     const std::vector<float> norm(4, 1.0f), gate = { 1, 2, 3, 4, 4, 3, 2, 2 };
     Router                   router;
@@ -153,6 +174,7 @@ int main(int argc, char ** argv) {
             forecasts_are_of_layers_that_the_context_computes,
             routers_are_applied_as_far_ahead_as_there_is_time_for,
             nothing_is_forecast_where_prefetching_does_not_pay,
+            where_prefetching_pays_a_trial_decodes_without,
             default_vectors_of_another_width_are_not_used,
         });
 }
