@@ -1,7 +1,7 @@
 """Makes a benchmark model of any size with the routing and the output of the small one.
 
-Reads the GGUF of tests/fixtures/small-moe and writes a wider one with the same function (see
-widening.py), so experts of real sizes are chosen by a trained router for real text, and what the
+Reads the GGUF of tests/fixtures/small-moe, or of what train_small_moe.py --upcycled made, and writes a wider one with
+the same function (see widening.py), so experts of real sizes are chosen by a trained router for real text, and what the
 model says can be checked against the small one.
 
 With --layers the model also becomes deeper: before each layer come layers that route and compute as any other and
@@ -97,21 +97,21 @@ class SmallModel:
             self.reader = gguf.GGUFReader(path)
         except (OSError, ValueError, IndexError) as error:
             raise BadInput(f"{path} cannot be read as GGUF: {error}") from None
-        architecture = self.field("general.architecture")
-        if architecture != "qwen2moe":
-            raise BadInput(f"{path} has architecture {architecture}; only qwen2moe can be widened")
+        self.architecture = self.field("general.architecture")
+        if self.architecture not in ("qwen2moe", "qwen3moe"):
+            raise BadInput(f"{path} has architecture {self.architecture}; only qwen2moe and qwen3moe can be widened")
         for tensor in self.reader.tensors:
             try:
                 rule_for(tensor.name, Shape(1, 1, 1, 1, 1, 1, 1))
             except KeyError:
                 raise BadInput(f"{path} has a tensor {tensor.name}, which cannot be widened") from None
-        self.n_layer = self.field("qwen2moe.block_count")
-        self.n_expert = self.field("qwen2moe.expert_count")
+        self.n_layer = self.own("block_count")
+        self.n_expert = self.own("expert_count")
         self.shape = Shape(
-            n_embd=self.field("qwen2moe.embedding_length"),
-            n_head=self.field("qwen2moe.attention.head_count"),
-            n_ff_expert=self.field("qwen2moe.expert_feed_forward_length"),
-            n_ff_shared=self.field("qwen2moe.expert_shared_feed_forward_length"),
+            n_embd=self.own("embedding_length"),
+            n_head=self.own("attention.head_count"),
+            n_ff_expert=self.own("expert_feed_forward_length"),
+            n_ff_shared=self.own("expert_shared_feed_forward_length") if self.architecture == "qwen2moe" else 0,
             hidden=1, expert=1, shared=1,
         )
 
@@ -120,6 +120,10 @@ class SmallModel:
         if value is None:
             raise BadInput(f"the small model lacks the metadata {name}: convert it again from its checkpoint")
         return value.contents()
+
+    def own(self, name: str):
+        """A field of the architecture's."""
+        return self.field(f"{self.architecture}.{name}")
 
     def deepened(self, n_layer: int) -> Iterator[tuple[str, gguf.ReaderTensor, bool]]:
         """(name, original, whether it is zero) of every tensor of a model with n_layer layers, a multiple of the own.
@@ -257,18 +261,18 @@ def widened_bytes(
 
 def metadata(small: SmallModel, shape: Shape, recipe: Recipe, n_layer: int, name: str) -> Iterator[tuple]:
     """(key, value, type, element type) of every field of the widened model."""
-    feed_forward = small.field("qwen2moe.feed_forward_length")
+    feed_forward = small.own("feed_forward_length")
     expert_parameters = 3 * shape.n_embd * shape.hidden * shape.n_ff_expert * shape.expert * n_layer
     changed = {
         "general.name": name,
         "general.size_label": f"{small.n_expert}x{expert_parameters / 1e6:.1f}M",
         "general.file_type": int(recipe.file_type),
-        "qwen2moe.block_count": n_layer,
-        "qwen2moe.embedding_length": shape.n_embd * shape.hidden,
-        "qwen2moe.feed_forward_length": feed_forward * shape.hidden,
-        "qwen2moe.attention.head_count": shape.n_head * shape.hidden,
-        "qwen2moe.expert_feed_forward_length": shape.n_ff_expert * shape.expert,
-        "qwen2moe.expert_shared_feed_forward_length": shape.n_ff_shared * shape.shared,
+        f"{small.architecture}.block_count": n_layer,
+        f"{small.architecture}.embedding_length": shape.n_embd * shape.hidden,
+        f"{small.architecture}.feed_forward_length": feed_forward * shape.hidden,
+        f"{small.architecture}.attention.head_count": shape.n_head * shape.hidden,
+        f"{small.architecture}.expert_feed_forward_length": shape.n_ff_expert * shape.expert,
+        f"{small.architecture}.expert_shared_feed_forward_length": shape.n_ff_shared * shape.shared,
     }
     for field in small.reader.fields.values():
         if field.name.startswith("GGUF.") or field.name == "general.architecture":
@@ -278,12 +282,12 @@ def metadata(small: SmallModel, shape: Shape, recipe: Recipe, n_layer: int, name
 
 
 def write_model(
-    output: Path, fields: Iterator[tuple], tensors: list[WideTensor], seed: int,
+    output: Path, architecture: str, fields: Iterator[tuple], tensors: list[WideTensor], seed: int,
     quantizer: Quantizer, threads: int,
 ) -> None:
     """Writes the GGUF under a temporary name, syncs it and renames it."""
     temporary = output.with_name(f".{output.name}.tmp")
-    writer = gguf.GGUFWriter(temporary, "qwen2moe")
+    writer = gguf.GGUFWriter(temporary, architecture)
     for key, value, kind, element in fields:
         writer.add_key_value(key, value, kind, sub_type=element)
     for tensor in tensors:
@@ -355,7 +359,7 @@ def main() -> int:
             file=sys.stderr,
         )
         fields = metadata(small, shape, recipe, n_layer, f"bench {arguments.size} {arguments.type}")
-        write_model(arguments.output, fields, tensors, arguments.seed, quantizer, arguments.threads)
+        write_model(arguments.output, small.architecture, fields, tensors, arguments.seed, quantizer, arguments.threads)
         if arguments.check:
             from compare_models import compare
 

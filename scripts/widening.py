@@ -1,4 +1,4 @@
-"""Widens a Qwen2-MoE without changing its function.
+"""Widens a Qwen2-MoE or Qwen3-MoE without changing its function.
 
 Every hidden value, expert neuron and query head is repeated. A weight over a repeated input is
 split into random parts that add up to it, so the wide layer computes the same number from weights
@@ -68,7 +68,7 @@ class Rule:
 
 
 def rule_for(name: str, shape: Shape) -> Rule:
-    """The rule for the GGUF tensor `name`. Raises KeyError for one that qwen2moe does not have."""
+    """The rule for the GGUF tensor `name`. Raises KeyError for one that neither architecture has."""
     hidden = Axis(1, shape.hidden, shape.n_embd)
     heads = Axis(shape.n_head, shape.hidden, shape.head_size)
     expert = Axis(1, shape.expert, shape.n_ff_expert)
@@ -82,7 +82,9 @@ def rule_for(name: str, shape: Shape) -> Rule:
         "ffn_norm.weight": Rule(copy=hidden),
         "attn_q.weight": Rule(out=heads, split=hidden),
         "attn_q.bias": Rule(copy=heads),
+        "attn_q_norm.weight": Rule(),
         "attn_k.weight": Rule(split=hidden),
+        "attn_k_norm.weight": Rule(),
         "attn_k.bias": Rule(),
         "attn_v.weight": Rule(split=hidden),
         "attn_v.bias": Rule(),
