@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from ghost_layers import N_EMBD, N_EXPERT, outputs_of, random_ghosts
 
 import pyorch
 from pyorch.errors import PyorchError
+from pyorch.llama import logs
 from pyorch.llama.apply import apply_substitution
 from pyorch.llama.context import Context
 from pyorch.settings.substitution import Substitution
@@ -52,6 +54,22 @@ def same(factor: float) -> Ghosts:
         np.zeros(N_EXPERT, np.int32), np.full((N_EXPERT, N_EMBD), factor, np.float32), none, none, ones, ones
     )
     return Ghosts(dict.fromkeys(range(8), layer), 1, 0)
+
+
+def test_graphs_have_a_node_for_ghosts_where_settings_use_them(model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GGML_SCHED_DEBUG", "2")  # a graph is printed when it is built
+    absent = np.arange(N_EXPERT) % 2 == 0
+    with logs.collect() as lines, Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        for settings in (None, "mode=none,miss=ghost", "mode=none,miss=drop"):
+            set_ghosts(model, random_ghosts(1), settings, absent)
+            lines.clear()
+            context.decode([3])
+            names = re.findall(r"CUSTOM\): +(pyorch_\w+)-\d+ \(", "".join(lines))
+            by_ghosts = settings == "mode=none,miss=ghost"
+            assert names.count("pyorch_release") == len(model.layers)
+            assert names.count("pyorch_ghosts") == (len(model.layers) if by_ghosts else 0)
+            assert (model.engine.substitution_stats().ghosts > 0) == by_ghosts
+    set_ghosts(model, random_ghosts(1), None, None)
 
 
 def test_ghosts_give_what_numpy_computes(model) -> None:

@@ -113,9 +113,11 @@ void forget_contexts(const Routing & routing) {
 }
 
 unsigned graph_needs(const Routing & routing) {
+    const Substitutions::Seen seen   = routing.substitutions.seen();
+    const unsigned            ghosts = seen.inputs ? GRAPH_GHOSTS : 0;
     if (!routing.device || routing.observer.active || routing.remote.active() || routing.calibration.active() ||
         routing.speculation.mode() != PYORCH_SPECULATE_NONE) {
-        return GRAPH_ALL;
+        return GRAPH_ALL | ghosts;
     }
     const bool changes = routing.substitutions.active();
     if (!changes && routing.device->has_room_for_all()) { // each expert comes once, and nothing is gained by a forecast
@@ -123,24 +125,15 @@ unsigned graph_needs(const Routing & routing) {
     }
     unsigned needs = GRAPH_PROCESSOR;
     if (changes) {
-        const Substitutions::Seen seen = routing.substitutions.seen();
-        needs |= GRAPH_CHANGES | GRAPH_WEIGHTS;
-        if (seen.probs) {
-            needs |= GRAPH_PROBS | GRAPH_LOGITS;
-        }
-        if (seen.inputs) {
-            needs |= GRAPH_INPUTS;
-        }
+        needs |= GRAPH_CHANGES | GRAPH_WEIGHTS | ghosts;
+        needs |= seen.probs ? GRAPH_PROBS | GRAPH_LOGITS : 0;
+        needs |= seen.inputs ? GRAPH_INPUTS : 0;
     }
     if (routing.prefetcher.active()) {
-        const unsigned seen = routing.prefetcher.needs();
+        const unsigned by_predictors = routing.prefetcher.needs();
         needs |= GRAPH_WEIGHTS;
-        if (seen & NEEDS_PROBS) {
-            needs |= GRAPH_PROBS;
-        }
-        if (seen & NEEDS_RESIDUALS) {
-            needs |= GRAPH_RESIDUALS;
-        }
+        needs |= by_predictors & NEEDS_PROBS ? GRAPH_PROBS : 0;
+        needs |= by_predictors & NEEDS_RESIDUALS ? GRAPH_RESIDUALS : 0;
     }
     return needs;
 }

@@ -24,6 +24,7 @@ enum : unsigned {
     GRAPH_CHANGES   = 32, // other experts, or other weights, may be put in place of the chosen
     GRAPH_PROCESSOR = 64, // the processor may compute experts
     GRAPH_ALL       = 127,
+    GRAPH_GHOSTS    = 128, // what ghosts compute is put in: a node more, where settings use them
 };
 
 struct Context;

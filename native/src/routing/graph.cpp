@@ -240,8 +240,9 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
     read_weighting(route, layer);
     layer.needs            = route.warmup ? 0 : layer.context->needs;
     layer.batch.n_embd     = (int) route.inp->ne[0];
-    layer.batch.complete   = layer.needs == GRAPH_ALL;
+    layer.batch.complete   = (layer.needs & GRAPH_ALL) == GRAPH_ALL;
     layer.batch.changeable = (layer.needs & GRAPH_CHANGES) != 0;
+    layer.batch.estimable  = (layer.needs & GRAPH_GHOSTS) != 0;
     layer.batch.alone      = false;
     layer.device_inputs = layer.landing = layer.beside = nullptr;
     ggml_tensor * const residual                       = residual_of(route);
@@ -287,7 +288,7 @@ ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, 
         ggml_custom_4d(route.ctx, experts->type, experts->ne[0], experts->ne[1], experts->ne[2], 1, args, 4, release_op,
             1, &layer);
     ggml_format_name(released, "pyorch_release-%d", route.il);
-    if (route.warmup) {
+    if (!(layer.needs & GRAPH_GHOSTS)) {
         return released;
     }
     ggml_tensor * ghost_args[] = { route.down_exps, route.selected->src[INPUT] };

@@ -26,9 +26,10 @@ struct RoutedBatch {
     int  n_embd   = 0;
 
     // complete: all that follows is there; else there are the experts, and what else was wanted when the graph was made.
-    // changeable: the graph takes other experts and weights than the router's.
+    // changeable: the graph takes other experts and weights than the router's. estimable: and what ghosts compute.
     bool complete   = false;
     bool changeable = false;
+    bool estimable  = false;
 
     // What the router asked for, and what it saw. Stays as it is.
     const int32_t * requested         = nullptr; // [n_tokens][n_used] experts

@@ -144,7 +144,7 @@ void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const u
     std::lock_guard<std::mutex> lock(mutex);
     Layer &                     l    = layers[batch.layer];
     const Seen                  seen = seen_by(l.settings);
-    if ((seen.probs && !batch.probs) || (seen.inputs && !batch.inputs)) {
+    if ((seen.probs && !batch.probs) || (seen.inputs && !(batch.inputs && batch.estimable))) {
         return;
     }
     // A router may see something else than its experts.
