@@ -13,8 +13,7 @@ namespace pyorch {
 void add_route(llama_moe_route & route, GraphLayer & layer);
 
 // experts [n_embd, n_used, n_tokens] were computed. Returns them, behind a node that gives them back to the table and
-// puts in what other servers computed, and, where settings use ghosts, one that puts in what these
-// compute.
+// puts in what other servers computed, and where settings use ghosts, one that puts in what these compute.
 ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, GraphLayer & layer);
 
 // Whether the release that the calling thread just ran was of a layer that could not be read. Asked for once: the
