@@ -45,7 +45,7 @@ int32_t * Context::changed_of(int n_tokens) {
 
 ggml_tensor * Context::landing_of(int64_t n, int64_t most) {
     if (landings.empty() || landings.back()->ne[0] < n) {
-        ggml_tensor * landing = routing.device->landings.take(most);
+        ggml_tensor * landing = routing.device->landings.take(std::max(n, most)); // a reserve rounds tokens up
         if (!landing) {
             landing = routing.device->landings.take(n);
         }
@@ -126,7 +126,8 @@ unsigned graph_needs(const Routing & routing) {
     unsigned needs = GRAPH_PROCESSOR;
     if (changes) {
         needs |= GRAPH_CHANGES | GRAPH_WEIGHTS | ghosts;
-        needs |= seen.probs ? GRAPH_PROBS | GRAPH_LOGITS : 0;
+        needs |= seen.probs ? GRAPH_PROBS : 0;
+        needs |= seen.logits ? GRAPH_LOGITS : 0;
         needs |= seen.inputs ? GRAPH_INPUTS : 0;
     }
     if (routing.prefetcher.active()) {

@@ -253,10 +253,10 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
 ggml_tensor * join_device_rows(
     const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released, GraphLayer & layer) {
     // Other contexts may wait for the areas: behind the last layer one number says that it was computed.
-    const bool last = layer.batch.through_area && layer.context->layers.back() == layer.batch.layer;
-    if (!last && released->type == GGML_TYPE_F32 && ggml_is_contiguous(released)) {
-        const int64_t n = ggml_nelements(released);
-        layer.landing   = layer.context->landing_of(n, n / released->ne[2] * route.n_ubatch);
+    const bool    last = layer.batch.through_area && layer.context->layers.back() == layer.batch.layer;
+    const int64_t n    = ggml_nelements(released); // 0 in the last layer of a ubatch of which no output is wanted
+    if (!last && n > 0 && released->type == GGML_TYPE_F32 && ggml_is_contiguous(released)) {
+        layer.landing = layer.context->landing_of(n, released->ne[0] * released->ne[1] * route.n_ubatch);
     }
     // The device's way is the first source, so that it has begun when the processor begins.
     if (!layer.landing) {

@@ -125,8 +125,8 @@ static uint64_t count_on_their_way(const RoutedBatch & batch, const uint8_t * lo
 }
 
 static Substitutions::Seen seen_by(const pyorch_substitution & settings) {
-    return { has_sensitivity_gates(settings) || settings.mode == PYORCH_SUBSTITUTE_CACHE ||
-            settings.mode == PYORCH_SUBSTITUTE_RANDOM,
+    const bool ranks = settings.mode == PYORCH_SUBSTITUTE_CACHE;
+    return { has_sensitivity_gates(settings) || ranks || settings.mode == PYORCH_SUBSTITUTE_RANDOM, ranks,
         settings.on_miss == PYORCH_MISS_GHOST };
 }
 
@@ -135,7 +135,7 @@ Substitutions::Seen Substitutions::seen() const {
     Seen                        seen;
     for (const Layer & l : layers) {
         const Seen its = l.active == NEVER ? Seen() : seen_by(l.settings);
-        seen           = { seen.probs || its.probs, seen.inputs || its.inputs };
+        seen           = { seen.probs || its.probs, seen.logits || its.logits, seen.inputs || its.inputs };
     }
     return seen;
 }
@@ -144,7 +144,8 @@ void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const u
     std::lock_guard<std::mutex> lock(mutex);
     Layer &                     l    = layers[batch.layer];
     const Seen                  seen = seen_by(l.settings);
-    if ((seen.probs && !batch.probs) || (seen.inputs && !(batch.inputs && batch.estimable))) {
+    if ((seen.probs && !batch.probs) || (seen.logits && !batch.logits) ||
+        (seen.inputs && !(batch.inputs && batch.estimable))) {
         return;
     }
     // A router may see something else than its experts.

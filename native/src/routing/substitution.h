@@ -55,6 +55,7 @@ public:
     // experts, and what it sees, from which ghosts compute.
     struct Seen {
         bool probs  = false;
+        bool logits = false;
         bool inputs = false;
     };
     Seen seen() const;
