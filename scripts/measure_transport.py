@@ -27,9 +27,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import numpy as np
-import zmq
 
 from pyorch.cluster.tls import Tls
 from pyorch.cluster.tunnel import Tunnel
@@ -47,7 +45,7 @@ class Peer:
         return rows
 
     def __init__(self) -> None:
-        self._servers: list[grpc.Server] = []
+        self._servers: list[object] = []
 
     def listen(self) -> tuple[str, int]:
         """Opens a port on the loopback interface, for one connection. Returns host and port."""
@@ -62,6 +60,8 @@ class Peer:
 
     def listen_zmq(self, keys: tuple[bytes, bytes] | None) -> int:
         """A ZeroMQ socket for one peer, encrypted with its public and secret keys where there are some; its port."""
+        import zmq
+
         paired = zmq.Context.instance().socket(zmq.PAIR)
         if keys:
             paired.curve_publickey, paired.curve_secretkey = keys
@@ -77,6 +77,8 @@ class Peer:
 
     def listen_grpc(self, tls: Tls | None) -> int:
         """A gRPC server with one thread, and TLS on both sides where there are certificates; its port."""
+        import grpc
+
         handler = grpc.unary_unary_rpc_method_handler(lambda rows, _context: rows)
         server = grpc.server(ThreadPoolExecutor(1), handlers=[
             grpc.method_handlers_generic_handler("rows", {"echo": handler})])
@@ -138,6 +140,8 @@ class Plain:
 
 def zmq_way(port: int, server: bytes | None) -> Callable[[np.ndarray], np.ndarray]:
     """server: its public key, of one that encrypts."""
+    import zmq
+
     paired = zmq.Context.instance().socket(zmq.PAIR)
     if server:
         paired.curve_publickey, paired.curve_secretkey = zmq.curve_keypair()
@@ -152,6 +156,8 @@ def zmq_way(port: int, server: bytes | None) -> Callable[[np.ndarray], np.ndarra
 
 
 def grpc_way(port: int, tls: Tls | None) -> Callable[[np.ndarray], np.ndarray]:
+    import grpc
+
     if tls is None:
         channel = grpc.insecure_channel(f"127.0.0.1:{port}")
     else:
@@ -188,6 +194,7 @@ def measure(ray, tls: Tls, sizes: list[int], n_rounds: int, n_calls: int) -> dic
     secure = Plain(("127.0.0.1", tunnel.port_to("127.0.0.1", ray.get(peer.listen_securely.remote(tls)))))
     # A graph takes its actor for itself: it gets one of its own.
     second = ray.remote(Peer).options(num_cpus=0).remote()
+    import zmq
     from ray.dag import InputNode
 
     keys = zmq.curve_keypair()
