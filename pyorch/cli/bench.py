@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.bench.job import Config, Job
     from pyorch.bench.summary import summarize
     from pyorch.bench.table import draw
+    from pyorch.llama.apply import find_buddies, find_ghosts
     from pyorch.llama.cores import physical_cores
     from pyorch.llama.memory import cache_bytes
     from pyorch.pictures import check_plot
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.settings.device import NONE
     from pyorch.settings.settings import Settings
     from pyorch.sidecars import packs
+    from pyorch.sidecars.beside import Sidecars
 
     check_readable([args.data])
     if args.plot is not None:
@@ -101,6 +103,9 @@ def run(args: argparse.Namespace) -> int:
                   "there is no reference for the roofline", file=sys.stderr)
             configs = [config for config in configs if not config.preload]
         rounds.check_limits(configs)
+        for settings in asked.lossy:  # what they lack is said now, too
+            find_ghosts(settings.substitution, Sidecars(model_map))
+            find_buddies(settings.substitution, settings.buddies, Sidecars(model_map))
         if args.plot is not None and not asked.lossy:
             raise PyorchError("--plot draws what lossy settings read: give one with --lossy")
         with Progress() as progress:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pyorch.cli.numbers import share, whole
 from pyorch.cli.options import add_command, add_model_options, check_output, check_readable, print_json
 from pyorch.cli.progress import Progress
-from pyorch.cli.settings import OPTIONS, given_settings
+from pyorch.cli.settings import OPTIONS, given_settings, or_help
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO
@@ -57,9 +57,9 @@ def add_arc_options(parser: argparse.ArgumentParser) -> None:
     sweep = parser.add_argument_group("lossy settings")
     sweep.add_argument("--cache-rate", type=_rates, metavar="SHARE,...",
                        help="keep this share of each layer's experts in memory, such as 0.75,0.5,0.375")
-    sweep.add_argument("--lossy", action="append", default=[], dest="settings", metavar="SETTINGS",
-                       help="add a row with these settings, such as heaviest or coverage=0.95,max_replaced=3; "
-                            "may be repeated")
+    sweep.add_argument("--lossy", action="append", default=[], dest="settings", metavar="SETTINGS", type=or_help,
+                       help="add a row with these settings, such as heaviest or coverage=0.95,max_replaced=3; help "
+                            "lists all keys; may be repeated")
     sweep.add_argument("--speculate", action="append", default=[], metavar="PREDICTOR",
                        help="add a row that computes with predicted experts; PREDICTOR is "
                             f"{listed(predictors().executable)}; PREDICTOR+SETTINGS, such as "

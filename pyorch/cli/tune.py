@@ -42,7 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="the setting must keep this share of the accuracy (default: 0.95, unless --max-kl is "
                              "given)")
     parser.add_argument("--held-out", action="extend", nargs="+", default=[], metavar="FILE.jsonl",
-                        help="other questions, that no setting is chosen by: the winner answers them in the end")
+                        help="other questions, that no setting is chosen by: the winner answers them in the end, all "
+                             "of them whatever --limit says")
     parser.add_argument("--max-kl", type=number(least=0), metavar="NATS",
                         help="the mean KL divergence from the lossless model, on the text of --data, must not be above "
                              "this")
@@ -112,6 +113,11 @@ def run(args: argparse.Namespace) -> int:
     show([_table(tuning, args.metric), "", f"{output}: {_sentence(tuned)}"])
     if tuned.tokens_per_second is not None and tuned.tokens_per_second < tuned.original_tokens_per_second:
         print("pyorch: note: no setting was faster than lossless decoding here", file=sys.stderr)
+    if min_accuracy is not None and tuned.n_held_out and (
+        tuned.held_out_accuracy < min_accuracy * tuned.held_out_original_accuracy
+    ):
+        print(f"pyorch: note: of the held-out questions it keeps less than the {min_accuracy:.1%} asked for: tune on "
+              "questions as hard as those, or ask for more", file=sys.stderr)
     return 0
 
 

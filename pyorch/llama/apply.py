@@ -151,6 +151,9 @@ def find_buddies(
     if buddies is None:
         if substitution is None or not substitution.needs_buddies or not sidecars.map.layers:
             return None
+        if sidecars.buddies is None and substitution.mode != "buddies":
+            raise PyorchError(f"percentiles such as p30 are of the trace in the buddy lists, and there are none beside "
+                              f"{sidecars.map.path}: make them with `pyorch buddies`, or give numbers")
         if sidecars.buddies is None:
             raise PyorchError(
                 f"there are no buddy lists beside {sidecars.map.path}: make them with `pyorch buddies`, name them with "

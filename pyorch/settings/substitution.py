@@ -6,6 +6,7 @@ native/src/routing/substitution.cpp.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Callable
@@ -160,9 +161,16 @@ class Substitution:
         word, colon, bound = (part.strip() for part in first.partition(":"))
         again = next((key for item in rest.split(",") if (key := _KEY_END.split(item)[0].strip()) in PRESETS), None)
         if again is not None:
-            raise PyorchError(f'lossy setting "{again}" stands first, and alone: "{again},KEY=VALUE,..."')
+            raise PyorchError(f'lossy setting "{again}" stands first, and is the only such word: '
+                              f'"{again},KEY=VALUE,..."')
         if word in PRESETS:
             preset = cls.parse(PRESETS[word])
+            if colon:
+                try:
+                    cls.parse(f"max_weight={bound}")
+                except PyorchError as error:
+                    raise PyorchError(f'lossy setting "{word}:{bound}": what stands behind the colon is max_weight, '
+                                      f"and {error}") from None
             rest = ",".join(filter(None, (f"max_weight={bound}" if colon else "", rest)))
             changes = cls.parse(rest) if rest else preset
             keys = [item.partition("=")[0].strip() for item in rest.split(",") if item]
@@ -171,9 +179,11 @@ class Substitution:
             key, equals, value = (part.strip() for part in item.partition("="))
             key = plain.get(key, key)
             if key not in known:
-                names = (f"{option.plain or name}" for name, option in known.items())
-                raise PyorchError(f'lossy setting "{key}" is not known: begin with {" or ".join(PRESETS)}, or give '
-                                  f'KEY=VALUE of {", ".join(names)}')
+                names = [option.plain or name for name, option in known.items()]
+                meant = difflib.get_close_matches(key.partition(":")[0], [*PRESETS, *names], 1)
+                hint = f" did you mean {meant[0]}?" if meant else ""
+                raise PyorchError(f'lossy setting "{key}" is not known:{hint} begin with {" or ".join(PRESETS)}, or '
+                                  f'give KEY=VALUE of {", ".join(names)}')
             if key in values:
                 raise PyorchError(f'lossy setting "{_plain(key)}" is given twice')
             values[key] = "1" if key == "prefill" and not equals else value

@@ -301,6 +301,18 @@ def test_wrong_options_are_refused(small_moe: Path, arguments: tuple[str, str], 
     assert capfd.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("settings", "lacks"), [
+    ("ghosts", "there are no ghosts beside"), ("buddies", "there are no buddy lists beside"),
+    ("mode=none,miss=drop,min_entropy=p30", "percentiles such as p30 are of the trace"),
+])
+def test_lossy_settings_without_their_file_are_refused_before_anything_is_measured(
+    small_moe: Path, settings: str, lacks: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", str(small_moe), "--budget", "50%", "--lossy", "heaviest", "--lossy", settings]) == 2
+    shown = capfd.readouterr()
+    assert lacks in shown.err and "decode" not in shown.err + shown.out
+
+
 def test_dense_model_is_refused(dense_model: Path, capfd: pytest.CaptureFixture[str]):
     assert main(["bench", str(dense_model)]) == 2
     assert "dense model" in capfd.readouterr().err

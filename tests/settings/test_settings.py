@@ -215,7 +215,7 @@ def test_settings_are_printed_as_short_as_they_are_given(given: str, printed: st
 
 @pytest.mark.parametrize("text", ["sacred=1,heaviest", "heaviest,ghosts", "mode=none,buddies", "heaviest,ghosts:1.2"])
 def test_a_word_for_settings_stands_before_the_others(text: str) -> None:
-    with pytest.raises(PyorchError, match='" stands first, and alone: "'):
+    with pytest.raises(PyorchError, match='" stands first, and is the only such word: "'):
         Substitution.parse(text)
 
 
@@ -240,3 +240,9 @@ def test_settings_of_buddies_have_plain_names() -> None:
         Substitution.parse("rho=2,max_replaced=2")
     with pytest.raises(PyorchError, match="is not known: begin with heaviest or .* KEY=VALUE of .*max_replaced"):
         Substitution.parse("many=2")
+    for text, meant in (("heaviets:1.2", "heaviest"), ("max_wieght=1", "max_weight")):
+        with pytest.raises(PyorchError, match=f"is not known: did you mean {meant}"):
+            Substitution.parse(text)
+    for bound in ("abc", "", "-1"):
+        with pytest.raises(PyorchError, match=f'"heaviest:{bound}": what stands behind the colon is max_weight, and'):
+            Substitution.parse(f"heaviest:{bound}")
