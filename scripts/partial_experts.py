@@ -2,7 +2,7 @@
 """What a lossy model loses when light absent experts are computed from a part of their bytes, and what that part costs:
 nothing of them, their mean output, the neurons with most energy, a copy of fewer bits, or a ghost.
 
-As `--lossy heaviest` does, a token waits for its heaviest absent expert of a layer and for those that weigh at least
+As `--lossy heaviest` does, a token waits for its heaviest expert of a layer and for those that weigh at least
 max_weight times as much as an expert of a token does on average; a part stands for the others.
 
     python scripts/partial_experts.py CHECKPOINT --fit book.txt --text prose.txt

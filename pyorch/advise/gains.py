@@ -79,5 +79,6 @@ def gains(
                       "use counts: pools of a compressed pack begin with them, and two predictors search them"))
     found.append(Gain("buddies", f"pyorch buddies {path} --trace TRACE", "buddies" in there,
                       1 / fastest, True, True,
-                      "if nothing at all is waited for; pyorch tune finds what accuracy that costs"))
+                      "if nothing at all is waited for; --lossy heaviest waits for what is heavy and needs no file; "
+                      "pyorch tune finds what either costs"))
     return found
