@@ -40,12 +40,12 @@ WARM_UP = 20  # calls before those that count: buffers are made, connections ope
 class Peer:
     """The other process: an actor that sends back what it is sent, by each of the ways."""
 
+    def __init__(self) -> None:
+        self._servers: list[object] = []
+
     def echo(self, rows: np.ndarray) -> np.ndarray:
         """The same rows. Shape [n_bytes], uint8."""
         return rows
-
-    def __init__(self) -> None:
-        self._servers: list[object] = []
 
     def listen(self) -> tuple[str, int]:
         """Opens a port on the loopback interface, for one connection. Returns host and port."""

@@ -103,9 +103,10 @@ def run(args: argparse.Namespace) -> int:
                   "there is no reference for the roofline", file=sys.stderr)
             configs = [config for config in configs if not config.preload]
         rounds.check_limits(configs)
+        beside = Sidecars(model_map)
         for settings in asked.lossy:  # what they lack is said now, too
-            find_ghosts(settings.substitution, Sidecars(model_map))
-            find_buddies(settings.substitution, settings.buddies, Sidecars(model_map))
+            find_ghosts(settings.substitution, beside)
+            find_buddies(settings.substitution, settings.buddies, beside)
         if args.plot is not None and not asked.lossy:
             raise PyorchError("--plot draws what lossy settings read: give one with --lossy")
         with Progress() as progress:

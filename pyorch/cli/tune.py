@@ -113,9 +113,7 @@ def run(args: argparse.Namespace) -> int:
     show([_table(tuning, args.metric), "", f"{output}: {_sentence(tuned)}"])
     if tuned.tokens_per_second is not None and tuned.tokens_per_second < tuned.original_tokens_per_second:
         print("pyorch: note: no setting was faster than lossless decoding here", file=sys.stderr)
-    if min_accuracy is not None and tuned.n_held_out and (
-        tuned.held_out_accuracy < min_accuracy * tuned.held_out_original_accuracy
-    ):
+    if min_accuracy is not None and _loses_more(tuned, min_accuracy):
         print(f"pyorch: note: of the held-out questions it keeps less than the {min_accuracy:.1%} asked for: tune on "
               "questions as hard as those, or ask for more", file=sys.stderr)
     return 0
@@ -144,6 +142,11 @@ def _unreached(tuning, goal) -> str:
         got.append(f"{closest.outcome.kl_divergence:.4g} nats")
     return (f"none of {len(tuning.trials)} settings keeps {' and '.join(wanted)}; the closest, "
             f"{closest.substitution}, keeps {' and '.join(got)}: ask for less, or give it more memory")
+
+
+def _loses_more(tuned, min_accuracy: float) -> bool:
+    """Whether it keeps less than that of the accuracy on questions that it was not chosen by."""
+    return bool(tuned.n_held_out) and tuned.held_out_accuracy < min_accuracy * tuned.held_out_original_accuracy
 
 
 def _sentence(tuned) -> str:

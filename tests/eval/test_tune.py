@@ -205,6 +205,26 @@ def test_tune_writes_a_setting_that_keeps_what_was_asked(
     assert len(printed["trials"]) == 5 and {trial["tried_on"] for trial in printed["trials"]} == {1.0}
 
 
+@pytest.mark.parametrize(("share", "says"), [(0.49, True), (0.51, False)])
+def test_tune_says_when_held_out_questions_keep_less_than_was_asked(
+    small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, share: float, says: bool,
+) -> None:
+    held_out = tmp_path / "others.jsonl"
+    held_out.write_text("".join((CHECKPOINT / "facts-test.jsonl").read_text(encoding="utf-8").splitlines(True)[:8]))
+    real = tuning.tune
+
+    def losing(*arguments: object) -> object:
+        done = real(*arguments)
+        return replace(done, tuned=replace(
+            done.tuned, held_out_accuracy=share * done.tuned.held_out_original_accuracy))
+
+    monkeypatch.setattr(tuning, "tune", losing)
+    assert tune(small_moe, buddies_file, "--cache-rate", 0.75, "--min-accuracy", "50%", "--held-out", held_out,
+                "-o", tmp_path / "small.tuned.json") == 0
+    assert ("of the held-out questions it keeps less than the 50.0% asked for" in capsys.readouterr().err) == says
+
+
 def test_the_first_part_of_the_questions_is_of_all_of_the_file() -> None:
     """Which may have one kind of them behind another."""
     task = Task("a.jsonl", tuple(range(80)), tuple(range(80)))

@@ -60,8 +60,8 @@ def test_logits_are_those_without_a_device(
 def test_a_prompt_of_several_ubatches_of_which_the_last_token_is_wanted(
     small_moe: Path, device: DeviceProcess, prompt_tokens: list[int], settings: str | None
 ) -> None:
-    """The last layer has no token to compute in all ubatches but the last. The first graphs have three sequences."""
-    options = {"n_ctx": 256, "n_batch": 128, "n_ubatch": 32, "n_seq_max": 3, "n_threads": 1}
+    """The last layer has no token to compute in all ubatches but the last."""
+    options = {"n_ctx": 256, "n_batch": 128, "n_ubatch": 32, "n_threads": 1}
     made = []
     for where in ({}, {"device": device.name, "vram_budget": "30%"}):
         with small_model(small_moe, "100%", prefetch="none", **where) as model, \
@@ -71,6 +71,16 @@ def test_a_prompt_of_several_ubatches_of_which_the_last_token_is_wanted(
                 apply_substitution(model.engine, il, settings and Substitution.parse(settings), None)
             made.append(ctx.decode((prompt_tokens * 3)[:80], outputs=[79]))
     assert_same_bits(made[1], made[0])
+
+
+def test_a_graph_may_have_more_tokens_than_the_largest_ubatch(small_moe: Path, device: DeviceProcess) -> None:
+    """Those that a context begins with: as many of each sequence."""
+    expert, row = 24576, 6 * 128 * 4
+    budget = 151 * expert + (8 + 8) * row + 22000  # what no expert has room in is enough for 7 rows more
+    with small_model(small_moe, "100%", prefetch="none", device=device.name, vram_budget=budget, n_batch=8,
+                     n_ubatch=8) as model, \
+            Context(model.llama.model, n_ctx=264, n_batch=7, n_ubatch=7, n_seq_max=3, n_threads=1) as ctx:
+        assert len(ctx.decode(ANY_TOKENS[:7], [0] * 7)) == 7
 
 
 @pytest.mark.parametrize(("settings", "asked"), [
