@@ -83,7 +83,19 @@ class _Bindings:
 SPIN_COUNT = "1000"
 LIBGOMP_SPIN_COUNT = "300000"
 
+# With experts on a device each layer is several graphs, and the processor's begin some tenths of a millisecond apart: to
+# wake threads for each took a third of a token's time (docs/device.md). A round is 20 to 50 ns.
+DEVICE_SPIN_COUNT = "10000"
+_DEVICE_BACKENDS = ("cuda", "hip", "musa", "sycl", "vulkan")
+
 chose_spin_count = False  # whether that in the environment is ours
+
+
+def spin_count() -> str:
+    """Of this build: whether it can use a device is known before a device is named."""
+    ours = _lib_dir()
+    devices = any(os.path.exists(os.path.join(ours, f"libggml-{name}{SUFFIX}")) for name in _DEVICE_BACKENDS)
+    return DEVICE_SPIN_COUNT if devices else SPIN_COUNT
 
 
 def choose_spin_count() -> None:
@@ -92,21 +104,22 @@ def choose_spin_count() -> None:
 
     libgomp reads it once, when it is loaded. RuntimeWarning where that is over. Other runtimes of OpenMP ignore it.
     """
-    if "OMP_WAIT_POLICY" in os.environ or os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT) != SPIN_COUNT:
+    count = spin_count()
+    if "OMP_WAIT_POLICY" in os.environ or os.environ.get("GOMP_SPINCOUNT", count) != count:
         os.environ["PYORCH_BARRIER"] = "openmp"
         return
     if "GOMP_SPINCOUNT" in os.environ:  # of a process that started this one
         return
     global chose_spin_count
     chose_spin_count = True
-    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    os.environ["GOMP_SPINCOUNT"] = count
     loaded = _loaded_libgomp()
     if loaded:
         import warnings
 
         warnings.warn(
             f"{loaded} was loaded before pyorch was imported: threads spin long when they have no work, which "
-            f"is slow beside other busy processes; import pyorch first, or set GOMP_SPINCOUNT={SPIN_COUNT}",
+            f"is slow beside other busy processes; import pyorch first, or set GOMP_SPINCOUNT={count}",
             RuntimeWarning,
             stacklevel=3,
         )

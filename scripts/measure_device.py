@@ -33,6 +33,7 @@ import argparse
 import ctypes
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -96,6 +97,7 @@ class Speed:
     ahead: float = 0.0  # experts that forecasts ordered to VRAM
     right: float | None = None  # of these
     link: float = 0.0  # bytes a second of uploads, as measured alone
+    calls: dict[str, list[float]] | None = None  # of CUDA, a token: how many, and milliseconds or bytes
 
 
 def stock_model(path: str, device: str, setup: Setup) -> int:
@@ -131,7 +133,7 @@ def tokens_of(model: int, text: str, n: int) -> list[int]:
 
 def measure(
     model: int, setup: Setup, arguments: argparse.Namespace, count_anew: Callable[[], None] = lambda: None
-) -> tuple[dict[str, float], float]:
+) -> tuple[dict[str, float], float, dict[str, list[float]] | None]:
     """count_anew: called when the tokens come that are measured."""
     text = Path(arguments.data).read_text(encoding="utf-8")
     widest, n = max(setup.prompts), arguments.tokens
@@ -148,24 +150,47 @@ def measure(
         for token in tokens[widest:widest + n]:  # what is kept follows the text
             context.decode([token])
         count_anew()
+        trace = Trace()
         begin = time.perf_counter()
         for token in tokens[widest + n:]:
             context.decode([token])
-        return prefill, 1000 * (time.perf_counter() - begin) / n
+        decode_ms = 1000 * (time.perf_counter() - begin) / n
+        return prefill, decode_ms, trace.calls(n)
+
+
+class Trace:
+    """What is asked of CUDA from now on, where libcuda_trace.so was loaded before it (scripts/cuda_trace.c)."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        self._traced = hasattr(self._library, "cuda_trace_reset")
+        if self._traced:
+            self._library.cuda_trace_reset()
+
+    def calls(self, n_tokens: int) -> dict[str, list[float]] | None:
+        """By call: how many a token, and microseconds in them; by direction of copies: how many, and bytes."""
+        if not self._traced:
+            return None
+        text = ctypes.create_string_buffer(1 << 14)
+        self._library.cuda_trace_read(text, len(text))
+        counted = json.loads(text.value)
+        return {name: [round(count / n_tokens, 2), round(sum_ / n_tokens / (1000 if name.startswith("cuda") else 1), 2)]
+                for name, (count, sum_) in counted.items()}
 
 
 def run(setup: Setup, arguments: argparse.Namespace) -> Speed:
     logs.set_quiet(True)
     if setup.who == STOCK:
-        return Speed(*measure(stock_model(str(arguments.model), arguments.device, setup), setup, arguments))
+        prefill, decode_ms, calls = measure(stock_model(str(arguments.model), arguments.device, setup), setup, arguments)
+        return Speed(prefill, decode_ms, calls=calls)
     options = {"policy": setup.policy} if setup.policy else {}
     with load(arguments.model, budget=setup.budget, n_ctx=64, n_threads=arguments.threads, device=arguments.device,
               vram_budget=f"{setup.share}%", device_misses=setup.misses, prefetch=setup.prefetch,
               device_ahead=setup.ahead, substitution=setup.substitution or None, **options) as model:
-        prefill, decode_ms = measure(model.llama.model, setup, arguments, model.reset_stats)
+        prefill, decode_ms, calls = measure(model.llama.model, setup, arguments, model.reset_stats)
         speed = counted(model, prefill, decode_ms, arguments.tokens)
     rates = rates_of(find_device(arguments.device), ModelMap(arguments.model), arguments.threads)
-    return replace(speed, link=rates[0])
+    return replace(speed, link=rates[0], calls=calls)
 
 
 def counted(model: Model, prefill: dict[str, float], decode_ms: float, n_tokens: int) -> Speed:
@@ -182,7 +207,9 @@ def in_process(setup: Setup, arguments: argparse.Namespace) -> Speed:
     """In a child, which is told the setup on its command line and answers on its last line. RuntimeError says why it
     did not."""
     command = [sys.executable, __file__, *sys.argv[1:], "--setup", json.dumps(asdict(setup))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    # llama.cpp's threads wait as they do without pyorch.
+    waits = {"GOMP_SPINCOUNT": _libs.LIBGOMP_SPIN_COUNT} if setup.who == STOCK else {}
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **waits})
     if done.returncode != 0:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"status {done.returncode}")
     return Speed(**json.loads(done.stdout.splitlines()[-1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import socket
 import struct
 import subprocess
@@ -17,17 +18,28 @@ from servers import wait_until
 
 from pyorch import _libs, ports
 
-# Devices that there are in this build: ggml's RPC always; others where `make test-vulkan` has them built.
-KINDS = ["rpc", *(["vulkan"] if (_libs.lib_dir() / f"libggml-vulkan{_libs.SUFFIX}").exists() else [])]
+def _has_cuda() -> bool:
+    library = _libs.lib_dir() / f"libggml-cuda{_libs.SUFFIX}"
+    try:
+        return library.exists() and ctypes.CDLL(str(library)).ggml_backend_cuda_get_device_count() > 0
+    except OSError:  # CUDA's own libraries are not there
+        return False
+
+
+# Devices that there are: ggml's RPC always; others where `make test-vulkan` has them built, or a GPU is at hand.
+KINDS = ["rpc", *(["vulkan"] if (_libs.lib_dir() / f"libggml-vulkan{_libs.SUFFIX}").exists() else []),
+         *(["cuda"] if _has_cuda() else [])]
 
 _TRIES = 5  # a port that is free may be taken by another process before it is used
 
 
-class VulkanDevice:
-    """The first one that Vulkan has."""
+class BackendDevice:
+    """One that a backend of ggml has in this process."""
 
-    name = "Vulkan0"
     kernels_of_processor = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def stop(self) -> None:
         """Nothing: it is in this process."""

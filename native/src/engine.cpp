@@ -12,13 +12,20 @@
 
 #include <algorithm>
 
-static std::unique_ptr<pyorch::Bank> make_bank(
-    const pyorch::ModelMap & map, const pyorch_config & config, bool simulated) {
+static std::unique_ptr<pyorch::Bank> make_bank(const pyorch::ModelMap & map, const pyorch_config & config,
+    bool simulated, std::shared_ptr<pyorch::PageLocks> locks) {
     const uint64_t budget = std::min(config.budget_bytes, map.slots_bytes());
     if (simulated) {
         return std::make_unique<pyorch::SimulatedBank>(map, budget);
     }
-    return std::make_unique<pyorch::HostBank>(map, budget);
+    return std::make_unique<pyorch::HostBank>(map, budget, std::move(locks));
+}
+
+static std::shared_ptr<pyorch::PageLocks> make_locks(const pyorch_config & config, bool simulated) {
+    if (!config.device || simulated) {
+        return nullptr;
+    }
+    return std::make_shared<pyorch::PageLocks>((ggml_backend_dev_t) config.device);
 }
 
 static bool repacks(const pyorch::ModelMap & map) {
@@ -78,14 +85,14 @@ uint64_t pyorch_engine::kernels() const {
 }
 
 pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config, bool simulated) :
-        simulated(simulated), config(config),
-        table(map, make_bank(map, config, simulated), pyorch::open_source(map, config),
+        simulated(simulated), config(config), locks(make_locks(config, simulated)),
+        table(map, make_bank(map, config, simulated, locks), pyorch::open_source(map, config),
             codec_of(map, config, simulated), config, simulated ? pyorch::replay_policies() : pyorch::policy_list()),
         routers((int) map.layers.size()), prefetcher(table, routers), remote(shapes_of(map)),
         routing(table, prefetcher, routers, remote, config.plain == 0),
         reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {
     if (config.device && !simulated) {
-        device         = std::make_unique<pyorch::DeviceTier>(table, (ggml_backend_dev_t) config.device, config);
+        device         = std::make_unique<pyorch::DeviceTier>(table, (ggml_backend_dev_t) config.device, config, locks);
         routing.device = device.get();
         prefetcher.change([this](pyorch::PrefetchPlanner & planner) {
             planner.set_above(

@@ -20,15 +20,16 @@ struct pyorch_engine {
     pyorch_engine(const pyorch::ModelMap & map, const pyorch_config & config, bool simulated);
     ~pyorch_engine();
 
-    const pid_t                     pid = getpid(); // a process that is forked from this one has none of the threads
-    const bool                      simulated;
-    pyorch_config                   config; // its source is gone when the engine is made
-    pyorch::Table                   table;
-    pyorch::Routers                 routers;
-    pyorch::Prefetcher              prefetcher;
-    pyorch::RemoteBank              remote;
-    pyorch::Routing                 routing;
-    std::unique_ptr<pyorch::Reader> reader; // stops before the table goes; none in a simulated engine
+    const pid_t                        pid = getpid(); // a process that is forked from this one has none of the threads
+    const bool                         simulated;
+    pyorch_config                      config; // its source is gone when the engine is made
+    std::shared_ptr<pyorch::PageLocks> locks;  // of host memory, for the device; null: none
+    pyorch::Table                      table;
+    pyorch::Routers                    routers;
+    pyorch::Prefetcher                 prefetcher;
+    pyorch::RemoteBank                 remote;
+    pyorch::Routing                    routing;
+    std::unique_ptr<pyorch::Reader>    reader; // stops before the table goes; none in a simulated engine
 
     // Goes before the reader, for which it may wait. Null: no device.
     std::unique_ptr<pyorch::DeviceTier> device;

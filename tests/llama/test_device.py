@@ -18,7 +18,7 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
 from architectures import Zoo
-from devices import KINDS, CountingWire, DeviceProcess, VulkanDevice
+from devices import KINDS, BackendDevice, CountingWire, DeviceProcess
 from models import PROMPT, assert_same_bits, small_model
 from processes import HANG_SECONDS, python
 from processes import pyorch as pyorch_command
@@ -45,12 +45,17 @@ from pyorch.settings.budget import RESIDENT
 from pyorch.settings.settings import Settings
 from pyorch.sizes import MiB
 
-Device = DeviceProcess | VulkanDevice
+Device = DeviceProcess | BackendDevice
+
+_NAMES = {"vulkan": "Vulkan0", "cuda": "CUDA0"}
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
-    made = DeviceProcess(tmp_path_factory.mktemp("device") / "log") if request.param == "rpc" else VulkanDevice()
+    if request.param in _NAMES:
+        yield BackendDevice(_NAMES[request.param])
+        return
+    made = DeviceProcess(tmp_path_factory.mktemp("device") / "log")
     yield made
     made.stop()
 
@@ -142,6 +147,22 @@ def test_a_prompt_passes_through_the_device_whatever_fits_where(
         through_areas = experts.device_bytes - in_slots
         assert (through_areas > model.map.info.expert_bytes / 4) == (vram_budget != "20%")
         assert experts.device_used_bytes <= experts.device_budget_bytes and experts.peak_bytes <= experts.budget_bytes
+
+
+def test_what_a_prompt_passes_through_the_device_stays_in_free_slots(
+    small_moe: Path, device: Device, prompt_tokens: list[int]
+) -> None:
+    with small_model(small_moe, "100%", device=device.name, vram_budget="80%") as model, context(model) as ctx:
+        seen = []
+        for _ in range(2):
+            model.reset_stats()
+            ctx.clear()
+            ctx.decode(prompt_tokens[:32])
+            seen.append(model.stats().experts)
+    first, second = seen
+    assert first.device_loads == second.device_loads == 0 and first.device_experts > 0
+    assert second.device_hits > first.device_hits
+    assert second.device_bytes < first.device_bytes / 2
 
 
 def test_an_expert_from_disk_is_read_once_and_stays_in_one_tier(

@@ -67,7 +67,8 @@ ggml_type known_type_of(const ExpertTensor & tensor) {
 
 } // namespace
 
-DeviceBank::DeviceBank(const ModelMap & map, ggml_backend_dev_t device) : device(device), map(map) {}
+DeviceBank::DeviceBank(const ModelMap & map, ggml_backend_dev_t device, std::shared_ptr<PageLocks> locks) :
+        device(device), map(map), locks(std::move(locks)) {}
 
 // share: of the experts that there are slots for.
 void DeviceBank::form_pools(double share) {
@@ -229,7 +230,7 @@ void DeviceBank::allocate(uint64_t budget) {
         for (const auto & layer : map.layers) {
             largest = std::max(largest, largest_matrix(layer));
         }
-        link = std::make_unique<DeviceLink>(device, largest);
+        link = std::make_unique<DeviceLink>(device, largest, locks.get());
     }
     if (!refused && !buffer && budget > 0) {
         notice(format("note: the budget in %s's memory has no room for an expert: none is computed there",
@@ -244,18 +245,21 @@ bool DeviceBank::has_room_for_all() const {
     return std::all_of(pools.begin(), pools.end(), [](const Pool & pool) { return pool.n_slots == pool.n_experts; });
 }
 
-void DeviceBank::upload(int layer, int slot, int role, const char * bytes) { send(slots(layer, role), slot, bytes); }
-
-void DeviceBank::upload_to_area(int number, int layer, int expert, int role, const char * bytes) {
-    turn_area(number, layer);
-    send(area(number, layer, role), expert, bytes);
+bool DeviceBank::upload(int layer, int slot, int role, const char * bytes) {
+    return send(slots(layer, role), slot, bytes);
 }
 
-void DeviceBank::send(ggml_tensor * to, int index, const char * bytes) {
+bool DeviceBank::upload_to_area(int number, int layer, int expert, int role, const char * bytes) {
+    turn_area(number, layer);
+    return send(area(number, layer, role), expert, bytes);
+}
+
+bool DeviceBank::send(ggml_tensor * to, int index, const char * bytes) {
     const uint64_t begin = clock_ns();
-    link->send(to, index * to->nb[2], bytes, to->nb[2]);
+    const bool     stays = link->send(to, index * to->nb[2], bytes, to->nb[2]);
     uploading_ns += clock_ns() - begin;
     uploaded += to->nb[2];
+    return stays;
 }
 
 void DeviceBank::wait_for_uploads() {
@@ -280,7 +284,15 @@ void DeviceBank::copy_to_area(int number, int layer, int expert, int slot) {
     for (int role = 0; role < (int) map.layers[layer].tensors.size(); ++role) {
         ggml_tensor from = matrix_of(slots(layer, role), slot);
         ggml_tensor to   = matrix_of(area(number, layer, role), expert);
-        ggml_backend_tensor_copy(&from, &to);
+        link->copy(&from, &to);
+    }
+}
+
+void DeviceBank::copy_from_area(int number, int layer, int expert, int slot) {
+    for (int role = 0; role < (int) map.layers[layer].tensors.size(); ++role) {
+        ggml_tensor from = matrix_of(area(number, layer, role), expert);
+        ggml_tensor to   = matrix_of(slots(layer, role), slot);
+        link->copy(&from, &to);
     }
 }
 

@@ -58,7 +58,8 @@ public:
         std::vector<ggml_tensor *> roles; // [n_in, n_out, n_slots] each
     };
 
-    DeviceBank(const ModelMap & map, ggml_backend_dev_t device);
+    // locks: of the memory that matrices come from, null: none.
+    DeviceBank(const ModelMap & map, ggml_backend_dev_t device, std::shared_ptr<PageLocks> locks = nullptr);
 
     DeviceBank(const DeviceBank &)             = delete;
     DeviceBank & operator=(const DeviceBank &) = delete;
@@ -86,13 +87,14 @@ public:
     ggml_tensor * area(int number, int layer, int role) const { return areas[number][kind_by_layer[layer]][role]; }
 
     // As upload(), to the place of the expert in an area; and from a slot. Where the area has experts of a layer of
-    // another kind, nothing computes there any more, and nothing is on its way.
-    void upload_to_area(int number, int layer, int expert, int role, const char * bytes);
+    // another kind, nothing computes there any more, and nothing is on its way. Both are there after wait_for_uploads().
+    bool upload_to_area(int number, int layer, int expert, int role, const char * bytes);
     void copy_to_area(int number, int layer, int expert, int slot);
+    void copy_from_area(int number, int layer, int expert, int slot); // what is there
 
     // One matrix of an expert, as the model has it, goes to a slot that no kernel reads. It is there after the next
-    // wait_for_uploads(), and bytes may go before. Any number of threads.
-    void upload(int layer, int slot, int role, const char * bytes);
+    // wait_for_uploads(). True: bytes must stay until then; false: they may go before. Any number of threads.
+    bool upload(int layer, int slot, int role, const char * bytes);
     void wait_for_uploads();
 
     // Bytes that went to the device, and the time that took, summed over threads.
@@ -123,8 +125,9 @@ private:
     void     turn_area(int number, int layer);
     void     form_pools(double share);
     uint64_t make_tensors();
-    void     send(ggml_tensor * to, int index, const char * bytes);
+    bool     send(ggml_tensor * to, int index, const char * bytes);
 
+    std::shared_ptr<PageLocks>  locks;
     std::unique_ptr<DeviceLink> link; // goes first: it may be on its way to a buffer
 };
 

@@ -29,8 +29,11 @@ bool stages(ggml_backend_dev_t device) {
 
 } // namespace
 
-DeviceLink::DeviceLink(ggml_backend_dev_t device, uint64_t largest) :
-        piece_bytes(std::clamp(largest / PIECES, LEAST_BYTES, MOST_BYTES) / LEAST_BYTES * LEAST_BYTES) {
+DeviceLink::DeviceLink(ggml_backend_dev_t device, uint64_t largest, PageLocks * locks) :
+        piece_bytes(std::clamp(largest / PIECES, LEAST_BYTES, MOST_BYTES) / LEAST_BYTES * LEAST_BYTES), locks(locks) {
+    if (locks) {
+        locks->on_unlock([this] { wait(); });
+    }
     for (int i = 0; i < N_LANES && stages(device); ++i) {
         auto lane = std::make_unique<Lane>();
         lane->queue.reset(ggml_backend_dev_init(device, nullptr));
@@ -43,12 +46,25 @@ DeviceLink::DeviceLink(ggml_backend_dev_t device, uint64_t largest) :
     }
 }
 
-DeviceLink::~DeviceLink() { wait(); }
+DeviceLink::~DeviceLink() {
+    if (locks) {
+        locks->on_unlock({});
+    }
+    wait();
+}
 
-void DeviceLink::send(ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n) {
+bool DeviceLink::send(ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n) {
     if (lanes.empty()) {
         ggml_backend_tensor_set(to, bytes, offset, n);
-        return;
+        return false;
+    }
+    const auto read_there = [&] {
+        Lane &                      lane = *lanes[next++ % lanes.size()];
+        std::lock_guard<std::mutex> lock(lane.mutex);
+        begin(lane, to, offset, bytes, n);
+    };
+    if (locks && locks->read(bytes, n, read_there)) {
+        return true;
     }
     for (uint64_t begin = 0; begin < n; begin += piece_bytes) {
         const uint64_t              n_piece = std::min(piece_bytes, n - begin);
@@ -57,12 +73,33 @@ void DeviceLink::send(ggml_tensor * to, uint64_t offset, const char * bytes, uin
         finish(lane);
         void * const piece = ggml_backend_buffer_get_base(lane.piece.get());
         memcpy(piece, bytes + begin, n_piece);
-        ggml_backend_tensor_set_async(lane.queue.get(), to, piece, offset + begin, n_piece);
-        if (lane.sent) { // a backend may collect what it is told until then
-            ggml_backend_event_record(lane.sent.get(), lane.queue.get());
-        }
-        lane.under_way = true;
+        this->begin(lane, to, offset + begin, (const char *) piece, n_piece);
     }
+    return false;
+}
+
+void DeviceLink::copy(ggml_tensor * from, ggml_tensor * to) {
+    if (lanes.empty()) {
+        ggml_backend_tensor_copy(from, to);
+        return;
+    }
+    Lane &                      lane = *lanes[next++ % lanes.size()];
+    std::lock_guard<std::mutex> lock(lane.mutex);
+    ggml_backend_tensor_copy_async(lane.queue.get(), lane.queue.get(), from, to);
+    record(lane);
+}
+
+// REQUIRES: the lane's mutex
+void DeviceLink::begin(Lane & lane, ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n) {
+    ggml_backend_tensor_set_async(lane.queue.get(), to, bytes, offset, n);
+    record(lane);
+}
+
+void DeviceLink::record(Lane & lane) {
+    if (lane.sent) { // a backend may collect what it is told until then
+        ggml_backend_event_record(lane.sent.get(), lane.queue.get());
+    }
+    lane.under_way = true;
 }
 
 void DeviceLink::wait() {

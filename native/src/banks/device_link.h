@@ -10,8 +10,12 @@
 // of ggml's CUDA, which is ROCm's and MUSA's, too. Instances of Vulkan share one queue with all that computes, in which
 // a copy waits for what was computed before and is waited for behind: its synchronous call is better. So is that of
 // others, as far as we know. PYORCH_UPLOADS=staged, or plain, in the environment says it for any device that can.
+//
+// Locked: what lies in host memory that the device reads by itself (page_locks.h) passes no lane's memory.
 
 #pragma once
+
+#include "banks/page_locks.h"
 
 #include "ggml-cpp.h"
 
@@ -25,16 +29,20 @@ namespace pyorch {
 
 class DeviceLink {
 public:
-    // largest: bytes of a matrix, of which most will be sent.
-    DeviceLink(ggml_backend_dev_t device, uint64_t largest);
+    // largest: bytes of a matrix, of which most will be sent. locks: of the memory that it sends, null: none; they
+    // outlive it.
+    DeviceLink(ggml_backend_dev_t device, uint64_t largest, PageLocks * locks = nullptr);
     ~DeviceLink();
 
     DeviceLink(const DeviceLink &)             = delete;
     DeviceLink & operator=(const DeviceLink &) = delete;
 
-    // bytes[n] go to `to`, from an offset on; they are free when it returns, and there after wait(). Any number of
-    // threads.
-    void send(ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n);
+    // bytes[n] go to `to`, from an offset on, and are there after wait(). True: the device reads them where they lie,
+    // and they must stay until then; false: they are free when it returns. Any number of threads.
+    bool send(ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n);
+
+    // What the device has goes elsewhere on it, and is there after wait(). Any number of threads.
+    void copy(ggml_tensor * from, ggml_tensor * to);
 
     // Until all that was sent before is there.
     void wait();
@@ -49,9 +57,12 @@ private:
     };
 
     uint64_t                           piece_bytes;
+    PageLocks * const                  locks;
     std::vector<std::unique_ptr<Lane>> lanes; // none: plain
     std::atomic<unsigned>              next{ 0 };
 
+    static void begin(Lane & lane, ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n);
+    static void record(Lane & lane);
     static void finish(Lane & lane);
 };
 

@@ -11,7 +11,8 @@ static constexpr uint64_t STEP = 32u << 20;
 
 static uint64_t whole_pages(uint64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
-HostBank::HostBank(const ModelMap & map, uint64_t budget) : Bank(map, budget), regions(classes.size()) {
+HostBank::HostBank(const ModelMap & map, uint64_t budget, std::shared_ptr<PageLocks> page_locks) :
+        Bank(map, budget), regions(classes.size()), locks(std::move(page_locks)) {
     for (int i = 0; i < (int) classes.size(); ++i) {
         reserve(i, std::min(classes[i].n_experts, budget / classes[i].slot_bytes));
     }
@@ -20,6 +21,9 @@ HostBank::HostBank(const ModelMap & map, uint64_t budget) : Bank(map, budget), r
 HostBank::~HostBank() {
     for (const auto & of_class : regions) {
         for (const Region & region : of_class) {
+            if (locks) {
+                locks->unlock(region.begin, region.end - region.begin);
+            }
             munmap(region.begin, region.end - region.begin);
         }
     }
@@ -68,6 +72,9 @@ char * HostBank::extend(int size_class) {
         if (mprotect(region.open, step, PROT_READ | PROT_WRITE) != 0) {
             return nullptr;
         }
+        if (locks) {
+            locks->lock(region.open, step);
+        }
         region.open += step;
     }
     char * slot = region.next;
@@ -80,6 +87,9 @@ void HostBank::strip(int size_class, char * slot) {
     char * first = (char *) whole_pages((uint64_t) slot);
     char * last  = (char *) ((uint64_t) (slot + classes[size_class].slot_bytes) / PAGE * PAGE);
     if (first < last) {
+        if (locks) {
+            locks->unlock(first, last - first);
+        }
         madvise(first, last - first, MADV_DONTNEED);
     }
 }

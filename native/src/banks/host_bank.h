@@ -7,12 +7,16 @@
 #pragma once
 
 #include "banks/bank.h"
+#include "banks/page_locks.h"
+
+#include <memory>
 
 namespace pyorch {
 
 class HostBank : public Bank {
 public:
-    HostBank(const ModelMap & map, uint64_t budget);
+    // locks: null where no device reads there.
+    HostBank(const ModelMap & map, uint64_t budget, std::shared_ptr<PageLocks> locks = nullptr);
     ~HostBank() override;
 
     HostBank(const HostBank &)             = delete;
@@ -28,6 +32,7 @@ private:
     };
 
     std::vector<std::vector<Region>> regions; // by size class, the last one is extended
+    std::shared_ptr<PageLocks>       locks;
 
     char * extend(int size_class) override;
     void   strip(int size_class, char * slot) override;

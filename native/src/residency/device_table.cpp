@@ -277,12 +277,29 @@ int DeviceTable::admit(int layer, int expert, bool must, bool & took) {
     return layers[layer].experts[expert].slot;
 }
 
-void DeviceTable::arrived(int layer, int expert) {
+std::vector<int> DeviceTable::fill(int layer, const std::vector<int> & experts) {
+    const Pool &     pool  = pools[layers[layer].pool];
+    const int        share = (pool.n_slots - pool.n_kept) / (int) pool.layers.size();
+    std::vector<int> admitted;
+    for (int expert : experts) {
+        const bool has_room = layers[layer].n_there + (int) admitted.size() < share && !pool.free.empty();
+        if (!has_room || eviction.is_full(layer)) {
+            break;
+        }
+        bool took;
+        if (!known(layer, expert) && admit(layer, expert, false, took) != NONE) {
+            admitted.push_back(expert);
+        }
+    }
+    return admitted;
+}
+
+void DeviceTable::arrived(int layer, int expert, bool uploaded) {
     Layer &  l = layers[layer];
     Seated & e = l.experts[expert];
     e.coming   = false;
     l.n_there += !e.guest_of;
-    ++l.counts.device_loads;
+    l.counts.device_loads += uploaded;
     changed(layer, expert);
 }
 

@@ -109,8 +109,11 @@ public:
     // Makes an absent expert one that is coming; the slot that it gets is free, or that of the least valuable expert
     // which nobody holds. NONE: there is none, or, unless it must be, none that is worth less. took: from another one.
     int  admit(int layer, int expert, bool must, bool & took);
-    void arrived(int layer, int expert);
-    void abandon(int layer, int expert); // it did not come
+    void arrived(int layer, int expert, bool uploaded = true);
+
+    // Free slots for experts of a layer, the first ones, up to its even share of the pool's slots. These are coming then.
+    std::vector<int> fill(int layer, const std::vector<int> & experts);
+    void             abandon(int layer, int expert); // it did not come
 
     // Calls tell(layer, known[n_expert]) for each layer of which other experts than the last time are there or coming,
     // but for those that pass through.

@@ -15,7 +15,7 @@ std::map<const void *, std::unique_ptr<Context>> contexts;
 } // namespace
 
 Context::Context(const void * id, Routing & routing) :
-        id(id), routing(routing), owner{ id }, needs(graph_needs(routing)) {
+        id(id), routing(routing), owner{ id }, needs{ graph_needs(routing, false), graph_needs(routing, true) } {
     for (const MoeLayer & layer : routing.table.map.layers) {
         for (const bool decode : { false, true }) {
             GraphLayer at     = { this };
@@ -26,6 +26,16 @@ Context::Context(const void * id, Routing & routing) :
             graph.push_back(std::move(at));
         }
     }
+}
+
+bool Context::look_at_needs(int n_tokens, bool decode) {
+    const std::array<unsigned, 2> built     = needs;
+    const bool                    is_prompt = routing.device && routing.device->has_areas_for(n_tokens, decode);
+    const unsigned                others    = !is_prompt ? built[0] & GRAPH_OTHERS :
+        routing.device->take_areas(on_device)            ? 0 :
+                                                           GRAPH_OTHERS;
+    needs = { (graph_needs(routing, false) & ~(unsigned) GRAPH_OTHERS) | others, graph_needs(routing, true) };
+    return needs != built;
 }
 
 void Context::computes(int layer) {
@@ -112,7 +122,7 @@ void forget_contexts(const Routing & routing) {
     }
 }
 
-unsigned graph_needs(const Routing & routing) {
+unsigned graph_needs(const Routing & routing, bool predicted) {
     const Substitutions::Seen seen   = routing.substitutions.seen();
     const unsigned            ghosts = seen.inputs ? GRAPH_GHOSTS : 0;
     if (!routing.device || routing.observer.active || routing.remote.active() || routing.calibration.active() ||
@@ -123,14 +133,16 @@ unsigned graph_needs(const Routing & routing) {
     if (!changes && routing.device->has_room_for_all()) { // each expert comes once, and nothing is gained by a forecast
         return 0;
     }
-    unsigned needs = GRAPH_PROCESSOR;
+    unsigned needs = GRAPH_PROCESSOR | GRAPH_OTHERS;
     if (changes) {
         needs |= GRAPH_CHANGES | GRAPH_WEIGHTS | ghosts;
         needs |= seen.probs ? GRAPH_PROBS : 0;
         needs |= seen.logits ? GRAPH_LOGITS : 0;
         needs |= seen.inputs ? GRAPH_INPUTS : 0;
     }
-    if (routing.prefetcher.active()) {
+    // Where host memory has all, nothing is read ahead; what is uploaded ahead, forecasts say.
+    const bool foresees = routing.device->takes_forecasts() || !routing.table.has_room_for_all();
+    if (predicted && foresees && routing.prefetcher.active()) {
         const unsigned by_predictors = routing.prefetcher.needs();
         needs |= GRAPH_WEIGHTS;
         needs |= by_predictors & NEEDS_PROBS ? GRAPH_PROBS : 0;

@@ -5,6 +5,7 @@
 #include "routing/device_tier.h"
 #include "routing/routing.h"
 
+#include <array>
 #include <list>
 #include <vector>
 
@@ -25,6 +26,7 @@ enum : unsigned {
     GRAPH_PROCESSOR = 64, // the processor may compute experts
     GRAPH_ALL       = 127,
     GRAPH_GHOSTS    = 128, // what ghosts compute is put in: a node more, where settings use them
+    GRAPH_OTHERS    = 256, // another context may have the areas of the device, through which prompts pass
 };
 
 struct Context;
@@ -62,21 +64,27 @@ struct GraphLayer {
 struct Context {
     Context(const void * id, Routing & routing);
 
-    const void * const   id; // llama.cpp's
-    Routing &            routing;
-    Owner                owner;
-    std::vector<int>     layers;            // that it computes, ascending
-    bool                 prefill = false;   // its last ubatch was of a prompt
-    std::vector<int32_t> positions;         // of the tokens of its last ubatch
-    bool                 continues = false; // that one had the next token of each sequence of the one before
-    std::vector<int32_t> changed;           // see RoutedBatch, of the layers of its running ubatch
-    DeviceHold           on_device;         // what its latest layer computes with there
-    unsigned             needs;             // of the graphs that are built now
+    const void * const      id; // llama.cpp's
+    Routing &               routing;
+    Owner                   owner;
+    std::vector<int>        layers;            // that it computes, ascending
+    bool                    prefill = false;   // its last ubatch was of a prompt
+    std::vector<int32_t>    positions;         // of the tokens of its last ubatch
+    bool                    continues = false; // that one had the next token of each sequence of the one before
+    std::vector<int32_t>    changed;           // see RoutedBatch, of the layers of its running ubatch
+    DeviceHold              on_device;         // what its latest layer computes with there
+    std::array<unsigned, 2> needs = {};        // of the graphs that are built now: of prompts, and of few tokens
     // Where the rows that the processor computes go there; each is larger than the one before.
     std::vector<ggml_tensor *> landings;
     std::vector<GraphLayer>    graph; // two entries a layer: prefill, decode
 
     GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }
+
+    unsigned needs_of(int n_tokens) const { return needs[n_tokens <= MAX_PREDICTED_TOKENS]; }
+
+    // A ubatch comes: takes the areas for a prompt, if they are free. True: its graph needs other things than the one of
+    // its kind before.
+    bool look_at_needs(int n_tokens, bool decode);
 
     // A graph of it computes this layer.
     void computes(int layer);
@@ -107,7 +115,7 @@ void end_context(const void * id, bool freed);
 // The engine goes. Its contexts should be gone; those that are not may still be freed, but compute nothing.
 void forget_contexts(const Routing & routing);
 
-// As of now. Without a device: all, for nothing has a way to go.
-unsigned graph_needs(const Routing & routing);
+// As of now. predicted: predictors may look. Without a device: all, for nothing has a way to go.
+unsigned graph_needs(const Routing & routing, bool predicted);
 
 } // namespace pyorch

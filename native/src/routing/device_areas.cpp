@@ -30,6 +30,12 @@ DeviceAreas::Area & DeviceAreas::area_for(int layer) {
     return area;
 }
 
+bool DeviceAreas::own(const void * context) {
+    std::lock_guard<std::mutex> lock(mutex);
+    owner = owner ? owner : context;
+    return owner == context;
+}
+
 bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> & experts,
     const std::vector<int> & slots, std::vector<int> & from_host) {
     std::unique_lock<std::mutex> lock(mutex);
@@ -65,9 +71,9 @@ void DeviceAreas::bring(
         area.there[expert] = 1;
     }
     const auto upload = [&](size_t i, int role, const char * bytes) {
-        bank.upload_to_area(number(layer), layer, from_host[i], role, bytes);
+        return bank.upload_to_area(number(layer), layer, from_host[i], role, bytes);
     };
-    const std::vector<uint8_t> came = bring_in_order(table, holder, layer, from_host, upload);
+    const std::vector<uint8_t> came = bring_in_order(table, bank, holder, layer, from_host, upload);
     bank.wait_for_uploads(); // and for what came ahead
     for (size_t i = 0; i < from_host.size(); ++i) {
         area.there[from_host[i]] = came[i];
@@ -121,8 +127,13 @@ void DeviceAreas::bring_ahead(std::unique_lock<std::mutex> & lock, int layer) {
         Owner      holder;
         const bool held = table.share_resident(layer, expert, holder);
         if (held) {
+            bool stays = false;
             for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
-                bank.upload_to_area(number, layer, expert, role, table.address(holder, layer, expert, role, true));
+                stays |=
+                    bank.upload_to_area(number, layer, expert, role, table.address(holder, layer, expert, role, true));
+            }
+            if (stays) {
+                bank.wait_for_uploads();
             }
             table.unshare(holder);
         }

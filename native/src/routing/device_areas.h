@@ -4,8 +4,8 @@
 // has not come by then. An area is free when the layer that computed in it has been followed by another one: a layer's
 // node asks when all before it is computed.
 //
-// One context at a time has the areas, from the first layer of a ubatch to its end. Others' prompts are computed by the
-// processor meanwhile.
+// One context at a time has the areas, from its ubatch's begin to its end: then the graph has no other way. Where another
+// context has them, the processor computes the prompt.
 
 #pragma once
 
@@ -21,21 +21,22 @@
 namespace pyorch {
 
 // Calls upload(i, role, bytes) for each matrix of experts[i] that owner holds, in the order in which a layer passes
-// that does not fit into host memory; and it is one thread that asks. By i: whether all of the expert could be read;
-// where not, the decode fails when the layer gives its experts back.
+// that does not fit into host memory; and it is one thread that asks. True says that the bytes are read until the
+// bank's next wait, which comes at once where what passes takes another's memory. By i: whether all of the expert could
+// be read; where not, the decode fails when the layer gives its experts back.
 template <typename Upload>
 std::vector<uint8_t> bring_in_order(
-    Table & table, Owner & owner, int layer, const std::vector<int> & experts, Upload upload) {
+    Table & table, DeviceBank & bank, Owner & owner, int layer, const std::vector<int> & experts, Upload upload) {
     const char marker = 0;
     owner.n_threads   = 1;
     std::vector<uint8_t> came(experts.size(), 1);
     for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
         for (size_t i = 0; i < experts.size(); ++i) {
             const char * bytes = table.address(owner, layer, experts[i], role, true, &marker);
-            if (table.readable(bytes)) {
-                upload(i, role, bytes);
-            } else {
+            if (!table.readable(bytes)) {
                 came[i] = 0;
+            } else if (upload(i, role, bytes) && owner.stream) {
+                bank.wait_for_uploads();
             }
         }
     }
@@ -58,6 +59,9 @@ public:
 
     int number(int layer) const { return layer % bank.n_areas(); }
 
+    // Whether the context has the areas: it gets them if nobody has.
+    bool own(const void * context);
+
     // A layer comes that computes with these experts, ascending. slots: by expert, -1: it has none. Says which have to
     // be brought from host memory. False: another context has the areas.
     bool begin(const void * context, int layer, const std::vector<int> & experts, const std::vector<int> & slots,
@@ -66,6 +70,9 @@ public:
     // Brings them, and what is in slots; owner holds the former, and computes with none of them itself. Then the next
     // layer begins to come, but for those experts of it that have slots: has_slot[n_expert].
     void bring(Owner & owner, int layer, const std::vector<int> & from_host, const std::vector<uint8_t> & has_slot);
+
+    // Whether the expert of the layer at hand could be read, once it was brought.
+    bool has(int layer, int expert) const { return areas[number(layer)].there[expert] != 0; }
 
     // Until nothing comes ahead any more.
     void wait_idle();

@@ -3,6 +3,7 @@
 #include "base/status.h"
 
 #include "ggml-backend.h"
+#include "ggml-impl.h"
 #include "ggml.h"
 #include "llama-moe.h"
 
@@ -52,8 +53,11 @@ void rows_op(ggml_tensor * rows, int ith, int, void * user) {
     }
 }
 
-void inputs_op(ggml_tensor * inputs, int ith, int, void * user) {
+void inputs_op(ggml_tensor * inputs, int ith, int nth, void * user) {
     const GraphLayer & g = *(const GraphLayer *) user;
+    if (ith == 0) {
+        g.context->owner.n_threads = nth; // those of the experts, which are computed in the same part of the graph
+    }
     if (ith == 0 && g.inputs.size() == (size_t) ggml_nelements(inputs)) { // else no row is computed with them
         memcpy(inputs->data, g.inputs.data(), ggml_nbytes(inputs));
     }
@@ -166,10 +170,18 @@ ggml_tensor * add_numbers(const llama_moe_route & route, GraphLayer & layer, ggm
 // The router's inputs in host memory, [n_embd, 1, n_tokens].
 ggml_tensor * add_inputs(const llama_moe_route & route, GraphLayer & layer) {
     ggml_tensor * args[] = { route.selected, route.down_exps };
-    ggml_tensor * inputs = ggml_custom_4d(
-        route.ctx, GGML_TYPE_F32, route.inp->ne[0], 1, route.inp->ne[1], 1, args, 2, inputs_op, 1, &layer);
+    ggml_tensor * inputs = ggml_custom_4d(route.ctx, GGML_TYPE_F32, route.inp->ne[0], 1, route.inp->ne[1], 1, args, 2,
+        inputs_op, GGML_N_TASKS_MAX, &layer);
     ggml_format_name(inputs, "pyorch_inputs-%d", route.il);
     return inputs;
+}
+
+// A node that is a part of the graph by itself need not wake threads that have nothing to do there.
+void ask_one_thread(ggml_tensor * custom) {
+    ggml_custom_op_params params;
+    memcpy(&params, custom->op_params, sizeof(params));
+    params.n_tasks = 1;
+    memcpy(custom->op_params, &params, sizeof(params));
 }
 
 // ggml's scheduler waits for the device before a part of the processor's that takes nothing from it, lest memory that
@@ -201,6 +213,15 @@ bool may_repeat(const llama_moe_route & route, const DeviceBank & bank, int laye
     });
 }
 
+bool is_last(const GraphLayer & layer) { return layer.context->layers.back() == layer.batch.layer; }
+
+// Other contexts may wait for the areas: a node of the processor's comes behind the outputs of the last layer. What it
+// gives are their own numbers.
+ggml_tensor * release_area(const llama_moe_route & route, ggml_tensor * outputs, GraphLayer & layer) {
+    ggml_tensor * number = ggml_view_1d(route.ctx, outputs, 1, 0);
+    return ggml_get_rows(route.ctx, outputs, add_numbers(route, layer, last_rows_op, "pyorch_rows", number));
+}
+
 // Of the first layer, for all others.
 void say_off_device(const llama_moe_route & route, const std::string & why) {
     static std::atomic<bool> said{ false };
@@ -210,6 +231,10 @@ void say_off_device(const llama_moe_route & route, const std::string & why) {
 }
 
 } // namespace
+
+// What has the processor compute experts of a layer beside the device. Through an area pass all of them.
+constexpr unsigned BESIDE_SLOTS = GRAPH_PROCESSOR | GRAPH_CHANGES;
+constexpr unsigned BESIDE_AREA  = GRAPH_OTHERS | GRAPH_CHANGES;
 
 ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
     const llama_moe_route & route = graph.route;
@@ -229,17 +254,19 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
         ggml_tensor * slots = add_numbers(route, layer, slots_op, "pyorch_slots");
         ChainCopier   chain(graph, tier, layer.batch.through_area, slots);
         ggml_tensor * there = chain.outputs();
-        layer.batch.alone   = (layer.needs & (GRAPH_PROCESSOR | GRAPH_CHANGES)) == 0;
+        layer.batch.alone   = (layer.needs & (layer.batch.through_area ? BESIDE_AREA : BESIDE_SLOTS)) == 0;
         if (!layer.batch.alone) {
             chain.redirect_weights(tier.host_copies);
         }
         layer.batch.on_device = true;
         if (layer.batch.alone) {
-            return there;
+            ask_one_thread(route.selected);
+            return is_last(layer) && layer.batch.through_area ? release_area(route, there, layer) : there;
         }
         if (route.inp->type == GGML_TYPE_F32 && ggml_is_contiguous(route.inp) &&
             chain.redirect_inputs(add_inputs(route, layer))) {
             layer.device_inputs = route.inp;
+            ask_one_thread(route.selected);
         }
         layer.beside = beside_device(route, layer, slots);
         return there;
@@ -253,7 +280,7 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
 ggml_tensor * join_device_rows(
     const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released, GraphLayer & layer) {
     // Other contexts may wait for the areas: behind the last layer one number says that it was computed.
-    const bool    last = layer.batch.through_area && layer.context->layers.back() == layer.batch.layer;
+    const bool    last = layer.batch.through_area && is_last(layer);
     const int64_t n    = ggml_nelements(released); // 0 in the last layer of a ubatch of which no output is wanted
     if (!last && n > 0 && released->type == GGML_TYPE_F32 && ggml_is_contiguous(released)) {
         layer.landing = layer.context->landing_of(n, released->ne[0] * released->ne[1] * route.n_ubatch);
@@ -276,9 +303,17 @@ ggml_tensor * join_device_rows(
 }
 
 void set_device_rows(GraphLayer & layer, int n_device_slots) {
-    const RoutedBatch &      batch        = layer.batch;
-    const int                n_used       = batch.n_used;
-    const int                n_tokens     = batch.n_tokens;
+    const RoutedBatch & batch    = layer.batch;
+    const int           n_used   = batch.n_used;
+    const int           n_tokens = batch.n_tokens;
+    if (batch.alone && batch.through_area) { // an expert's slot is its number, and each row its own
+        layer.slot_rows.assign(batch.experts, batch.experts + (size_t) n_used * n_tokens);
+        layer.joined_rows.resize(layer.slot_rows.size());
+        for (size_t row = 0; row < layer.joined_rows.size(); ++row) {
+            layer.joined_rows[row] = (int32_t) (row % n_used);
+        }
+        return;
+    }
     const std::vector<int> & device_slots = batch.device.slots;
     // Slots that no row is in: so no kernel gets more rows for an expert than the model has, and none computes in
     // another way. With n in use, n_used of the first n + n_used are not, if there are so many.

@@ -7,10 +7,11 @@
 
 namespace pyorch {
 
-DeviceTier::DeviceTier(Table & table, ggml_backend_dev_t device, const pyorch_config & config) :
-        bank(table.map, device), landings(device), table(table), policy((pyorch_policy) config.policy),
-        misses((pyorch_device_misses) config.device_misses), n_ahead((int) config.device_ahead),
-        budget(config.device_bytes) {}
+DeviceTier::DeviceTier(
+    Table & table, ggml_backend_dev_t device, const pyorch_config & config, std::shared_ptr<PageLocks> locks) :
+        bank(table.map, device, std::move(locks)), landings(device), table(table),
+        policy((pyorch_policy) config.policy), misses((pyorch_device_misses) config.device_misses),
+        n_ahead((int) config.device_ahead), budget(config.device_bytes) {}
 
 DeviceTier::~DeviceTier() {
     {
@@ -242,6 +243,14 @@ void DeviceTier::set_limits(int layer, int min, int max) {
     tell_moved();
 }
 
+// By how many rows of the ubatch they compute.
+static std::vector<int> most_used_first(const RoutedBatch & batch, std::vector<int> experts) {
+    std::vector<int> rows(batch.n_expert);
+    std::for_each(batch.experts, batch.experts + (size_t) batch.n_tokens * batch.n_used, [&](int e) { ++rows[e]; });
+    std::stable_sort(experts.begin(), experts.end(), [&](int a, int b) { return rows[a] > rows[b]; });
+    return experts;
+}
+
 void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts) {
     std::vector<int> slots(batch.n_expert, DeviceTable::NONE);
     for (int expert : experts) {
@@ -265,16 +274,23 @@ void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const s
     for (int expert : batch.device.uploads) {
         batch.device.slots[expert] = DeviceTable::NONE; // until it was brought
     }
+    batch.device.behind = seats->fill(batch.layer, most_used_first(batch, experts));
+    tell_moved();
 }
 
-// One that could not be read is not uploaded. What is sent has arrived after bank.wait_for_uploads().
-bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot) {
+// One that could not be read is not uploaded. What is sent has arrived after bank.wait_for_uploads(), and owner holds it
+// until then, unless this waits.
+bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot, bool waits) {
+    bool stays = false;
     for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
         const char * bytes = table.address(owner, layer, expert, role, true);
         if (!table.readable(bytes)) {
             return false;
         }
-        bank.upload(layer, slot, role, bytes);
+        stays |= bank.upload(layer, slot, role, bytes);
+    }
+    if (waits && stays) {
+        bank.wait_for_uploads();
     }
     return true;
 }
@@ -290,14 +306,15 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
         for (int expert : batch.device.uploads) {
             batch.device.slots[expert] = expert;
         }
+        keep_passing(batch);
         count_computed(batch);
         return;
     }
     const std::vector<int> slots = places_of(batch);
     std::vector<uint8_t>   came;
     if (batch.alone) {
-        came = bring_in_order(table, owner, batch.layer, batch.device.uploads,
-            [&](size_t i, int role, const char * bytes) { bank.upload(batch.layer, slots[i], role, bytes); });
+        came = bring_in_order(table, bank, owner, batch.layer, batch.device.uploads,
+            [&](size_t i, int role, const char * bytes) { return bank.upload(batch.layer, slots[i], role, bytes); });
     } else {
         // What passes through a window cannot be taken out of its order: the processor computes it.
         for (size_t i = 0; i < slots.size(); ++i) {
@@ -309,6 +326,27 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
     arrive(hold, batch, slots, came);
     bring_behind(owner, batch);
     count_computed(batch);
+}
+
+// What passes through an area fills slots that are free: it costs no upload, and the next prompt and the tokens behind
+// this one find it there.
+void DeviceTier::keep_passing(const RoutedBatch & batch) {
+    std::vector<int> slots;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        for (int expert : batch.device.behind) {
+            slots.push_back(seats->coming_to(batch.layer, expert));
+        }
+    }
+    for (size_t i = 0; i < slots.size(); ++i) {
+        bank.copy_from_area(areas->number(batch.layer), batch.layer, batch.device.behind[i], slots[i]);
+    }
+    bank.wait_for_uploads();
+    std::lock_guard<std::mutex> lock(mutex);
+    for (int expert : batch.device.behind) {
+        areas->has(batch.layer, expert) ? seats->arrived(batch.layer, expert, false) :
+                                          seats->abandon(batch.layer, expert);
+    }
 }
 
 // Where what is brought first is to come. Nothing else is under way there.
@@ -379,7 +417,7 @@ void DeviceTier::work() {
         u.begun          = true;
         lock.unlock();
         const bool held = !u.ahead || table.share_resident(u.layer, u.expert, u.owner); // else its layer reads it
-        const bool came = wants && held && upload(u.owner, u.layer, u.expert, u.slot);
+        const bool came = wants && held && upload(u.owner, u.layer, u.expert, u.slot, true);
         table.unshare(u.owner);
         if (u.ahead && held) { // its slot may be somebody else's as soon as it has ended
             bank.wait_for_uploads();

@@ -43,7 +43,9 @@ struct DeviceHold {
 class DeviceTier {
 public:
     // REQUIRES: the table outlives it, and its reader.
-    DeviceTier(Table & table, ggml_backend_dev_t device, const pyorch_config & config);
+    // locks: of the table's memory, null: none.
+    DeviceTier(Table & table, ggml_backend_dev_t device, const pyorch_config & config,
+        std::shared_ptr<PageLocks> locks = nullptr);
     ~DeviceTier();
 
     DeviceTier(const DeviceTier &)             = delete;
@@ -92,6 +94,11 @@ public:
 
     // In its areas, at least.
     void release_areas(DeviceHold & hold) { areas->release(&hold); }
+
+    // Whether a ubatch of so many tokens is a prompt that may pass through areas; and whether the context has them: it
+    // gets them where no other has.
+    bool has_areas_for(int n_tokens, bool decode) const { return areas && takes_area(n_tokens, decode); }
+    bool take_areas(const DeviceHold & hold) { return areas->own(&hold); }
 
     // Whether a graph of so many tokens computes in areas, and the tensor that it multiplies with there.
     bool          takes_area(int n_tokens, bool decode) const { return areas->take(n_tokens, decode); }
@@ -148,13 +155,14 @@ private:
     void             arrive(
         DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
+    void keep_passing(const RoutedBatch & batch);
     void settle(std::unique_lock<std::mutex> & lock, int layer);
     void settle_ahead(
         std::unique_lock<std::mutex> & lock, const void * context, int layer, const std::vector<int> & experts);
     bool is_written(int layer, int slot) const;
     void count_computed(const RoutedBatch & batch);
     void work();
-    bool upload(const Owner & owner, int layer, int expert, int slot);
+    bool upload(const Owner & owner, int layer, int expert, int slot, bool waits = false);
 };
 
 } // namespace pyorch

@@ -238,7 +238,7 @@ ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) { return ggml_is_c
 
 void add_route(llama_moe_route & route, GraphLayer & layer) {
     read_weighting(route, layer);
-    layer.needs            = route.warmup ? 0 : layer.context->needs;
+    layer.needs            = route.warmup ? 0 : layer.context->needs_of((int) route.selected->ne[1]);
     layer.batch.n_embd     = (int) route.inp->ne[0];
     layer.batch.complete   = (layer.needs & GRAPH_ALL) == GRAPH_ALL;
     layer.batch.changeable = (layer.needs & GRAPH_CHANGES) != 0;
@@ -260,7 +260,8 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
         source(layer.needs & GRAPH_RESIDUALS, residual),
     };
     const ggml_tensor * selected = route.selected;
-    // All tasks: where a node is computed by itself, it is told of as many threads as the experts will have.
+    // All tasks: where a node is computed by itself, it is told of as many threads as the experts will have. (With a
+    // device, another node says so.)
     route.selected = ggml_custom_4d(route.ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, args, N_SOURCES,
         route.warmup ? warmup_op : route_op, GGML_N_TASKS_MAX, &layer);
     ggml_format_name(route.selected, "pyorch_route-%d", route.il);

@@ -204,14 +204,9 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
     return there ? join_device_rows(*route, there, released, layer) : released;
 }
 
-bool on_stale(const void * id) {
+bool on_stale(const void * id, uint32_t n_tokens, bool decode) {
     Context * context = find_context(id);
-    if (!context) {
-        return false;
-    }
-    const unsigned built = context->needs;
-    context->needs       = graph_needs(context->routing);
-    return context->needs != built;
+    return context && context->look_at_needs((int) n_tokens, decode);
 }
 
 // Set once, when the library is loaded: later, another model might be computing. Where kernels cannot ask, no engine

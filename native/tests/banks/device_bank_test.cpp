@@ -1,6 +1,8 @@
-// Memory of a device: claims about native/src/banks/device_bank.h, on a device whose memory is the host's.
+// Memory of a device: claims about native/src/banks/device_bank.h, on a device whose memory is the host's; and about the
+// host's memory that a device reads by itself (native/src/banks/page_locks.h).
 
 #include "banks/device_bank.h"
+#include "banks/host_bank.h"
 #include "check.h"
 #include "synthetic.h"
 
@@ -76,6 +78,93 @@ void areas_hold_nothing_of_another_kind() {
     CHECK(behind(3, 0, 0) == std::vector<char>(READ_ON, '\1'));
 }
 
+// What a system would lock.
+struct System {
+    std::vector<std::pair<char *, uint64_t>> locked;
+    std::vector<std::string>                 log; // what happened, in its order
+    int                                      refuses_after = 1 << 20;
+
+    std::shared_ptr<PageLocks> locks() {
+        return std::make_shared<PageLocks>(
+            [this](char * begin, uint64_t bytes) {
+                log.push_back("lock");
+                if ((int) locked.size() >= refuses_after) {
+                    return false;
+                }
+                locked.push_back({ begin, bytes });
+                return true;
+            },
+            [this](char * begin) {
+                log.push_back("unlock");
+                (void) *(volatile char *) begin; // it is still mapped
+                locked.erase(std::find_if(locked.begin(), locked.end(), [&](auto & l) { return l.first == begin; }));
+            });
+    }
+};
+
+bool is_read(const PageLocks & locks, const char * bytes, uint64_t n) {
+    int        n_uses = 0;
+    const bool read   = locks.read(bytes, n, [&] { ++n_uses; });
+    CHECK(n_uses == (read ? 1 : 0));
+    return read;
+}
+
+// Two kinds of layers, so that one gives its memory up for the other.
+void a_device_reads_what_is_locked_until_its_memory_goes() {
+    const ModelMap map = synthetic_map(path, 2, 64, [](int layer) { return layer == 0 ? 1 << 14 : 1 << 15; });
+    System         system;
+    const auto     locks = system.locks();
+    {
+        HostBank          bank(map, map.slots_bytes() / 2, locks);
+        const int         small = bank.size_class(0, PART_MATRICES), large = bank.size_class(1, PART_MATRICES);
+        const auto        bytes = map.layers[0].expert_bytes();
+        std::vector<Slot> slots;
+        while (Slot slot = bank.take(small)) {
+            slots.push_back(slot);
+        }
+        CHECK(system.locked.size() > 1); // it takes several pieces, and one slot at least lies across two
+        const auto across = [&](const Slot & slot) {
+            return std::none_of(system.locked.begin(), system.locked.end(), [&](const auto & piece) {
+                return piece.first <= slot.memory && slot.memory + bytes <= piece.first + piece.second;
+            });
+        };
+        for (const Slot & slot : slots) {
+            CHECK(is_read(*locks, slot.memory, bytes) == !across(slot));
+        }
+        CHECK(!std::all_of(slots.begin(), slots.end(), across));
+        // Who reads is waited for before a piece is unlocked, and that comes before its pages go.
+        locks->on_unlock([&] { system.log.push_back("settle"); });
+        for (const Slot & slot : slots) {
+            bank.give(slot);
+        }
+        system.log.clear();
+        CHECK(bank.take(large));
+        const auto first = std::find(system.log.begin(), system.log.end(), "settle");
+        CHECK(first != system.log.end() && first[1] == "unlock");
+        CHECK(std::find(system.log.begin(), first, "unlock") == first);
+    }
+    CHECK(system.locked.empty());
+}
+
+void a_system_that_locks_no_more_is_not_asked_again() {
+    const ModelMap map = synthetic_map(path, 1, 128, [](int) { return 1 << 15; });
+    System         system;
+    system.refuses_after = 1;
+    const auto locks     = system.locks();
+    HostBank   bank(map, map.slots_bytes(), locks);
+    int        n_read = 0, n = 0;
+    while (Slot slot = bank.take(bank.size_class(0, PART_MATRICES))) {
+        n_read += is_read(*locks, slot.memory, map.layers[0].expert_bytes());
+        ++n;
+    }
+    CHECK(n == 128 && 0 < n_read && n_read < n);
+    CHECK(std::count(system.log.begin(), system.log.end(), "lock") == 2);
+}
+
 } // namespace
 
-int main(int argc, char ** argv) { return run(argc, argv, { areas_hold_nothing_of_another_kind }); }
+int main(int argc, char ** argv) {
+    return run(argc, argv,
+        { areas_hold_nothing_of_another_kind, a_device_reads_what_is_locked_until_its_memory_goes,
+            a_system_that_locks_no_more_is_not_asked_again });
+}

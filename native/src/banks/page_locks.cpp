@@ -1,0 +1,74 @@
+#include "banks/page_locks.h"
+
+#include <cstdlib>
+#include <mutex>
+
+namespace pyorch {
+
+PageLocks::PageLocks(ggml_backend_dev_t device) {
+    const char * const told = getenv("PYORCH_UPLOADS");
+    if (told && *told) { // that they go another way: device_link.h
+        return;
+    }
+    const ggml_backend_reg_t registry = device ? ggml_backend_dev_backend_reg(device) : nullptr;
+    const auto               found    = [&](const char * name) {
+        return registry ? ggml_backend_reg_get_proc_address(registry, name) : nullptr;
+    };
+    const auto locks   = (bool (*)(void *, size_t)) found("ggml_backend_register_host_buffer");
+    const auto unlocks = (void (*)(void *)) found("ggml_backend_unregister_host_buffer");
+    if (!locks || !unlocks) {
+        return;
+    }
+    setenv("GGML_CUDA_REGISTER_HOST", "1", 0); // else it refuses
+    do_lock   = [locks](char * begin, uint64_t bytes) { return locks(begin, bytes); };
+    do_unlock = [unlocks](char * begin) { unlocks(begin); };
+}
+
+void PageLocks::lock(char * begin, uint64_t bytes) {
+    std::unique_lock<std::shared_mutex> lock(mutex);
+    if (!do_lock) {
+        return;
+    }
+    if (do_lock(begin, bytes)) {
+        pieces[begin] = bytes;
+    } else {
+        do_lock = nullptr;
+    }
+}
+
+void PageLocks::unlock(const char * begin, uint64_t bytes) {
+    std::unique_lock<std::shared_mutex> lock(mutex); // from here on nobody begins to read
+    bool                                settled = false;
+    for (auto piece = pieces.begin(); piece != pieces.end();) {
+        const bool meets = piece->first < begin + bytes && begin < piece->first + piece->second;
+        if (meets && !settled && settle) {
+            settle();
+        }
+        settled |= meets;
+        if (meets) {
+            do_unlock(piece->first);
+        }
+        piece = meets ? pieces.erase(piece) : std::next(piece);
+    }
+}
+
+bool PageLocks::read(const char * bytes, uint64_t n, const std::function<void()> & use) const {
+    std::shared_lock<std::shared_mutex> lock(mutex);
+    auto                                piece = pieces.upper_bound((char *) bytes);
+    if (piece == pieces.begin()) {
+        return false;
+    }
+    --piece;
+    if (bytes + n > piece->first + piece->second) {
+        return false;
+    }
+    use();
+    return true;
+}
+
+void PageLocks::on_unlock(std::function<void()> f) {
+    std::unique_lock<std::shared_mutex> lock(mutex);
+    settle = std::move(f);
+}
+
+} // namespace pyorch

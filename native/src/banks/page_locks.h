@@ -1,0 +1,54 @@
+// Host memory that stays where it is, so that a device reads it by itself: no thread copies what goes there.
+//
+// The bank of host memory locks what it opens, a large piece at a time, and unlocks a piece before pages of it go back
+// to the system. What lies in one piece goes straight to the device; all else takes the lanes of device_link.h: what lies
+// across two, or comes after the system has locked as much as it may. What is locked is never more than what the bank has
+// opened, a part of its budget.
+//
+// Only backends of CUDA can: those that offer to register host memory.
+
+#pragma once
+
+#include "ggml-backend.h"
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <shared_mutex>
+
+namespace pyorch {
+
+class PageLocks {
+public:
+    using Lock   = std::function<bool(char * begin, uint64_t bytes)>;
+    using Unlock = std::function<void(char * begin)>;
+
+    // As a device's backend does it; without a device, or where its backend cannot, nothing is ever locked.
+    explicit PageLocks(ggml_backend_dev_t device);
+    PageLocks(Lock lock, Unlock unlock) : do_lock(std::move(lock)), do_unlock(std::move(unlock)) {}
+
+    PageLocks(const PageLocks &)             = delete;
+    PageLocks & operator=(const PageLocks &) = delete;
+
+    // Whole pages. The first piece that the system refuses is the last one that is asked for.
+    void lock(char * begin, uint64_t bytes);
+
+    // All pieces that have bytes of these. Waits until no device reads there.
+    void unlock(const char * begin, uint64_t bytes);
+
+    // Calls use(), which has a device read these bytes, if they lie in one piece: that stays until settle() of
+    // on_unlock() has returned. False: they do not, and nothing was called.
+    bool read(const char * bytes, uint64_t n, const std::function<void()> & use) const;
+
+    // Called before a piece is unlocked: waits for all that use() has begun.
+    void on_unlock(std::function<void()> f);
+
+private:
+    Lock                       do_lock; // none: it cannot
+    Unlock                     do_unlock;
+    std::function<void()>      settle;
+    std::map<char *, uint64_t> pieces; // bytes by begin
+    mutable std::shared_mutex  mutex;
+};
+
+} // namespace pyorch
