@@ -83,8 +83,8 @@ class _Bindings:
 SPIN_COUNT = "1000"
 LIBGOMP_SPIN_COUNT = "300000"
 
-# With experts on a device each layer is several graphs, and the processor's begin some tenths of a millisecond apart: to
-# wake threads for each took a third of a token's time (docs/device.md). A round is 20 to 50 ns.
+# With experts on a device each layer is several graphs, and the processor's begin some tenths of a millisecond apart:
+# to wake threads for each took a third of a token's time (docs/device.md). A round is 20 to 50 ns.
 DEVICE_SPIN_COUNT = "10000"
 _DEVICE_BACKENDS = ("cuda", "hip", "musa", "sycl", "vulkan")
 

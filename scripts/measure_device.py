@@ -181,7 +181,8 @@ class Trace:
 def run(setup: Setup, arguments: argparse.Namespace) -> Speed:
     logs.set_quiet(True)
     if setup.who == STOCK:
-        prefill, decode_ms, calls = measure(stock_model(str(arguments.model), arguments.device, setup), setup, arguments)
+        stock = stock_model(str(arguments.model), arguments.device, setup)
+        prefill, decode_ms, calls = measure(stock, setup, arguments)
         return Speed(prefill, decode_ms, calls=calls)
     options = {"policy": setup.policy} if setup.policy else {}
     with load(arguments.model, budget=setup.budget, n_ctx=64, n_threads=arguments.threads, device=arguments.device,

@@ -18,6 +18,7 @@ from servers import wait_until
 
 from pyorch import _libs, ports
 
+
 def _has_cuda() -> bool:
     library = _libs.lib_dir() / f"libggml-cuda{_libs.SUFFIX}"
     try:
