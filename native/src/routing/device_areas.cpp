@@ -62,8 +62,7 @@ bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> 
     return true;
 }
 
-void DeviceAreas::bring(
-    Owner & holder, int layer, const std::vector<int> & from_host, const std::vector<uint8_t> & has_slot) {
+void DeviceAreas::bring(Owner & holder, int layer, const std::vector<int> & from_host) {
     // Nobody else touches the area of this layer now.
     Area & area = areas[number(layer)];
     for (const auto & [expert, slot] : copies) {
@@ -78,22 +77,30 @@ void DeviceAreas::bring(
     for (size_t i = 0; i < from_host.size(); ++i) {
         area.there[from_host[i]] = came[i];
     }
-    const int next = layer + 1;
-    if (areas.size() < 2 || next == (int) table.map.layers.size()) {
-        return;
-    }
+}
+
+void DeviceAreas::bring_ahead(int layer, const std::vector<int> & slots) {
     std::lock_guard<std::mutex> lock(mutex);
-    area_for(next);
-    not_ahead = has_slot;
-    ahead     = next;
+    area_for(layer);
+    ahead_slots = slots;
+    ahead       = layer;
     changed.notify_all();
 }
 
+void DeviceAreas::stop_ahead(const void * context) {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (owner == context) {
+        ahead = -1;
+        changed.notify_all();
+        changed.wait(lock, [&] { return !busy; });
+    }
+}
+
 void DeviceAreas::release(const void * context) {
+    stop_ahead(context);
     std::lock_guard<std::mutex> lock(mutex);
     if (owner == context) {
         owner = nullptr;
-        ahead = -1;
         changed.notify_all();
     }
 }
@@ -108,18 +115,40 @@ void DeviceAreas::work() {
     while (!ending) {
         place_thread(false);
         if (ahead >= 0) {
-            bring_ahead(lock, ahead);
+            const int layer = ahead;
+            copy_ahead(lock, layer);
+            upload_ahead(lock, layer);
         } else {
             changed.wait(lock, [&] { return ending || ahead >= 0; });
         }
     }
 }
 
+// Those that have slots: all of them, for that takes a part of a millisecond.
+void DeviceAreas::copy_ahead(std::unique_lock<std::mutex> & lock, int layer) {
+    const int              number = this->number(layer);
+    const std::vector<int> slots  = ahead_slots;
+    busy                          = true;
+    lock.unlock();
+    for (int expert = 0; expert < (int) slots.size(); ++expert) {
+        if (slots[expert] >= 0 && !areas[number].there[expert]) {
+            bank.copy_to_area(number, layer, expert, slots[expert]);
+        }
+    }
+    bank.wait_for_uploads();
+    lock.lock();
+    for (int expert = 0; expert < (int) slots.size(); ++expert) {
+        areas[number].there[expert] |= slots[expert] >= 0;
+    }
+    busy = false;
+    changed.notify_all();
+}
+
 // Those that are in host memory, until the layer comes.
-void DeviceAreas::bring_ahead(std::unique_lock<std::mutex> & lock, int layer) {
+void DeviceAreas::upload_ahead(std::unique_lock<std::mutex> & lock, int layer) {
     const int number = this->number(layer);
     for (int expert = 0; expert < table.map.layers[layer].n_expert && ahead == layer && !ending; ++expert) {
-        if (areas[number].there[expert] || not_ahead[expert]) {
+        if (areas[number].there[expert]) {
             continue;
         }
         busy = true;

@@ -67,9 +67,16 @@ public:
     bool begin(const void * context, int layer, const std::vector<int> & experts, const std::vector<int> & slots,
         std::vector<int> & from_host);
 
-    // Brings them, and what is in slots; owner holds the former, and computes with none of them itself. Then the next
-    // layer begins to come, but for those experts of it that have slots: has_slot[n_expert].
-    void bring(Owner & owner, int layer, const std::vector<int> & from_host, const std::vector<uint8_t> & has_slot);
+    // Brings them, and what is in slots; owner holds the former, and computes with none of them itself.
+    void bring(Owner & owner, int layer, const std::vector<int> & from_host);
+
+    // Then the next layer begins to come: what has slots, by expert as above, from there, and all else that host memory
+    // has. Those in slots stay there until stop_ahead(), or release().
+    // REQUIRES: there are two areas.
+    void bring_ahead(int layer, const std::vector<int> & slots);
+
+    // Nothing is brought ahead for the context any more.
+    void stop_ahead(const void * context);
 
     // Whether the expert of the layer at hand could be read, once it was brought.
     bool has(int layer, int expert) const { return areas[number(layer)].there[expert] != 0; }
@@ -96,12 +103,13 @@ private:
     int                              ahead  = -1;    // the layer that is coming
     bool                             busy   = false; // one of its experts is on its way
     bool                             ending = false;
-    std::vector<uint8_t>             not_ahead; // experts of it that have slots
+    std::vector<int>                 ahead_slots; // of its experts
     std::thread                      thread;
 
     Area & area_for(int layer);
     void   work();
-    void   bring_ahead(std::unique_lock<std::mutex> & lock, int layer);
+    void   copy_ahead(std::unique_lock<std::mutex> & lock, int layer);
+    void   upload_ahead(std::unique_lock<std::mutex> & lock, int layer);
 };
 
 } // namespace pyorch

@@ -61,19 +61,24 @@ void DeviceTier::open(uint64_t landing_bytes) {
     opened   = true; // else the next context tries again
 }
 
+// REQUIRES: nothing is copied ahead for its context.
 void DeviceTier::give_back(DeviceHold & hold) {
     for (int expert : hold.experts) {
         seats->unhold(hold.layer, expert);
     }
+    for (int expert : hold.next) {
+        seats->unhold(hold.layer + 1, expert);
+    }
     hold.experts.clear();
+    hold.next.clear();
 }
 
 void DeviceTier::release(DeviceHold & hold) {
-    std::lock_guard<std::mutex> lock(mutex);
-    give_back(hold);
     if (areas) {
         areas->release(&hold);
     }
+    std::lock_guard<std::mutex> lock(mutex);
+    give_back(hold);
 }
 
 // What was to come for the layer is there now, or is waited for.
@@ -173,6 +178,7 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
     if (batch.n_tokens < Demand::SCAN_TOKENS && !visit.experts.empty()) {
         learned = table.learn_visit(visit);
     }
+    batch.through_area ? areas->stop_ahead(&hold) : areas->release(&hold);
     std::unique_lock<std::mutex> lock(mutex);
     give_back(hold);
     settle(lock, batch.layer);
@@ -189,7 +195,6 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vecto
         choose_for_area(hold, batch, experts);
         return;
     }
-    areas->release(&hold);
     if (batch.alone) { // what another context brings nobody else computes; and while one is waited for, others set out
         ended.wait(lock, [&] {
             return std::none_of(experts.begin(), experts.end(), [&](int expert) {
@@ -297,16 +302,12 @@ bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot, bo
 
 void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
     if (batch.through_area) {
-        std::vector<uint8_t> has_slot;
-        if (batch.layer + 1 < (int) table.map.layers.size()) {
-            has_slot.resize(table.map.layers[batch.layer + 1].n_expert);
-            mark(batch.layer + 1, has_slot);
-        }
-        areas->bring(owner, batch.layer, batch.device.uploads, has_slot);
+        areas->bring(owner, batch.layer, batch.device.uploads);
         for (int expert : batch.device.uploads) {
             batch.device.slots[expert] = expert;
         }
         keep_passing(batch);
+        bring_next(hold, batch.layer + 1);
         count_computed(batch);
         return;
     }
@@ -326,6 +327,25 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
     arrive(hold, batch, slots, came);
     bring_behind(owner, batch);
     count_computed(batch);
+}
+
+// While the layer at hand computes, the next one begins to come.
+void DeviceTier::bring_next(DeviceHold & hold, int layer) {
+    if (bank.n_areas() < 2 || layer == (int) table.map.layers.size()) {
+        return;
+    }
+    std::vector<int> slots(table.map.layers[layer].n_expert, DeviceTable::NONE);
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        for (int expert = 0; expert < (int) slots.size(); ++expert) {
+            slots[expert] = seats->slot(layer, expert);
+            if (slots[expert] != DeviceTable::NONE) {
+                seats->hold(layer, expert);
+                hold.next.push_back(expert);
+            }
+        }
+    }
+    areas->bring_ahead(layer, slots);
 }
 
 // What passes through an area fills slots that are free: it costs no upload, and the next prompt and the tokens behind

@@ -38,6 +38,7 @@ namespace pyorch {
 struct DeviceHold {
     int              layer   = -1;
     std::vector<int> experts = {};
+    std::vector<int> next    = {}; // of the next layer: copied from their slots to an area, before it comes
 };
 
 class DeviceTier {
@@ -156,6 +157,7 @@ private:
         DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
     void keep_passing(const RoutedBatch & batch);
+    void bring_next(DeviceHold & hold, int layer);
     void settle(std::unique_lock<std::mutex> & lock, int layer);
     void settle_ahead(
         std::unique_lock<std::mutex> & lock, const void * context, int layer, const std::vector<int> & experts);
