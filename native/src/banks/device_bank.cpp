@@ -201,7 +201,7 @@ void DeviceBank::allocate(uint64_t budget) {
         if (bytes == 0) {
             break;
         }
-        if (bytes > budget) { // what the device aligns to
+        if (bytes > budget && share < 1) { // what the device aligns to; who has room for all experts has it for that
             share *= std::min(0.999, (double) budget / (double) bytes);
             continue;
         }

@@ -473,9 +473,10 @@ void DeviceTier::mark(int layer, std::vector<uint8_t> & mask) {
 void DeviceTier::add_stats(int only, pyorch_stats & stats) {
     std::lock_guard<std::mutex> lock(mutex);
     if (only < 0) {
-        stats.device_upload_ns    = bank.upload_ns();
-        stats.device_used_bytes   = bank.used() + landings.used();
-        stats.device_budget_bytes = std::min(budget, table.map.expert_bytes() + landings.used());
+        stats.device_upload_ns  = bank.upload_ns();
+        stats.device_used_bytes = bank.used() + landings.used();
+        stats.device_budget_bytes =
+            all_fit ? stats.device_used_bytes : std::min(budget, table.map.expert_bytes() + landings.used());
     }
     for (int layer = 0; seats && layer < (int) table.map.layers.size(); ++layer) {
         if (only >= 0 && layer != only) {

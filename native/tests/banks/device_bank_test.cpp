@@ -78,6 +78,18 @@ void areas_hold_nothing_of_another_kind() {
     CHECK(behind(3, 0, 0) == std::vector<char>(READ_ON, '\1'));
 }
 
+// What a device wants behind a matrix does not keep out the last expert of those for which there is room.
+void all_experts_have_slots_where_the_budget_is_what_they_take() {
+    const ModelMap      map = synthetic_map(path, 4, 4, [](int) { return 64; }, 2, [](int) { return GGML_TYPE_Q8_0; });
+    ggml_backend_device device = device_that_reads_on();
+    DeviceBank          bank(map, &device);
+    bank.allocate(map.expert_bytes());
+    CHECK(bank.has_room_for_all() && bank.used() > map.expert_bytes());
+    DeviceBank less(map, &device);
+    less.allocate(map.expert_bytes() - 1);
+    CHECK(!less.has_room_for_all() && less.used() < map.expert_bytes());
+}
+
 // What a system would lock.
 struct System {
     std::vector<std::pair<char *, uint64_t>> locked;
@@ -165,6 +177,6 @@ void a_system_that_locks_no_more_is_not_asked_again() {
 
 int main(int argc, char ** argv) {
     return run(argc, argv,
-        { areas_hold_nothing_of_another_kind, a_device_reads_what_is_locked_until_its_memory_goes,
-            a_system_that_locks_no_more_is_not_asked_again });
+        { areas_hold_nothing_of_another_kind, all_experts_have_slots_where_the_budget_is_what_they_take,
+            a_device_reads_what_is_locked_until_its_memory_goes, a_system_that_locks_no_more_is_not_asked_again });
 }
