@@ -1,11 +1,16 @@
 """Speed with experts on a device, against llama.cpp's own ways at the same memory of the device; and the tables and
 figures of the papers that keep experts in GPU memory, in form.
 
-    scripts/measure_device.sh MODEL.gguf CUDA0 > device.md
+    scripts/measure_device.sh MODEL.gguf CUDA0 --results device.jsonl > device.md
+
+Each measurement is written to --results as soon as it is made, and is not made again where it stands there: with
+--minutes 9 a command ends after so many, and the same command goes on. In a kit (scripts/device_kit.py) the model may
+be left out: one of 48 layers is made there first.
 
 Each configuration runs in a process of its own, in turn, in rounds; tables have medians. The tokens are those of a
 text, not drawn at random: they decide which experts are used.
 
+checks      whether the device computes what it should, by `pyorch verify` of the small model.
 speed       prefill and decode by share of the experts in VRAM, once with all of them in host memory and once with less,
             so that all three tiers work. llama.cpp's ways are --cpu-moe (all experts on the processor), --n-cpu-moe
             (those of the first layers, as many as do not fit) and, where it fits, the model wholly on the device.
@@ -172,7 +177,7 @@ class Trace:
         if not self._traced:
             return None
         text = ctypes.create_string_buffer(1 << 14)
-        self._library.cuda_trace_read(text, len(text))
+        self._library.cuda_trace_read(text, ctypes.c_size_t(len(text)))
         counted = json.loads(text.value)
         return {name: [round(count / n_tokens, 2), round(sum_ / n_tokens / (1000 if name.startswith("cuda") else 1), 2)]
                 for name, (count, sum_) in counted.items()}
@@ -223,6 +228,12 @@ class Report:
         self._arguments = arguments
         self._speeds: dict[Setup, Speed] = {}
         self._any_ran = False
+        self._until = time.monotonic() + 60 * arguments.minutes
+        self._kept: dict[str, Speed] = {}
+        if arguments.results and arguments.results.exists():
+            for line in arguments.results.read_text(encoding="utf-8").splitlines():
+                entry = json.loads(line)
+                self._kept[entry["what"]] = Speed(**entry["speed"])
 
     def speeds(self, setups: Sequence[Setup]) -> list[Speed]:
         plain = [replace(setup, name="") for setup in setups]
@@ -232,9 +243,24 @@ class Report:
             for at, setup in enumerate(new):
                 print(f"round {number + 1} of {self._arguments.rounds}, {at + 1} of {len(new)}: {setup}",
                       file=sys.stderr, flush=True)
-                rounds[setup].append(self._speed(setup))
+                rounds[setup].append(self._once(setup, number))
         self._speeds |= {setup: median(speeds) for setup, speeds in rounds.items()}
         return [self._speeds[setup] for setup in plain]
+
+    def _once(self, setup: Setup, number: int) -> Speed:
+        """Measured now, or before: in a command that was ended."""
+        arguments = self._arguments
+        what = json.dumps([asdict(setup), number, arguments.model.name, arguments.tokens, arguments.threads])
+        if what not in self._kept:
+            if time.monotonic() > self._until:
+                print("the minutes are over: the same command goes on", file=sys.stderr)
+                sys.exit(3)
+            self._kept[what] = self._speed(setup)
+            if arguments.results:
+                with arguments.results.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"what": what, "speed": asdict(self._kept[what])}) + "\n")
+        self._any_ran |= not math.isnan(self._kept[what].decode_ms)
+        return self._kept[what]
 
     def _speed(self, setup: Setup) -> Speed:
         """One that does not run costs its own row only, unless it is the first one: then none will."""
@@ -265,6 +291,18 @@ def cells(texts: Sequence[str]) -> str:
 
 def percent(share: float | None) -> str:
     return "" if share is None else f"{share:.1%}"
+
+
+def checks(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
+    rows = []
+    for share in ("30%", "100%"):
+        for misses in arguments.misses:
+            command = [sys.executable, "-m", "pyorch", "verify", str(arguments.small), "--device", arguments.device,
+                       "--vram-budget", share, "--device-misses", misses, "--threads", str(arguments.threads)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            said = (done.stdout or done.stderr).strip().splitlines()
+            rows.append((share, misses, said[-1] if said else f"status {done.returncode}"))
+    report.table("Checks", ("experts in VRAM", "misses", "pyorch verify says"), iter(rows))
 
 
 def speed(report: Report, model: ModelMap, arguments: argparse.Namespace) -> None:
@@ -385,7 +423,7 @@ def ahead(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
                   for setup, one in zip(setups, report.speeds(setups))))
 
 
-TABLES = {table.__name__: table for table in (speed, latencies, limits, ablation, prefetching, ahead)}
+TABLES = {table.__name__: table for table in (checks, speed, latencies, limits, ablation, prefetching, ahead)}
 
 
 def numbers(text: str) -> list[int]:
@@ -413,8 +451,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--data", default=argparse.__file__, help="text whose tokens are computed")
+    parser.add_argument("--small", type=Path, help="the model that is checked (default: the same)")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="keeps each measurement, as a line of JSON")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="then none is begun any more: status 3")
     parser.add_argument("--setup", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    arguments.small = arguments.small or arguments.model
     if arguments.setup:
         print(json.dumps(asdict(run(Setup(**arguments.setup), arguments))))
         return
