@@ -32,7 +32,8 @@ def test_all_tables_are_made(
         measure_device.main()
     finally:
         device.stop()
-    tables = capfd.readouterr().out.split("## ")[1:]
+    checks, *tables = capfd.readouterr().out.split("## ")[1:]
+    assert [line.count("bit-identical") for line in checks.splitlines()[4:] if line] == [1, 1, 1, 1]
     assert [re.sub("^.*[(](.*)[)]$", r"\1", table.splitlines()[0]) for table in tables] == [
         "Speed, 100% of the experts in host memory", "Speed, 50% of the experts in host memory", "BuddyMoE, table 1",
         "FineMoE, figure 12", "FineMoE, figure 14b", "FineMoE, figure 14a", "Speculating Experts, figure 8",
@@ -55,12 +56,40 @@ def test_what_does_not_run_costs_its_own_row_only(
 
     monkeypatch.setattr(measure_device, "in_process", run)
     setups = [measure_device.Setup(measure_device.STOCK, "", (8,), share) for share in (50, 100, 25)]
-    speeds = measure_device.Report(argparse.Namespace(rounds=1)).speeds(setups)
+    speeds = measure_device.Report(named()).speeds(setups)
     assert [one.decode_ms for one in speeds[::2]] == [2.0, 2.0]
     assert math.isnan(speeds[1].decode_ms) and math.isnan(speeds[1].prefill["8"])
     assert "out of memory" in capfd.readouterr().err
     with pytest.raises(SystemExit, match="out of memory"):  # a wrong device, for instance: none would run
-        measure_device.Report(argparse.Namespace(rounds=1)).speeds(setups[1:])
+        measure_device.Report(named()).speeds(setups[1:])
+
+
+def named(**options: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"rounds": 1, "model": Path("a.gguf"), "tokens": 2, "threads": 1, "results": None,
+                                 "minutes": math.inf, **options})
+
+
+def test_what_was_measured_is_kept_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+
+    def run(setup: measure_device.Setup, _: argparse.Namespace) -> measure_device.Speed:
+        ran.append(setup.share)
+        monkeypatch.setattr(measure_device.time, "monotonic", lambda: 100.0 * len(ran))
+        return measure_device.Speed({"8": 1.0}, float(setup.share))
+
+    monkeypatch.setattr(measure_device, "in_process", run)
+    monkeypatch.setattr(measure_device.time, "monotonic", lambda: 0.0)
+    setups = [measure_device.Setup(measure_device.OURS, "", (8,), share) for share in (25, 50)]
+    results = tmp_path / "results.jsonl"
+    with pytest.raises(SystemExit) as ended:
+        measure_device.Report(named(results=results, minutes=1.0)).speeds(setups)
+    assert ended.value.code == 3 and ran == [25]
+    speeds = measure_device.Report(named(results=results)).speeds(setups)
+    assert [one.decode_ms for one in speeds] == [25.0, 50.0] and ran == [25, 50]
+    measure_device.Report(named(results=results, tokens=3)).speeds(setups[:1])  # of another command
+    assert ran == [25, 50, 25]
 
 
 def test_what_was_reached_is_of_computing_or_of_the_link(small_moe: Path) -> None:
