@@ -31,18 +31,18 @@ bool stages(ggml_backend_dev_t device) {
 
 DeviceLink::DeviceLink(ggml_backend_dev_t device, uint64_t largest, PageLocks * locks) :
         piece_bytes(std::clamp(largest / PIECES, LEAST_BYTES, MOST_BYTES) / LEAST_BYTES * LEAST_BYTES), locks(locks) {
-    if (locks) {
-        locks->on_unlock([this] { wait(); });
-    }
     for (int i = 0; i < N_LANES && stages(device); ++i) {
         auto lane = std::make_unique<Lane>();
         lane->queue.reset(ggml_backend_dev_init(device, nullptr));
         lane->piece.reset(ggml_backend_buft_alloc_buffer(ggml_backend_dev_host_buffer_type(device), piece_bytes));
         if (!lane->queue || !lane->piece) {
-            return; // with those that there are
+            break; // with those that there are
         }
         lane->sent.reset(ggml_backend_event_new(device));
         lanes.push_back(std::move(lane));
+    }
+    if (locks) {
+        locks->on_unlock([this] { wait(); });
     }
 }
 

@@ -72,7 +72,7 @@ char * HostBank::extend(int size_class) {
         if (mprotect(region.open, step, PROT_READ | PROT_WRITE) != 0) {
             return nullptr;
         }
-        if (locks) {
+        if (locks && !classes[size_class].is_stored) { // those go to no device
             locks->lock(region.open, step);
         }
         region.open += step;

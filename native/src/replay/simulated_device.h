@@ -1,6 +1,6 @@
 // Slots of a device in front of host memory, in simulated time: who is there and what is computed there are decided by
-// the table that decides it beside llama.cpp (residency/device_table.h). What is modelled is the link: it takes one
-// expert after another.
+// the table that decides it beside llama.cpp (residency/device_table.h), but that prompts fill no free slots here. What
+// is modelled is the link: it takes one expert after another.
 
 #pragma once
 

@@ -291,6 +291,11 @@ std::vector<int> DeviceTable::fill(int layer, const std::vector<int> & experts) 
             admitted.push_back(expert);
         }
     }
+    if (ahead) { // the table without guests gets them, too
+        for (int expert : ahead->without.fill(layer, experts)) {
+            ahead->without.arrived(layer, expert);
+        }
+    }
     return admitted;
 }
 

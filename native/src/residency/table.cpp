@@ -54,6 +54,17 @@ Table::~Table() {
     }
 }
 
+bool Table::has_nearly_all() {
+    constexpr int               LACKING = 16; // of the experts, at most one in so many
+    std::lock_guard<std::mutex> lock(mutex);
+    int                         n_resident = 0, n_experts = 0;
+    for (int layer = 0; layer < residents.n_layers(); ++layer) {
+        n_resident += residents[layer].n_resident;
+        n_experts += residents[layer].n_expert;
+    }
+    return bank->budget() >= map.slots_bytes() && (n_experts - n_resident) * LACKING <= n_experts;
+}
+
 int Table::layer_index(int il) const {
     const auto layer = layer_by_il.find(il);
     if (layer == layer_by_il.end()) {

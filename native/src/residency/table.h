@@ -157,9 +157,9 @@ public:
     void set_budget(uint64_t bytes) {
         change([&] { room.set_budget(bytes); });
     }
-    bool has_room_for_all() {
-        return locked([&] { return bank->budget() >= map.slots_bytes(); });
-    }
+
+    // Whether there is room for all experts, and nearly all are there.
+    bool has_nearly_all();
 
     void set_pools(const PoolShares & shares) {
         change([&] { room.set_shares(shares); });

@@ -140,8 +140,8 @@ unsigned graph_needs(const Routing & routing, bool predicted) {
         needs |= seen.logits ? GRAPH_LOGITS : 0;
         needs |= seen.inputs ? GRAPH_INPUTS : 0;
     }
-    // Where host memory has all, nothing is read ahead; what is uploaded ahead, forecasts say.
-    const bool foresees = routing.device->takes_forecasts() || !routing.table.has_room_for_all();
+    // Where host memory has nearly all, nothing is read ahead; what is uploaded ahead, forecasts say.
+    const bool foresees = routing.device->takes_forecasts() || !routing.table.has_nearly_all();
     if (predicted && foresees && routing.prefetcher.active()) {
         const unsigned by_predictors = routing.prefetcher.needs();
         needs |= GRAPH_WEIGHTS;

@@ -82,8 +82,7 @@ struct Context {
 
     unsigned needs_of(int n_tokens) const { return needs[n_tokens <= MAX_PREDICTED_TOKENS]; }
 
-    // A ubatch comes: takes the areas for a prompt, if they are free. True: its graph needs other things than the one of
-    // its kind before.
+    // A ubatch comes: takes the areas for a prompt, if they are free. True: graphs need other things than before.
     bool look_at_needs(int n_tokens, bool decode);
 
     // A graph of it computes this layer.

@@ -171,10 +171,13 @@ void DeviceAreas::upload_ahead(std::unique_lock<std::mutex> & lock, int layer) {
         busy                        = false;
         changed.notify_all();
     }
-    if (ahead == layer) {
-        ahead = -1;
-        changed.notify_all();
-    }
+    busy = true; // who comes next may write there
+    lock.unlock();
+    bank.wait_for_uploads();
+    lock.lock();
+    busy  = false;
+    ahead = ahead == layer ? -1 : ahead;
+    changed.notify_all();
 }
 
 } // namespace pyorch

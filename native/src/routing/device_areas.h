@@ -4,8 +4,9 @@
 // has not come by then. An area is free when the layer that computed in it has been followed by another one: a layer's
 // node asks when all before it is computed.
 //
-// One context at a time has the areas, from its ubatch's begin to its end: then the graph has no other way. Where another
-// context has them, the processor computes the prompt.
+// One context at a time has the areas: from its ubatch's begin on, then the graph has no other way, to the last layer, or
+// where no output of that is wanted to its next ubatch. Where another context has them, the processor computes the prompt,
+// but for layers that come when they are free again.
 
 #pragma once
 

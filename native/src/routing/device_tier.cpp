@@ -286,28 +286,28 @@ void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const s
 // One that could not be read is not uploaded. What is sent has arrived after bank.wait_for_uploads(), and owner holds it
 // until then, unless this waits.
 bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot, bool waits) {
-    bool stays = false;
-    for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
+    bool stays = false, came = true;
+    for (int role = 0; role < (int) table.map.layers[layer].tensors.size() && came; ++role) {
         const char * bytes = table.address(owner, layer, expert, role, true);
-        if (!table.readable(bytes)) {
-            return false;
-        }
-        stays |= bank.upload(layer, slot, role, bytes);
+        came               = table.readable(bytes);
+        stays |= came && bank.upload(layer, slot, role, bytes);
     }
     if (waits && stays) {
         bank.wait_for_uploads();
     }
-    return true;
+    return came;
 }
 
-void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch) {
+void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch, bool next_passes) {
     if (batch.through_area) {
         areas->bring(owner, batch.layer, batch.device.uploads);
         for (int expert : batch.device.uploads) {
             batch.device.slots[expert] = expert;
         }
         keep_passing(batch);
-        bring_next(hold, batch.layer + 1);
+        if (next_passes) {
+            bring_next(hold, batch.layer + 1);
+        }
         count_computed(batch);
         return;
     }
@@ -353,9 +353,10 @@ void DeviceTier::bring_next(DeviceHold & hold, int layer) {
 void DeviceTier::keep_passing(const RoutedBatch & batch) {
     std::vector<int> slots;
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        std::unique_lock<std::mutex> lock(mutex);
         for (int expert : batch.device.behind) {
             slots.push_back(seats->coming_to(batch.layer, expert));
+            ended.wait(lock, [&] { return !is_written(batch.layer, slots.back()); });
         }
     }
     for (size_t i = 0; i < slots.size(); ++i) {
@@ -367,6 +368,7 @@ void DeviceTier::keep_passing(const RoutedBatch & batch) {
         areas->has(batch.layer, expert) ? seats->arrived(batch.layer, expert, false) :
                                           seats->abandon(batch.layer, expert);
     }
+    ended.notify_all();
 }
 
 // Where what is brought first is to come. Nothing else is under way there.

@@ -13,7 +13,8 @@
 // A prompt takes another way: device_areas.h.
 //
 // When a slot may be overwritten: a context holds the experts that its latest layer computes with on the device. When
-// the next layer's node asks, which needs what that one computed, the device is done with them.
+// the next layer's node asks, which needs what that one computed, the device is done with them. Of a prompt it holds
+// those of the next layer, too, which are copied to an area meanwhile.
 
 #pragma once
 
@@ -87,8 +88,9 @@ public:
     // The context is gone, or passes one layer without the device: what was ordered for it is not wanted any more.
     void forget(const void * context, int layer = -1);
 
-    // The host has, or is getting, what is to come. Waits for what comes before the layer is computed.
-    void bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch);
+    // The host has, or is getting, what is to come. Waits for what comes before the layer is computed. next_passes: the
+    // next layer of a prompt passes through an area, too.
+    void bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch, bool next_passes = true);
 
     // Nothing is computed there any more.
     void release(DeviceHold & hold);

@@ -165,6 +165,9 @@ void offload(Context & context, RoutedBatch & batch) {
             { context.id, batch.layer, context.continues, distinct(batch, batch.requested) });
     } else if (context.routing.device) {
         context.routing.device->forget(context.id, batch.layer);
+        if (batch.layer == context.layers.back()) { // of a prompt that had the areas, but for this layer
+            context.routing.device->release(context.on_device);
+        }
     }
 }
 
@@ -236,7 +239,9 @@ void predict(Context & context, RoutedBatch & batch) {
 
 void upload(Context & context, RoutedBatch & batch) {
     if (!batch.device.slots.empty()) {
-        context.routing.device->bring(context.owner, context.on_device, batch);
+        const size_t next = batch.layer + 1; // its graph is made by now
+        context.routing.device->bring(context.owner, context.on_device, batch,
+            2 * next < context.graph.size() && context.at((int) next, batch.decode).batch.through_area);
     }
 }
 
