@@ -349,6 +349,26 @@ def test_what_the_device_computed_of_a_batch_stays_there(
     process.stop()
 
 
+def test_a_prompt_through_areas_asks_for_its_choice_of_experts_alone(
+    small_moe: Path, tmp_path: Path, prompt_tokens: list[int]
+) -> None:
+    """No inputs for the processor, which computes none of its rows, and none for predictors, which look at tokens."""
+    process = DeviceProcess(tmp_path / "log")
+    wire = CountingWire(process)
+    with small_model(small_moe, "50%", device=wire.name, vram_budget="60%", prefetch="quasi-hidden") as model:
+        for number in range(2):
+            with context(model) as ctx:
+                ctx.decode(prompt_tokens[:32], outputs=[31])
+                ctx.clear()
+                wire.reset()
+                ctx.decode(prompt_tokens[:32], outputs=[31])
+                # Of each layer its choice, then the logits; the last layer's one row may be predicted.
+                questions = len(model.layers) + 1
+                assert questions <= wire.commands[wire.GET] <= questions + 2, number
+    wire.stop()
+    process.stop()
+
+
 def test_no_layer_asks_the_host_where_the_device_holds_the_whole_model(
     small_moe: Path, tmp_path: Path, prompt_tokens: list[int]
 ) -> None:
