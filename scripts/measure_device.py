@@ -10,7 +10,8 @@ be left out: one of 48 layers is made there first.
 Each configuration runs in a process of its own, in turn, in rounds; tables have medians. The tokens are those of a
 text, not drawn at random: they decide which experts are used.
 
-checks      whether the device computes what it should, by `pyorch verify` of the small model.
+checks      whether the device computes what it should, by `pyorch verify` of small models; and what compute-sanitizer
+            says of one, where there is one.
 speed       prefill and decode by share of the experts in VRAM, once with all of them in host memory and once with less,
             so that all three tiers work. llama.cpp's ways are --cpu-moe (all experts on the processor), --n-cpu-moe
             (those of the first layers, as many as do not fit) and, where it fits, the model wholly on the device.
@@ -39,6 +40,7 @@ import ctypes
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -63,6 +65,7 @@ STOCK, OURS = "llama.cpp", "pyorch"
 _EXPERTS = r"blk\.LAYERS\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 _POLICIES = ("lru", "lfu", "learned")
 _PREDICTOR = "quasi-hidden:1"
+_MOST_LINES = 40  # of what a sanitizer says
 
 
 @dataclass(frozen=True)
@@ -294,15 +297,24 @@ def percent(share: float | None) -> str:
 
 
 def checks(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
-    rows = []
-    for share in ("30%", "100%"):
-        for misses in arguments.misses:
-            command = [sys.executable, "-m", "pyorch", "verify", str(arguments.small), "--device", arguments.device,
-                       "--vram-budget", share, "--device-misses", misses, "--threads", str(arguments.threads)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            said = (done.stdout or done.stderr).strip().splitlines()
-            rows.append((share, misses, said[-1] if said else f"status {done.returncode}"))
-    report.table("Checks", ("experts in VRAM", "misses", "pyorch verify says"), iter(rows))
+    def verified(model: Path, share: str, misses: str, *before: str, **variables: str) -> tuple[str, ...]:
+        command = [*before, sys.executable, "-m", "pyorch", "verify", str(model), "--device", arguments.device,
+                   "--vram-budget", share, "--device-misses", misses, "--threads", str(arguments.threads)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
+        said = (done.stdout + done.stderr).strip().splitlines() or [f"status {done.returncode}"]
+        if before:
+            said = [line.strip("= ") for line in said if line.startswith("=========")]
+        with_what = [*map(os.path.basename, before[:1]), *(f"{name}={value}" for name, value in variables.items())]
+        return model.name, share, misses, " ".join(with_what), " ".join(said[:_MOST_LINES] if before else said[-1:])
+
+    rows = [verified(arguments.small, share, misses) for share in ("30%", "100%") for misses in arguments.misses]
+    if arguments.mixed:  # whose kernels for one row ggml's CUDA makes one operation of several of
+        rows += [verified(arguments.mixed, share, "upload", **variables) for share in ("30%", "100%")
+                 for variables in ({}, {"GGML_CUDA_DISABLE_FUSION": "1"})]
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer and not find_device(arguments.device).is_remote:
+        rows.append(verified(arguments.small, "50%", "processor", sanitizer, "--tool", "memcheck"))
+    report.table("Checks", ("model", "experts in VRAM", "misses", "with", "pyorch verify says"), iter(rows))
 
 
 def speed(report: Report, model: ModelMap, arguments: argparse.Namespace) -> None:
@@ -452,6 +464,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--data", default=argparse.__file__, help="text whose tokens are computed")
     parser.add_argument("--small", type=Path, help="the model that is checked (default: the same)")
+    parser.add_argument("--mixed", type=Path, help="another one, of several types of weights")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keeps each measurement, as a line of JSON")
     parser.add_argument("--minutes", type=float, default=math.inf, help="then none is begun any more: status 3")
     parser.add_argument("--setup", type=json.loads, help=argparse.SUPPRESS)

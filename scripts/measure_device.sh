@@ -22,5 +22,9 @@ case "$1" in *.gguf) model=$1; shift ;; *) model=$kit/bench.gguf ;; esac
 if [ ! -e "$model" ]; then
     "$python" "$root/scripts/make_bench_model.py" "$kit/small.gguf" -o "$model" --layers 48 --size "${KIT_SIZE:-8.5GiB}"
 fi
+if [ ! -e "$kit/mixed.gguf" ]; then
+    "$python" "$root/scripts/make_bench_model.py" "$kit/small.gguf" -o "$kit/mixed.gguf" --layers 16 --size 300MiB \
+        --type q4_k_m
+fi
 [ -e "$kit/libcuda_trace.so" ] && export LD_PRELOAD="$kit/libcuda_trace.so"
-exec "$python" "$root/scripts/measure_device.py" "$model" "$@" --small "$kit/small.gguf"
+exec "$python" "$root/scripts/measure_device.py" "$model" "$@" --small "$kit/small.gguf" --mixed "$kit/mixed.gguf"
