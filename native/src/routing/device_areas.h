@@ -1,12 +1,12 @@
 // Prompts on a device: each layer's experts pass through an area that has room for all of them (banks/device_bank.h).
 //
 // While a layer computes, those of the next one that have slots, or are in host memory, go to the other area. That
-// layer brings what has not come by then. An area is free when the layer that computed in it has been followed by another
-// one: a layer's node asks when all before it is computed.
+// layer brings what has not come by then. An area is free when the layer that computed in it has been followed by
+// another one: a layer's node asks when all before it is computed.
 //
-// One context at a time has the areas, from its ubatch's begin on: then the graph has no other way. It keeps them to the
-// last layer, or where no output of that is wanted, to its next ubatch. Where another context has them, the processor
-// computes the prompt, but for layers that come when they are free again.
+// One context at a time has the areas, from its ubatch's begin on: then the graph has no other way. It keeps them to
+// the last layer, or where no output of that is wanted, to its next ubatch. Where another context has them, the
+// processor computes the prompt, but for layers that come when they are free again.
 
 #pragma once
 
