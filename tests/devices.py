@@ -93,6 +93,7 @@ class CountingWire:
     def reset(self) -> None:
         self.commands: Counter[int] = Counter()
         self.bytes: Counter[int] = Counter()  # that went either way with them
+        self.small_sets = 0  # of less than a matrix of an expert
 
     def stop(self) -> None:
         self._listener.close()
@@ -120,6 +121,7 @@ class CountingWire:
                 command, n = struct.unpack("<BQ", head)
                 body = stream.read(n)
                 self.commands[command] += 1
+                self.small_sets += command == self.SET and n < 4096
                 # A question ends in how much is wanted; an answer has no number.
                 self.bytes[command] += struct.unpack("<Q", body[-8:])[0] if command == self.GET else n
                 server.sendall(head + body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from processes import python
@@ -30,6 +31,14 @@ def told(program: str, **variables: str) -> tuple[str, str]:
 
 def test_threads_sleep_soon_when_they_wait_for_each_other() -> None:
     assert told(LOAD) == (_libs.spin_count(), "")
+
+
+def test_threads_of_a_build_with_a_device_wait_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / f"libllama{_libs.SUFFIX}").touch()
+    monkeypatch.setenv("PYORCH_LIB_DIR", str(tmp_path))
+    assert _libs.spin_count() == _libs.SPIN_COUNT
+    (tmp_path / f"libggml-cuda{_libs.SUFFIX}").touch()
+    assert _libs.spin_count() == _libs.DEVICE_SPIN_COUNT
 
 
 @pytest.mark.parametrize("variable, value, count", [

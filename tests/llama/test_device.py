@@ -365,6 +365,9 @@ def test_a_prompt_through_areas_asks_for_its_choice_of_experts_alone(
                 # Of each layer its choice, then the logits; the last layer's one row may be predicted.
                 questions = len(model.layers) + 1
                 assert questions <= wire.commands[wire.GET] <= questions + 2, number
+                # Slots go there for each layer, beside six inputs of the graph; numbers of rows that the processor
+                # computed do not: its way is not in the graph.
+                assert wire.small_sets < 2 * (len(model.layers) - 1) + 6, number
     wire.stop()
     process.stop()
 

@@ -86,8 +86,8 @@ public:
     // Room for one matrix of all experts of a layer: [n_in, n_out, n_expert].
     ggml_tensor * area(int number, int layer, int role) const { return areas[number][kind_by_layer[layer]][role]; }
 
-    // As upload(), to the place of the expert in an area; and from a slot. Where the area has experts of a layer of
-    // another kind, nothing computes there any more, and nothing is on its way. Both are there after wait_for_uploads().
+    // As upload(), to the place of the expert in an area; and from a slot: there after wait_for_uploads(), too. Where the
+    // area has experts of a layer of another kind, nothing computes there any more, and nothing is on its way.
     bool upload_to_area(int number, int layer, int expert, int role, const char * bytes);
     void copy_to_area(int number, int layer, int expert, int slot);
     void copy_from_area(int number, int layer, int expert, int slot); // what is there

@@ -2,7 +2,8 @@
 //
 // Addresses for the whole budget are reserved at once, for each size class, and only once: taking and giving back a
 // slot asks nothing of the system. A page gets memory when it is first written, or where a device reads it by itself
-// with the piece that it is opened in, and loses it only when the slot gives its memory up. A budget that is raised later gets further addresses.
+// with the piece that it is opened in, and loses it only when the slot gives its memory up. A budget that is raised
+// later gets further addresses.
 
 #pragma once
 

@@ -2,8 +2,8 @@
 //
 // The bank of host memory locks what it opens, a large piece at a time, and unlocks a piece before pages of it go back
 // to the system: for good, so what moves between experts of several sizes is copied more and more. What lies in one
-// piece goes straight to the device; all else takes the lanes of device_link.h: what lies across two, or comes after the
-// system has locked as much as it may. A piece has its memory at once: of each size of experts, up to 32 MiB may be
+// piece goes straight to the device; all else takes the lanes of device_link.h: what lies across two, or comes after
+// the system has locked as much as it may. A piece has its memory at once: of each size of experts, up to 32 MiB may be
 // there that no expert has yet, as far as the budget goes for that size.
 //
 // Only backends of CUDA can: those that offer to register host memory.

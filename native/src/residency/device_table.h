@@ -111,7 +111,8 @@ public:
     int  admit(int layer, int expert, bool must, bool & took);
     void arrived(int layer, int expert, bool uploaded = true);
 
-    // Free slots for experts of a layer, the first ones, up to its even share of the pool's slots. These are coming then.
+    // Free slots for experts of a layer, the first ones, up to its even share of the pool's slots. These are coming
+    // then.
     std::vector<int> fill(int layer, const std::vector<int> & experts);
     void             abandon(int layer, int expert); // it did not come
 

@@ -141,8 +141,8 @@ unsigned graph_needs(const Routing & routing, bool predicted) {
         needs |= seen.inputs ? GRAPH_INPUTS : 0;
     }
     // Where host memory has nearly all, nothing is read ahead; what is uploaded ahead, forecasts say.
-    const bool foresees = routing.device->takes_forecasts() || !routing.table.has_nearly_all();
-    if (predicted && foresees && routing.prefetcher.active()) {
+    if (predicted && routing.prefetcher.active() &&
+        (routing.device->takes_forecasts() || !routing.table.has_nearly_all())) {
         const unsigned by_predictors = routing.prefetcher.needs();
         needs |= GRAPH_WEIGHTS;
         needs |= by_predictors & NEEDS_PROBS ? GRAPH_PROBS : 0;

@@ -283,8 +283,8 @@ void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const s
     tell_moved();
 }
 
-// One that could not be read is not uploaded. What is sent has arrived after bank.wait_for_uploads(), and owner holds it
-// until then, unless this waits.
+// One that could not be read is not uploaded. What is sent has arrived after bank.wait_for_uploads(), and owner holds
+// it until then, unless this waits.
 bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot, bool waits) {
     bool stays = false, came = true;
     for (int role = 0; role < (int) table.map.layers[layer].tensors.size() && came; ++role) {

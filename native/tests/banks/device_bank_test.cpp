@@ -1,5 +1,5 @@
-// Memory of a device: claims about native/src/banks/device_bank.h, on a device whose memory is the host's; and about the
-// host's memory that a device reads by itself (native/src/banks/page_locks.h).
+// Memory of a device: claims about native/src/banks/device_bank.h, on a device whose memory is the host's; and about
+// the host's memory that a device reads by itself (native/src/banks/page_locks.h).
 
 #include "banks/device_bank.h"
 #include "banks/host_bank.h"
