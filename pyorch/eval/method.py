@@ -27,7 +27,7 @@ from pyorch.bench.plan import fits
 from pyorch.errors import PyorchError
 from pyorch.eval.likelihood import N_BATCH, tokenize
 from pyorch.llama import logs
-from pyorch.llama.apply import find_buddies
+from pyorch.llama.apply import find_buddies, find_ghosts
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
@@ -197,8 +197,8 @@ def simulated(
     computes with what is forecast, absent or not. on_progress: where it is counted first what is resident."""
     model.reset_stats()
     if method.substitution is not None:
-        model.set_cache(most_active(
-            buddies.activations if buddies is not None else _counted(model, on_progress or (lambda *_: None)), rate))
+        counts = buddies.activations if buddies is not None else _counted(model, on_progress or (lambda *_: None))
+        model.set_cache(most_active(counts, max(0.0, rate - _ghosts_share(model, method.substitution))))
     again(model, method, buddies)
     if method.forecast:
         model.speculate(method.forecast, prompts=True)
@@ -212,6 +212,12 @@ def simulated(
             model.set_cache(None)
 
 
+def _ghosts_share(model: Model, substitution: Substitution) -> float:
+    """Of the experts' memory, what ghosts take where a setting has them: residents give way to them, as in a budget."""
+    ghosts = find_ghosts(substitution, Sidecars(model.map))
+    return ghosts.n_bytes / model.map.info.slots_bytes if ghosts is not None else 0.0
+
+
 def again(model: Model, method: Method, buddies: Buddies | None) -> None:
     """Sets the substitution of a method: what experts weigh on average (max_weight) is of what comes from now on."""
     if method.substitution is not None:
@@ -219,14 +225,17 @@ def again(model: Model, method: Method, buddies: Buddies | None) -> None:
 
 
 def most_active(activations: Mapping[int, np.ndarray], rate: float) -> dict[int, np.ndarray]:
-    """bool[n_expert] of each layer: the round(rate * n_expert) experts that were selected most often.
+    """bool[n_expert] of each layer: the experts that were selected most often, the share `rate` of all.
 
-    Of experts that are equal in this, those with the lower number.
+    Of experts that are equal in this, those with the lower number. What is no whole number of a layer's experts counts
+    in the next one.
     """
-    masks = {}
+    masks, wanted, taken = {}, 0.0, 0
     for il, counts in activations.items():
+        wanted += rate * len(counts)
         mask = np.zeros(len(counts), bool)
-        mask[np.argsort(-counts, kind="stable")[:round(rate * len(mask))]] = True
+        mask[np.argsort(-counts, kind="stable")[:round(wanted) - taken]] = True
+        taken += int(mask.sum())
         masks[il] = mask
     return masks
 

@@ -23,7 +23,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
 from pyorch.sidecars.buddies import Buddies
 
-VERSION = 4
+VERSION = 5
 
 METRICS = ("acc_norm", "acc")
 

@@ -7,11 +7,13 @@ import errno
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from buddy_lists import complete_buddies
+from ghost_layers import random_ghosts
 from models import CHECKPOINT
 from shared import with_torch
 
@@ -25,6 +27,7 @@ from pyorch.eval.likelihood import kl_divergences
 from pyorch.eval.speed import Speed
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
+from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import RESIDENT
 from pyorch.settings.substitution import Substitution
 from pyorch.traces.data import Document, Question
@@ -217,6 +220,35 @@ def test_what_was_selected_most_is_most_active() -> None:
     mask = method.most_active(activations, 0.375)[3]
     assert mask.sum() == 24 and activations[3][mask].min() >= activations[3][~mask].max()
     assert not method.most_active(activations, 0)[3].any() and method.most_active(activations, 1)[3].all()
+
+
+def test_a_share_that_is_no_whole_number_of_a_layers_experts_is_kept_over_all_layers() -> None:
+    activations = {il: np.arange(16)[::-1] for il in range(6)}
+    masks = method.most_active(activations, 0.47)
+    assert [int(mask.sum()) for mask in masks.values()] == [8, 7, 8, 7, 8, 7]
+    assert all(not mask[int(mask.sum()):].any() for mask in masks.values())
+
+
+def test_residents_give_way_to_ghosts(small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path(shutil.copy(small_moe, tmp_path))
+    with ModelMap(path) as model_map:
+        random_ghosts(1).write(path.with_suffix(".ghosts.gguf"), model_map)
+    kept: list[int] = []
+    with load(path, budget="100%", n_ctx=64, n_threads=1) as model:
+        set_cache = type(model).set_cache
+
+        def counting(model: Model, masks) -> None:
+            kept.extend([] if masks is None else [sum(int(mask.sum()) for mask in masks.values())])
+            set_cache(model, masks)
+
+        monkeypatch.setattr(type(model), "set_cache", counting)
+        for settings, rate in (("heaviest", 0.5), ("ghosts", 0.5), ("ghosts", 0.0)):
+            with method.simulated(model, method.lossy_method(Substitution.parse(settings)), rate, complete_buddies()):
+                pass
+        expert_bytes = model.map.info.slots_bytes / (8 * 64)
+    given = random_ghosts(1).n_bytes / 2 / expert_bytes  # a file has them in 16 bits
+    assert given > 10
+    assert kept == [256, pytest.approx(256 - given, abs=1), 0]
 
 
 def test_without_lists_the_default_text_says_what_is_resident(whole: Model) -> None:
