@@ -251,7 +251,7 @@ def _counted(model: Model, report: OnProgress) -> dict[int, np.ndarray]:
         handle, left = model.llama.model, _COUNTED_TOKENS
         n_ctx = min(N_BATCH, llama.llama_model_n_ctx_train(handle))
         with (tempfile.TemporaryDirectory() as directory,
-              Context(handle, n_ctx, _COUNTED_AT_ONCE, _COUNTED_AT_ONCE) as context):
+              Context(handle, n_ctx, _COUNTED_AT_ONCE, _COUNTED_AT_ONCE, n_threads=model.llama.n_threads) as context):
             text = Path(directory) / "text.jsonl"
             write_default_text(text)
             for document in read_documents([str(text)]):
