@@ -12,6 +12,7 @@ import os
 import shutil
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from pyorch.bench.job import Config, Job
@@ -62,7 +63,7 @@ def _run(args: argparse.Namespace) -> int:
 
         for rate in args.disks:
             with slowed(disk, rate):
-                results = run_rounds(job_for, configs, args.repeat, progress.update, progress.say)
+                results = _at_most(rate, run_rounds(job_for, configs, args.repeat, progress.update, progress.say))
             rows += [_row(results, rate, config) for config in lossless]
     show([Table(_COLUMNS, rows, left=("budget",))])
     return 0
@@ -76,6 +77,12 @@ def _rates(text: str) -> list[int]:
     if not all(rates):
         raise argparse.ArgumentTypeError(f'"{text}" has a rate that is no size such as 1GiB')
     return [rate for rate in rates if rate]
+
+
+def _at_most(rate: float, results: Results) -> Results:
+    """A quota gives for a moment what it did not give before, which the disk's peak, measured in a moment, is of: in
+    the time of a run it gives no more than its rate."""
+    return replace(results, runs=tuple(replace(run, bandwidth=min(run.bandwidth, rate)) for run in results.runs))
 
 
 def _row(results: Results, rate: float, config: Config) -> tuple[str, ...]:
