@@ -1,5 +1,5 @@
-"""What eviction knows of a model, to begin with the next time: which experts were resident, and what the policy
-`learned` had learned. A file of the cache directory (pyorch.llama.warm)."""
+"""What memory knows of a model, to begin with the next time: which experts were resident, what the policy `learned` had
+learned, and whether guesses gained. A file of the cache directory (pyorch.llama.warm)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from pyorch.sidecars import container
 KIND = "eviction"
 VERSION = 1
 
-_RESIDENT = "resident"
+_RESIDENT, _VERDICT = "resident", "verdict"
 
 
 @dataclass(frozen=True)
 class Kept:
     """learned: as Engine.learned() gives it; nothing of another policy. resident: int32[n, 2] of il and expert, the
-    most used first."""
+    most used first. verdict: as Engine.verdict() gives it."""
 
     path: str
     learned: Mapping[str, np.ndarray]
     resident: np.ndarray
+    verdict: bool | None = None
 
     def tell(self, engine: Engine) -> None:
         """The engine goes on from what was learned. FormatError for what cannot have been."""
@@ -50,11 +51,12 @@ def write(
     path: str | os.PathLike[str], engine: Engine, model_map: ModelMap, learned: Mapping[str, np.ndarray]
 ) -> None:
     """Writes the file, whole or not at all. PyorchError if it cannot be written, or there is nothing to write."""
-    experts = resident(engine, model_map)
+    experts, verdict = resident(engine, model_map), engine.verdict()
     arrays = {**learned, **({_RESIDENT: experts} if len(experts) else {})}
     if not arrays:
         raise PyorchError(f"{os.fspath(path)} is not written: no expert is resident, and nothing was learned")
-    container.write(path, KIND, VERSION, model_map, {}, arrays)
+    known = {} if verdict is None else {_VERDICT: np.array([verdict], np.int32)}
+    container.write(path, KIND, VERSION, model_map, {}, arrays | known)
 
 
 def read(path: str | os.PathLike[str], model_map: ModelMap) -> Kept:
@@ -69,4 +71,4 @@ def read(path: str | os.PathLike[str], model_map: ModelMap) -> Kept:
             and (experts[:, 0] < len(n_expert)).all() and (experts[:, 1] < n_expert[experts[:, 0]]).all()):
         raise FormatError(f"{path} names experts that {model_map.path} does not have: make it again")
     learned = {name: values for name, values in arrays.items() if values.dtype == np.float32}
-    return Kept(path, learned, experts)
+    return Kept(path, learned, experts, bool(arrays[_VERDICT].any()) if _VERDICT in arrays else None)
