@@ -500,11 +500,6 @@ typedef enum pyorch_predictor {
 pyorch_status pyorch_set_prefetch(
     pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision, int32_t automatic);
 
-// Whether automatic guesses made decoding sooner when that was tried last: 1 or 0; -1: no trial has ended. They are on
-// trial now and then; who begins with the verdict of an earlier engine is not tried in the first hundreds of tokens.
-pyorch_status pyorch_get_verdict(pyorch_engine * engine, int32_t * verdict);
-pyorch_status pyorch_set_verdict(pyorch_engine * engine, int32_t verdict);
-
 // PYORCH_INVALID, with the layer and the reason, where a predictor that applies routers was chosen, or layers are
 // speculated, and a graph has a router that cannot be applied. For when a context was made: before, no graph is known.
 pyorch_status pyorch_check_routers(pyorch_engine * engine);

@@ -55,7 +55,6 @@ def build(plan: EnginePlan) -> Engine | None:
             except FormatError as error:  # what the cache has is no reason not to start
                 fatal.notice(f"note: {error}; eviction begins without what was learned the last time")
         apply_prefetch(plan.prefetch, engine, plan.sidecars)
-        engine.set_verdict(plan.kept.verdict if plan.kept is not None else None)
         engine.set_speculation("decode" if settings.speculate else "none")
         for layer in plan.map.layers:
             apply_substitution(

@@ -306,16 +306,6 @@ class Engine:
         least = _WHAT_PAYS if min_precision is None else min_precision
         check(lib.pyorch_set_prefetch(self.handle, il, kind, distance, least, automatic))
 
-    def verdict(self) -> bool | None:
-        """Whether automatic guesses made decoding sooner when that was tried last; None: no trial has ended."""
-        gained = call(lib.pyorch_get_verdict, self.handle, out="int32_t")[0]
-        return None if gained < 0 else bool(gained)
-
-    def set_verdict(self, gained: bool | None) -> None:
-        """Goes on from what verdict() gave, behind set_prefetch(): the next trial comes some hundreds of tokens later.
-        """
-        check(lib.pyorch_set_verdict(self.handle, -1 if gained is None else int(gained)))
-
     def set_router(self, il: int, router: Router) -> None:
         """What predictors apply, for a simulated engine, which has no graph to take it from. Copied, as float32."""
         check(lib.pyorch_set_router(self.handle, il, routers.to_struct(router)))

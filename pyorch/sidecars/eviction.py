@@ -1,5 +1,5 @@
-"""What memory knows of a model, to begin with the next time: which experts were resident, what the policy `learned` had
-learned, and whether guesses gained. A file of the cache directory (pyorch.llama.warm)."""
+"""What eviction knows of a model, to begin with the next time: which experts were resident, and what the policy
+`learned` had learned. A file of the cache directory (pyorch.llama.warm)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from pyorch.sidecars import container
 KIND = "eviction"
 VERSION = 1
 
-_RESIDENT, _VERDICT = "resident", "verdict"
+_RESIDENT = "resident"
 
 
 @dataclass(frozen=True)
 class Kept:
     """learned: as Engine.learned() gives it; nothing of another policy. resident: int32[n, 2] of il and expert, the
-    most used first. verdict: as Engine.verdict() gives it."""
+    most used first."""
 
     path: str
     learned: Mapping[str, np.ndarray]
     resident: np.ndarray
-    verdict: bool | None = None
 
     def tell(self, engine: Engine) -> None:
         """The engine goes on from what was learned. FormatError for what cannot have been."""
@@ -51,12 +50,11 @@ def write(
     path: str | os.PathLike[str], engine: Engine, model_map: ModelMap, learned: Mapping[str, np.ndarray]
 ) -> None:
     """Writes the file, whole or not at all. PyorchError if it cannot be written, or there is nothing to write."""
-    experts, verdict = resident(engine, model_map), engine.verdict()
+    experts = resident(engine, model_map)
     arrays = {**learned, **({_RESIDENT: experts} if len(experts) else {})}
     if not arrays:
         raise PyorchError(f"{os.fspath(path)} is not written: no expert is resident, and nothing was learned")
-    known = {} if verdict is None else {_VERDICT: np.array([verdict], np.int32)}
-    container.write(path, KIND, VERSION, model_map, {}, arrays | known)
+    container.write(path, KIND, VERSION, model_map, {}, arrays)
 
 
 def read(path: str | os.PathLike[str], model_map: ModelMap) -> Kept:
@@ -71,4 +69,4 @@ def read(path: str | os.PathLike[str], model_map: ModelMap) -> Kept:
             and (experts[:, 0] < len(n_expert)).all() and (experts[:, 1] < n_expert[experts[:, 0]]).all()):
         raise FormatError(f"{path} names experts that {model_map.path} does not have: make it again")
     learned = {name: values for name, values in arrays.items() if values.dtype == np.float32}
-    return Kept(path, learned, experts, bool(arrays[_VERDICT].any()) if _VERDICT in arrays else None)
+    return Kept(path, learned, experts)

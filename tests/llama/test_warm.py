@@ -76,19 +76,6 @@ def test_the_policy_goes_on_from_what_it_had_learned(small_moe: Path, cache: Pat
         assert not model.engine.learned()["tables"].any()
 
 
-@pytest.mark.parametrize("verdict", [True, False, None])
-def test_a_start_knows_whether_guesses_gained(small_moe: Path, cache: Path, verdict: bool | None) -> None:
-    """A trial ends after some hundreds of tokens: told here, as one would end."""
-    with load(small_moe, budget=BUDGET, warm=True) as model:
-        model.engine.set_verdict(verdict)
-        text(model)
-        find(model.llama.model).save()
-    with load(small_moe, budget=BUDGET) as model:
-        assert model.engine.verdict() is verdict
-    with load(small_moe, budget=BUDGET, warm=False) as model:
-        assert model.engine.verdict() is None
-
-
 def test_nothing_is_kept_where_that_is_not_wanted(small_moe: Path, cache: Path) -> None:
     run(small_moe, "--cold")
     assert not files(cache)

@@ -32,7 +32,6 @@ REFUSED: dict[str, Callable[[Model], object]] = {
     "pyorch_wait_idle": lambda model: model.engine.wait_idle(),
     "pyorch_reset_stats": lambda model: model.engine.reset_stats(),
     "pyorch_set_prefetch": lambda model: model.engine.set_prefetch("none"),
-    "pyorch_set_verdict": lambda model: model.engine.set_verdict(None),
     "pyorch_check_routers": lambda model: model.engine.check_routers(),
     "pyorch_set_default_vectors": lambda model: model.engine.set_default_vectors(IL, np.zeros((64, 128))),
     "pyorch_set_hybrid": lambda model: model.engine.set_hybrid([False] * 8),

@@ -72,19 +72,6 @@ pyorch_status pyorch_set_prefetch(
     });
 }
 
-pyorch_status pyorch_get_verdict(pyorch_engine * engine, int32_t * verdict) {
-    return guarded([&] { *verdict = engine->prefetcher.verdict(); });
-}
-
-pyorch_status pyorch_set_verdict(pyorch_engine * engine, int32_t verdict) {
-    return guarded_outside_callbacks(__func__, [&] {
-        if (verdict < -1 || verdict > 1) {
-            throw Failure(PYORCH_INVALID, format("a verdict on guesses is 1, 0 or -1, not %d", verdict));
-        }
-        engine->prefetcher.set_verdict(verdict);
-    });
-}
-
 pyorch_status pyorch_check_routers(pyorch_engine * engine) {
     return guarded_outside_callbacks(__func__, [&] { engine->routing.check_routers(); });
 }

@@ -24,16 +24,6 @@ void PredictionBalance::add(double absent_, double saved, double spent, bool pre
     worth  = absent * std::max(yield, LEAST_YIELD);
 }
 
-void PredictionTrial::begin(int verdict) {
-    *this = {};
-    if (verdict >= 0) {
-        known = true;
-        kept  = verdict > 0;
-        left  = HELD;
-        held  = HELD;
-    }
-}
-
 void PredictionTrial::add(double seconds) {
     if (!trying()) {
         --left;
@@ -74,7 +64,6 @@ void PredictionTrial::add_pair(double with, double without) {
     }
     held    = kept == (mean >= 0) ? std::min(2 * held, MOST_HELD) : HELD;
     kept    = mean >= 0;
-    known   = true;
     left    = held;
     block   = -1; // the next one begins with it
     n_pairs = 0;

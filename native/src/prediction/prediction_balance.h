@@ -38,12 +38,6 @@ class PredictionTrial {
 public:
     static constexpr int BLOCK = 4, MOST_PAIRS = 24, HELD = 512, MOST_HELD = 8192;
 
-    // Whether predictions were the sooner in the last trial: 1 or 0; -1: none has ended.
-    int verdict() const { return known ? kept : -1; }
-
-    // Begins with such a verdict in place of a trial.
-    void begin(int verdict);
-
     // Whether the next decoding ubatch is to be predicted.
     bool on() const { return trying() ? on_in(block) : kept; }
 
@@ -52,7 +46,6 @@ public:
 
 private:
     bool   kept    = true;
-    bool   known   = false;
     int    left    = 16; // ubatches until the next trial: a cold start is no time to try
     int    held    = HELD / 2;
     int    block   = 0;

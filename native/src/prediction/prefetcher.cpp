@@ -58,16 +58,6 @@ bool Prefetcher::is_automatic() {
     return automatic;
 }
 
-void Prefetcher::set_verdict(int verdict) {
-    std::lock_guard<std::mutex> lock(mutex);
-    trial.begin(verdict);
-}
-
-int Prefetcher::verdict() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return trial.verdict();
-}
-
 void Prefetcher::set_layers(const void * context, const std::vector<int> & layers) {
     std::lock_guard<std::mutex> state_lock(state_mutex);
     planner.set_layers(context, layers);

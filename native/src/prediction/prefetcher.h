@@ -36,10 +36,6 @@ public:
     void set_automatic(bool automatic);
     bool is_automatic();
 
-    // Of automatic: as PredictionTrial has it.
-    void set_verdict(int verdict);
-    int  verdict();
-
     // Which layers a context computes, ascending: known once its graphs were built.
     void set_layers(const void * context, const std::vector<int> & layers);
 

@@ -155,7 +155,6 @@ static void make_calls(calls * c) {
     FORBIDDEN(pyorch_set_prefetch, (engine, -1, PYORCH_PREDICT_NONE, 1, 0, 0));
     FORBIDDEN(pyorch_set_router, (engine, c->il, &router));
     FORBIDDEN(pyorch_check_routers, (engine));
-    FORBIDDEN(pyorch_set_verdict, (engine, 1));
     FORBIDDEN(pyorch_set_default_vectors, (engine, c->il, &value, c->n_expert, 0));
     FORBIDDEN(pyorch_set_estimator, (engine, &estimator));
     FORBIDDEN(pyorch_set_hybrid, (engine, mask, c->n_layers));

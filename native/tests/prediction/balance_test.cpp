@@ -120,18 +120,6 @@ static void the_sooner_is_kept() {
     require(later < 0.1, "predictions that lose are made in trials only", { later });
     require(mended > 0.5, "they are made again where they have come to gain", { mended });
 
-    pyorch::PredictionTrial known;
-    require(known.verdict() == -1, "nothing was tried", {});
-    for (const int verdict : { 0, 1 }) {
-        known.begin(verdict);
-        double on = tried(known, pyorch::PredictionTrial::HELD, verdict ? 0.85 : 1.15, 1);
-        require(on == verdict && known.verdict() == verdict, "an earlier verdict is kept for a while", { on });
-        on = tried(known, 2000, verdict ? 1.15 : 0.85, 1);
-        require(known.verdict() == !verdict, "and then tried", { on });
-    }
-    known.begin(-1);
-    require(known.verdict() == -1, "what is not known is tried", {});
-
     // Who asks pauses after each second ubatch: never is there a block, and predictions are made.
     pyorch::PredictionTrial pauses;
     int                     n_off = 0;
