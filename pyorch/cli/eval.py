@@ -56,7 +56,7 @@ def add_arc_options(parser: argparse.ArgumentParser) -> None:
     add_question_options(parser)
     sweep = parser.add_argument_group("lossy settings")
     sweep.add_argument("--cache-rate", type=_rates, metavar="SHARE,...",
-                       help="keep this share of each layer's experts in memory, such as 0.75,0.5,0.375")
+                       help="keep this share of the experts in memory, alike in all layers, such as 0.75,0.5,0.375")
     sweep.add_argument("--lossy", action="append", default=[], dest="settings", metavar="SETTINGS", type=or_help,
                        help="add a row with these settings, such as heaviest or coverage=0.95,max_replaced=3; help "
                             "lists all keys; may be repeated")
@@ -116,7 +116,7 @@ def _add_perplexity(kinds: argparse._SubParsersAction) -> None:
                              "512)")
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="predict at most N tokens (default: all)")
     parser.add_argument("--cache-rate", type=share, metavar="SHARE",
-                        help="for a lossy setting: keep this share of each layer's experts in memory")
+                        help="for a lossy setting: keep this share of the experts in memory, alike in all layers")
     parser.add_argument("--compare", metavar="MODEL.gguf",
                         help="measure the KL divergence from this model (default: with a lossy setting, from the model "
                              "itself)")

@@ -1,11 +1,11 @@
 """How absent experts are treated in an evaluation, and which experts count as absent.
 
-A cache rate c keeps the share c of each layer's experts resident, in a cache that is simulated: the model is in
-memory whole, and substitution takes the experts that were selected most often for resident, and no others: in the
-trace of the buddy lists, or where there are none, in a text that every machine has. So what happens to a token
-depends on the token alone (and, with max_weight, on what experts weigh in those before), questions are computed in
-large batches, and results are reproducible. It is a hard judge: a real cache follows the text, and misses less. Under
-a budget, as speed is measured, the cache is a real one.
+A cache rate c keeps the share c of the experts resident, alike in all layers, in a cache that is simulated: the model
+is in memory whole, and substitution takes the experts that were selected most often for resident, and no others: in the
+trace of the buddy lists, or where there are none, in a text that every machine has. So what happens to a token depends
+on the token alone (and, with max_weight, on what experts weigh in those before), questions are computed in large
+batches, and results are reproducible. It is a hard judge: a real cache follows the text, and misses less. Under a
+budget, as speed is measured, the cache is a real one. Ghosts take room from residents in both.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pyorch.eval.likelihood import N_BATCH, tokenize
 from pyorch.llama import logs
 from pyorch.llama.apply import find_buddies, find_ghosts
 from pyorch.llama.context import Context
+from pyorch.llama.managed import find
 from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, RESIDENT
@@ -127,7 +128,7 @@ def slots(model: Model) -> Slots:
     counts = stats.substitution
     if counts is None:
         wrong = stats.speculation.slots - stats.speculation.right if stats.speculation is not None else 0
-        return Slots(n_tokens, 0, wrong, 0)
+        return Slots(n_tokens, wrong, wrong, 0)
     refused = sum(getattr(counts, f"refused_{why}") for why in (
         "tae", "margin", "distribution", "rho", "buddies", "sacred"))
     return Slots(n_tokens, counts.substituted + refused, counts.substituted, counts.dropped, counts.ghosts)
@@ -214,7 +215,7 @@ def simulated(
 
 def _ghosts_share(model: Model, substitution: Substitution) -> float:
     """Of the experts' memory, what ghosts take where a setting has them: residents give way to them, as in a budget."""
-    ghosts = find_ghosts(substitution, Sidecars(model.map))
+    ghosts = find_ghosts(substitution, find(model.llama.model).plan.sidecars)
     return ghosts.n_bytes / model.map.info.slots_bytes if ghosts is not None else 0.0
 
 

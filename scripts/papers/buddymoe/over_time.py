@@ -1,7 +1,8 @@
 """What a lossy setting does as a text goes on: a real cache fills, and less is lost.
 
-The cache follows the text, token by token, and begins with the experts that a trace selected most often. When experts
-arrive in it is simulated (pyorch.eval.method), so that the same numbers come of any machine.
+The cache follows the text, token by token. It begins with the experts that a trace selected most often where there are
+lists of buddies, and empty where there are none. When experts arrive in it is simulated (pyorch.eval.method), so that
+the same numbers come of any machine.
 """
 
 from __future__ import annotations

@@ -1,15 +1,20 @@
-"""scripts.papers.buddymoe.tables: baselines have the gates of the rows beside which they stand."""
+"""scripts.papers.buddymoe.tables: baselines have the gates of the rows beside which they stand; and the tables of
+docs/lossy.md, as scripts.papers.buddymoe.report makes them."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 from buddy_lists import complete_buddies
+from docs_commands import ROOT
 from models import CHECKPOINT
 
+from pyorch.errors import PyorchError
 from pyorch.eval.arc import Accuracy
 from pyorch.eval.judge import Judgement
 from pyorch.eval.method import Slots
@@ -17,6 +22,8 @@ from pyorch.eval.perplexity import Divergence
 from pyorch.eval.sweep import Row
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
+from scripts.papers.buddymoe import report
+from scripts.papers.buddymoe.measure import MODELS, Folder
 from scripts.papers.buddymoe.tables import baseline, leads, main
 
 FACTS = CHECKPOINT / "facts-test.jsonl"
@@ -65,3 +72,53 @@ def test_rows_lead_baselines_of_the_same_gates(
     assert 0 < rows["heaviest"]["text_read_per_token"] < rows["heaviest"]["text_absent_per_token"]
     assert main([*arguments, "--baseline", "best"]) == 2
     assert 'baseline "best" is not known' in capsys.readouterr().err
+
+
+def test_the_page_shows_what_its_files_say(tmp_path: Path) -> None:
+    """Tables of docs/lossy.md that are made of the files beside it, and a table for each of its marks."""
+    page, folder = (ROOT / "docs/lossy.md").read_text(encoding="utf-8"), Folder(tmp_path)
+    for name in MODELS:
+        with (ROOT / f"docs/lossy/{name}.csv").open(newline="") as file:
+            rows = [{key: _number(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+        for row in rows:
+            row.setdefault("settings", "")
+        folder.result("levers", name).write_text(json.dumps(rows), encoding="utf-8")
+    found = report.Found(folder)
+    assert all(report.levers(found, name) in page for name in MODELS[:2])
+    assert report.gates(found) in page and report.replacing(found) in page
+    marks = re.findall(r"<!-- measured: (\w+)(?: \w+)? -->\n\n(?!<)", page)
+    assert set(marks) == set(report.TABLES) and page.count("<!-- measured:") == len(marks), "a table is empty"
+
+
+def _number(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value
+
+
+def test_only_marked_tables_of_a_page_are_written_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, page = Folder(tmp_path), tmp_path / "page.md"
+    layer = dict.fromkeys(("coactivated_cosine", "random_cosine", "best_cosine", "coactivated_error", "random_error",
+                           "best_error", "spearman"), 0.25)
+    for name in MODELS:
+        folder.result("similarity", name).write_text(json.dumps([layer, {**layer, "spearman": 0.75}]), encoding="utf-8")
+        folder.result("levers", name).write_text(json.dumps([{"cache_rate": 0.5}]), encoding="utf-8")
+    page.write_text("Before.\n<!-- measured: similarity -->\nold\n<!-- end -->\nBehind.\n", encoding="utf-8")
+    report.write(folder, page)
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert (lines[0], lines[-1]) == ("Before.", "Behind.") and "old" not in lines
+    assert sum("| 0.250 | 0.250 | 0.250 | 0.25 | 0.25 | 0.25 | 0.50 |" in line for line in lines) == 3
+    assert (tmp_path / "page/less.csv").read_text(encoding="utf-8") == "cache_rate\n0.5\n"
+    page.write_text("<!-- measured: nothing -->\n<!-- end -->\n", encoding="utf-8")
+    with pytest.raises(PyorchError, match='there is no table "nothing"'):
+        report.write(folder, page)
+    page.write_text("<!-- measured: unseen -->\nkept\n<!-- end -->\n", encoding="utf-8")
+    report.write(folder, page)
+    assert "kept" in page.read_text(encoding="utf-8") and "the table unseen stays" in capsys.readouterr().err
+    for damaged in ("[", "[{}]"):
+        folder.result("similarity", "less").write_text(damaged, encoding="utf-8")
+        page.write_text("<!-- measured: similarity -->\nkept\n<!-- end -->\n", encoding="utf-8")
+        with pytest.raises(PyorchError, match="cannot be"):
+            report.write(folder, page)
+        assert "kept" in page.read_text(encoding="utf-8")

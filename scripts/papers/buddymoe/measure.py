@@ -1,0 +1,248 @@
+"""Measures what docs/lossy.md shows, on a model whose experts were trained from nothing, on one whose experts began as
+copies, and in part on one whose experts are hardly different yet; and writes its tables.
+
+    python scripts/train_small_moe.py --upcycled --steps 2400 --lr 2e-3 -o build/upcycled-moe
+    python scripts/train_small_moe.py --upcycled --steps 2400 --lr 2e-3 --dense-share 0.85 -o build/less-moe
+    python -m scripts.papers.buddymoe.measure -o build/lossy --upcycled build/upcycled-moe --less build/less-moe \
+        --wide build/bench/bench.gguf build/bench/upcycled.gguf
+    python -m scripts.papers.buddymoe.measure -o build/lossy --report docs/lossy.md   # only writes tables
+
+Each part is in DIR/PART.MODEL.json as soon as it was measured, and is not measured again: remove what is to be made
+anew. A page keeps its tables of parts that were not measured. Parts:
+
+    levers      accuracy kept, divergence and reading of every lever, beside baselines under the same gates
+    quarter     the words, with a quarter of the experts
+    unseen      divergences of text and facts on which nothing was chosen
+    bytes       ghosts of other sizes
+    speculation experts that were guessed are computed, and of the others what is there
+    similarity  whether experts that are selected together compute alike
+    time        a cache that is empty at the beginning, and fills
+    tune        what `pyorch tune` chooses, and what it keeps of questions that it did not choose by
+    speed       of the models that --wide names, one after the other: they are widened from the first two
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from pyorch.errors import PyorchError
+from pyorch.files import write_text
+from scripts.papers import program
+
+FACTS = Path(__file__).parents[3] / "tests/fixtures/small-moe"
+MODELS = ("small", "upcycled", "less")
+
+LEAVING = "mode=none,order=weight,miss=drop"
+UNSURE = "mode=none,max_replaced=3,min_entropy=p30,order=weight,miss=drop"
+FULL_REPLACEMENT = "coverage=0.95,max_buddies=16,max_replaced=3"
+LEVERS = (  # what docs/lossy.md calls them, and settings as rows name them
+    ("leave out what is light", "heaviest"), ("", "heaviest:0.7"), ("", "heaviest:1.2"),
+    ("leave out all but the heaviest", f"{LEAVING},sacred=1"), ("leave out all but two", f"{LEAVING},sacred=2"),
+    ("leave out all but three", f"{LEAVING},sacred=3"), ("leave out all", "mode=none,miss=drop"),
+    ("ghosts compute what is light", "ghosts"), ("", "ghosts:1.2"),
+    ("leave out the unimportant, where the router is unsure", UNSURE),
+    ("cache-aware routing", "mode=cache,order=weight,max_weight=0.9,sacred=1,among=12"),
+    ("with a bonus", "mode=cache,order=weight,sacred=2,bonus=1.0"),
+    ("buddies compute what is light", "buddies"), ("buddies, settings of the paper", FULL_REPLACEMENT),
+    ("", "coverage=0.99,max_buddies=2"),
+)
+RATES = "0.5,0.375"
+TUNED = (0.75, 0.5, 0.375, 0.25)
+GHOSTS_BYTES = (2, 5)  # percent of the experts', beside the default
+
+
+class Folder:
+    """Where models, traces, sidecars and results lie."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+
+    def model(self, name: str) -> Path:
+        return self.path / f"{name}.gguf"
+
+    def trace(self, name: str) -> Path:
+        return self.path / f"{name}.trace"
+
+    def result(self, part: str, name: str) -> Path:
+        return self.path / f"{part}.{name}.json"
+
+    def prepare(self, name: str, checkpoint: Path | None) -> None:
+        """The model with its trace, buddy lists and ghosts; without a checkpoint it was converted before."""
+        model, trace = self.model(name), self.trace(name)
+        if not model.exists():
+            pyorch("convert", checkpoint, "-o", model, "--outtype", "f32", "--pre-tokenizer", "gpt-2")
+        if not trace.exists():
+            pyorch("profile", model, "--data", FACTS / "facts-train.jsonl", argparse.__file__, "--router", "full",
+                   "--inputs", "4000", "-o", trace)
+        for kind in ("buddies", "ghosts"):
+            if not model.with_suffix(f".{kind}.gguf").exists():
+                pyorch(kind, model, "--trace", trace)
+
+
+def pyorch(*words: object) -> str:
+    """Runs a command, whose progress is seen. Returns what it prints. PyorchError where it fails."""
+    return _run("pyorch", words)
+
+
+def paper(name: str, *words: object) -> str:
+    """The same, of a program beside this one."""
+    return _run(f"scripts.papers.buddymoe.{name}", words)
+
+
+def _run(module: str, words: Sequence[object]) -> str:
+    line = [sys.executable, "-m", module, *map(str, words)]
+    print("$", *line[2:], file=sys.stderr, flush=True)
+    ended = subprocess.run(line, stdout=subprocess.PIPE, text=True)
+    if ended.returncode:
+        raise PyorchError(f"{' '.join(line[2:4])} ended with {ended.returncode}")
+    return ended.stdout
+
+
+def lossy(settings: Sequence[str]) -> Iterator[str]:
+    for one in settings:
+        yield from ("--lossy", one)
+
+
+def judged(
+    folder: Folder, name: str, rates: str, data: Path, text: Path, settings: Sequence[str], *more: object
+) -> str:
+    """Rows of scripts.papers.buddymoe.tables."""
+    return paper("tables", folder.model(name), "--metric", "acc", "--cache-rate", rates, "--data", data, "--text", text,
+                 "--speed-tokens", "0", *lossy(settings), *more, "--json")
+
+
+def levers(folder: Folder, name: str) -> str:
+    every = [settings for _, settings in LEVERS]
+    if name == "less":
+        every = ["heaviest", "mode=none,miss=drop", "buddies", FULL_REPLACEMENT]
+    return judged(folder, name, "0.5" if name == "less" else RATES, FACTS / "facts-test.jsonl", FACTS / "text-test.txt",
+                  every, "--resume", folder.path / f"levers.{name}.record")
+
+
+def quarter(folder: Folder, name: str) -> str:
+    return judged(folder, name, "0.25", FACTS / "facts-test.jsonl", FACTS / "text-test.txt",
+                  ["heaviest", "ghosts", "buddies"])
+
+
+def unseen(folder: Folder, name: str) -> str:
+    where = folder.path / "unseen"
+    if not where.exists():
+        with tempfile.TemporaryDirectory(dir=folder.path) as directory:
+            made = Path(directory) / "made"
+            script = Path(__file__).parents[2] / "unseen_data.py"
+            if subprocess.run([sys.executable, script, made], stdout=subprocess.DEVNULL).returncode:
+                raise PyorchError("scripts/unseen_data.py needs the Python that it names")
+            made.rename(where)
+    return judged(folder, name, RATES, where / "facts-unseen.jsonl", where / "text-unseen.txt",
+                  ["heaviest", f"{LEAVING},sacred=2", "ghosts", "buddies"], "--baseline", "drop")
+
+
+def beside(folder: Folder, name: str, where: str, *sidecars: str) -> Folder:
+    """Another folder with the model and some of its sidecars, for others."""
+    copied = Folder(folder.path / where)
+    for file in (folder.model(name), *(folder.model(name).with_suffix(f".{kind}.gguf") for kind in sidecars)):
+        link = copied.path / file.name
+        if not (link.exists() and link.samefile(file)):
+            link.unlink(missing_ok=True)
+            os.link(file, link)
+    return copied
+
+
+def ghosts_bytes(folder: Folder, name: str) -> str:
+    """Rows for each size, by percent."""
+    rows = []
+    for percent in GHOSTS_BYTES:
+        copied = beside(folder, name, f"ghosts-{percent}", "buddies")
+        pyorch("ghosts", copied.model(name), "--trace", folder.trace(name), "--bytes", f"{percent}%")
+        found = judged(copied, name, RATES, FACTS / "facts-test.jsonl", FACTS / "text-test.txt", ["ghosts"])
+        rows.append(f'"{percent}": {found}')
+    return "{" + ",\n".join(rows) + "}\n"
+
+
+def speculation(folder: Folder, name: str) -> str:
+    copied = beside(folder, name, "predictor", "buddies", "ghosts")
+    pyorch("calibrate", copied.model(name), "--data", FACTS / "facts-train.jsonl", argparse.__file__)
+    ways = (f"quasi-hidden{rest}" for rest in ("", "+mode=none,miss=drop", "+mode=none,miss=ghost"))
+    return judged(copied, name, "0.5", FACTS / "facts-test.jsonl", FACTS / "text-test.txt", (),
+                  *(word for way in ways for word in ("--speculate", way)))
+
+
+def similarity(folder: Folder, name: str) -> str:
+    return paper("similarity", folder.model(name), "--trace", folder.trace(name), "--json")
+
+
+def time(folder: Folder, name: str) -> str:
+    """Windows of 16 tokens. With buddy lists beside the model the cache would begin with what their trace selected."""
+    return paper("over_time", beside(folder, name, "alone").model(name), "--data", FACTS / "text-test.txt",
+                 "--cache-rate", "0.5", "--lossy", "heaviest", "--window", 16, "--tokens", 128, "--json")
+
+
+def tune(folder: Folder, name: str) -> str:
+    return "[" + ",\n".join(pyorch(
+        "tune", folder.model(name), "--data", FACTS / "facts-train.jsonl", "--metric", "acc", "--cache-rate", rate,
+        "--min-accuracy", "0.95", "--held-out", FACTS / "facts-test.jsonl", "--speed-tokens", "0",
+        "-o", folder.path / f"{name}.tuned.json", "--json") for rate in TUNED) + "]\n"
+
+
+PARTS: dict[str, Callable[[Folder, str], str]] = {
+    "levers": levers, "quarter": quarter, "unseen": unseen, "bytes": ghosts_bytes, "speculation": speculation,
+    "similarity": similarity, "time": time, "tune": tune,
+}
+OF_THE_THIRD = ("levers", "similarity")
+
+
+def speed(model: Path) -> str:
+    return pyorch("bench", model, "--budget", "50%,37.5%,25%", "--lossy", "heaviest", "--prompt-tokens", "128",
+                  "--tokens", "96", "--max-seconds", "120", "--repeat", "5", "--json")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = program.parser_of("scripts.papers.buddymoe.measure", "measure what docs/lossy.md shows",
+                               "-o build/lossy --upcycled build/upcycled-moe --less build/less-moe")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="for models and what is found")
+    parser.add_argument("--upcycled", type=Path, metavar="CHECKPOINT", help="whose experts began as copies")
+    parser.add_argument("--less", type=Path, metavar="CHECKPOINT", help="whose experts are hardly different yet")
+    parser.add_argument("--wide", type=Path, nargs="+", default=[], metavar="MODEL.gguf",
+                        help="the first two models, widened by scripts/make_bench_model.py, for the part speed")
+    parser.add_argument("--parts", default=",".join((*PARTS, "speed")), metavar="PART,...",
+                        help="what to measure (default: all)")
+    parser.add_argument("--report", type=Path, metavar="PAGE.md",
+                        help="only write the tables of this page, and CSV files into the folder of its name")
+    return program.run(parser, _measure, argv)
+
+
+def _measure(args: argparse.Namespace) -> int:
+    folder = Folder(args.output)
+    if args.report is not None:
+        from scripts.papers.buddymoe.report import write
+
+        write(folder, args.report)
+        return 0
+    parts = args.parts.split(",")
+    for part in parts:
+        if part not in (*PARTS, "speed"):
+            raise PyorchError(f'part "{part}" is not known: {", ".join((*PARTS, "speed"))} are')
+    for name, checkpoint in zip(MODELS, (FACTS, args.upcycled, args.less)):
+        wanted = [part for part in parts if part in (OF_THE_THIRD if name == "less" else PARTS)]
+        missing = [part for part in wanted if not folder.result(part, name).exists()]
+        if missing and checkpoint is None and not folder.model(name).exists():
+            raise PyorchError(f"the parts {', '.join(missing)} need --{name} CHECKPOINT")
+        if missing:
+            folder.prepare(name, checkpoint)
+            for part in missing:
+                write_text(folder.result(part, name), PARTS[part](folder, name))
+    for name, model in zip(MODELS, args.wide):
+        if "speed" in parts and not folder.result("speed", name).exists():
+            write_text(folder.result("speed", name), speed(model))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
