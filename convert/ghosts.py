@@ -27,7 +27,7 @@ from pyorch.convert import expert_outputs
 from pyorch.convert.expert_outputs import LayerExperts
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars.ghosts import Ghosts, LayerGhosts
+from pyorch.sidecars.ghosts import Ghosts, LayerGhosts, row_bytes
 from pyorch.sizes import Amount, as_option, format_bytes
 from pyorch.traces.file import Trace
 from pyorch.traces.routing_statistics import activation_counts, renormalized
@@ -78,11 +78,10 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Built:
-    """Ghosts, and what there is to report on them. n_bytes: that they take in memory."""
+    """Ghosts, and what there is to report on them."""
 
     ghosts: Ghosts
     layers: tuple[LayerReport, ...]
-    n_bytes: int
     expert_bytes: int
 
 
@@ -201,9 +200,8 @@ def build(
     for done, fit in enumerate(fits):
         report("writing down", done, len(fits))
         layers[fit.il] = fit.ghosts()
-    n_bytes = sum(fit.base_bytes + fit.row_bytes * int(np.maximum(fit.ranks, 0).sum()) for fit in fits)
     ghosts = Ghosts(layers, len(trace.inputs[0]), settings.sacred)
-    return Built(ghosts, tuple(fit.report() for fit in fits), n_bytes, expert_bytes)
+    return Built(ghosts, tuple(fit.report() for fit in fits), expert_bytes)
 
 
 @dataclass(frozen=True)
@@ -256,11 +254,11 @@ class LayerFit:
 
     @property
     def base_bytes(self) -> int:
-        return self.n_expert * _bytes(self._n_out)
+        return self.n_expert * row_bytes(self._n_out)
 
     @property
     def row_bytes(self) -> int:
-        return _bytes(self._n_in) + _bytes(self._n_out)
+        return row_bytes(self._n_in) + row_bytes(self._n_out)
 
     def steps(self) -> Iterator[None]:
         """Goes through all experts twice."""
@@ -402,11 +400,6 @@ def divide(fits: list[LayerFit], n_bytes: int) -> None:
     for fit in fits:  # a mean may be worse than nothing, where rows would have made it better
         worse = (fit.ranks >= 0) & (fit.left[np.arange(fit.n_expert), np.maximum(fit.ranks, 0)] >= fit.energies)
         fit.ranks[worse] = -1
-
-
-def _bytes(n: int) -> int:
-    """Of so many numbers in memory: 8 bits each, and a scale of 16 for 32; 16 bits where they are no whole blocks."""
-    return n // 32 * 34 if n % 32 == 0 else 2 * n
 
 
 def _spread(rows: np.ndarray) -> np.ndarray:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             built = build(model_map, Trace(args.trace), settings, progress.update)
         built.ghosts.write(path, model_map)
     return answer(args, {"path": path, "n_inputs": built.ghosts.n_inputs, "sacred": built.ghosts.sacred,
-                         "n_bytes": built.n_bytes, "expert_bytes": built.expert_bytes, "layers": built.layers},
+                         "n_bytes": built.ghosts.n_bytes, "expert_bytes": built.expert_bytes, "layers": built.layers},
                   lambda: _parts(path, built))
 
 
@@ -71,10 +71,10 @@ def _parts(path: Path, built: Built) -> list[str | Table]:
     rows.append(("mean", "", f"{sum(layer.mean_rank for layer in built.layers) / n:.1f}", "",
                  f"{sum(layer.left_by_means for layer in built.layers) / n:.3f}",
                  f"{sum(layer.left for layer in built.layers) / n:.3f}"))
-    share = built.n_bytes / built.expert_bytes
+    share = built.ghosts.n_bytes / built.expert_bytes
     return [
-        f"{path}: ghosts of {n} layers from {built.ghosts.n_inputs} router inputs, {format_bytes(built.n_bytes)} in "
-        f"memory, {share:.1%} of the experts",
+        f"{path}: ghosts of {n} layers from {built.ghosts.n_inputs} router inputs, "
+        f"{format_bytes(built.ghosts.n_bytes)} in memory, {share:.1%} of the experts",
         "",
         Table(("layer", "ghosts", "mean rank", "ridge", "left by means", "left"), rows,
               title="squared error on inputs that were held out, as a share of the squared output of absent experts"),

@@ -20,6 +20,12 @@ KIND = "ghosts"
 VERSION = 1
 
 
+def row_bytes(n: int) -> int:
+    """Of so many numbers in an engine (CompactMatrix of native/src/prediction): 8 bits each, and a scale of 16 bits for
+    32 of them; 16 bits where they are no whole blocks."""
+    return n // 32 * 34 if n % 32 == 0 else 2 * n
+
+
 @dataclass(frozen=True)
 class LayerGhosts:
     """The ghosts of one layer: of the router's input x, an expert gives about mean + up^T (down x), of its own rows.
@@ -52,7 +58,8 @@ class Ghosts:
     @property
     def n_bytes(self) -> int:
         """Of memory, in an engine."""
-        return sum(part.nbytes for layer in self.layers.values() for part in (layer.mean, layer.down, layer.up))
+        return sum(len(part) * row_bytes(part.shape[1]) for layer in self.layers.values()
+                   for part in (layer.mean, layer.down, layer.up))
 
     def apply(self, engine: Engine, il: int) -> None:
         """Gives those of a layer to an engine, which uses them where a substitution says so. PyorchError for

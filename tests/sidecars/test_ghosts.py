@@ -155,7 +155,9 @@ def test_rarely_used_experts_are_absent_most_often(uses: list[float]) -> None:
 
 def test_every_layer_gets_its_bytes_worth_and_no_more(model_map: ModelMap, built) -> None:
     assert list(built.ghosts.layers) == [layer.il for layer in model_map.layers]
-    assert 0.024 * built.expert_bytes < built.n_bytes <= 0.025 * built.expert_bytes
+    assert 0.024 * built.expert_bytes < built.ghosts.n_bytes <= 0.025 * built.expert_bytes
+    n_rows = sum(64 + 2 * int(np.maximum(layer.rank, 0).sum()) for layer in built.ghosts.layers.values())
+    assert built.ghosts.n_bytes == n_rows * (128 + 2 * 128 // 32), "an engine has them in 8 bits, with a scale for 32"
     for layer, report in zip(built.ghosts.layers.values(), built.layers):
         assert (layer.error <= layer.energy * (1 + 1e-6)).all(), "a ghost that is worse than none"
         assert report.left <= report.left_by_means
