@@ -154,7 +154,7 @@ def swept(args: argparse.Namespace, methods: Sequence[Method]) -> list[Row]:
     if args.plot is not None:
         check_plot(args.plot)
     if args.csv is not None:
-        check_output(args.csv, args.model, args.data)
+        check_output(args.csv, args.model, [*args.data, *args.text, args.resume])
     record = Record(args.resume, sweep.conditions(plan) if args.resume is not None else {})
     with Progress(live=not args.verbose) as progress:
         progress.update("loading the model", 0, 0)

@@ -199,7 +199,11 @@ def simulated(
     model.reset_stats()
     if method.substitution is not None:
         counts = buddies.activations if buddies is not None else _counted(model, on_progress or (lambda *_: None))
-        model.set_cache(most_active(counts, max(0.0, rate - _ghosts_share(model, method.substitution))))
+        ghosts = _ghosts_share(model, method.substitution)
+        if ghosts > rate:
+            raise PyorchError(f"a cache rate of {rate:g} has no room for the ghosts, which take {ghosts:.1%} of the "
+                              "experts' memory")
+        model.set_cache(most_active(counts, rate - ghosts))
     again(model, method, buddies)
     if method.forecast:
         model.speculate(method.forecast, prompts=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ def _columns(rows: Sequence[Row], files: Sequence[str], metric: str) -> list:
     if len(files) > 1:
         columns.append(("average", lambda row: f"{row.judgement.average(metric):.3f}"))
     if swept:
-        columns.append(("kept", lambda row: f"{row.kept[metric]:.1%}"))
+        columns.append(("kept", lambda row: "-" if math.isnan(row.kept[metric]) else f"{row.kept[metric]:.1%}"))
         columns.append(("differs", lambda row: _difference(row.differs[metric])))
     if any(row.judgement.divergence is not None for row in rows):
         columns.append(("KL", lambda row: _nats(row.judgement.divergence)))
@@ -83,7 +84,7 @@ def _number(value, form) -> str:
 
 
 def _difference(found: Difference) -> str:
-    return f"{found.mean:+.3f} ±{found.stderr:.3f}"
+    return f"{found.mean:+.3f}" + ("" if math.isnan(found.stderr) else f" ±{found.stderr:.3f}")
 
 
 def _nats(found: Divergence) -> str:

@@ -5,10 +5,12 @@ What is finished is kept in a file, so that a sweep that was interrupted goes on
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,8 +21,10 @@ from pyorch.eval.method import ORIGINAL, Method, Slots, dynamic_model, read_budd
 from pyorch.eval.perplexity import Divergence
 from pyorch.eval.speed import Speed, measure_speed, median
 from pyorch.files import check_target, write_text
+from pyorch.llama.apply import find_ghosts
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
+from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.buddies import Buddies
 
 VERSION = 5
@@ -56,21 +60,33 @@ class Record:
     def _read(self) -> None:
         try:
             value = json.loads(self._path.read_text(encoding="utf-8"))
-            version, conditions = value["version"], dict(value["conditions"])
-            judgements = {key: _stored(judged) for key, judged in value["judgements"].items()}
-            speeds = {key: [Speed(**speed) for speed in rounds] for key, rounds in value["speeds"].items()}
+            with self._sound():
+                version, conditions = value["version"], dict(value["conditions"])
         except OSError as error:
             raise FormatError(f"{self._path} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise FormatError(f"{self._path} is no record of a sweep: name another file with --resume") from None
+        except (ValueError, RecursionError):
+            raise self._no_record() from None
         if version != VERSION:
             raise FormatError(f"{self._path} has version {version}, this pyorch writes {VERSION}: name another file")
-        for name, value in self._conditions.items():
-            if conditions.get(name) != value:
+        for name, wanted in self._conditions.items():
+            if conditions.get(name) != wanted:
                 raise PyorchError(
                     f"{self._path} was made with another {name}: name another file with --resume, or remove it"
                 )
-        self.judgements, self.speeds = judgements, speeds
+        n_files, has_text = len(self._conditions["--data"]), bool(self._conditions["--text"])
+        with self._sound():
+            self.judgements = {key: _stored(one, n_files, has_text) for key, one in value["judgements"].items()}
+            self.speeds = {key: [Speed(**speed) for speed in rounds] for key, rounds in value["speeds"].items()}
+
+    def _no_record(self) -> FormatError:
+        return FormatError(f"{self._path} is no record of a sweep: name another file with --resume")
+
+    @contextlib.contextmanager
+    def _sound(self) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise self._no_record() from None
 
     def _write(self) -> None:
         if self._path is None:
@@ -84,13 +100,22 @@ class Record:
         write_text(self._path, json.dumps(value, indent=1) + "\n")
 
 
-def _stored(judged: dict) -> Judgement:
+def _stored(judged: dict, n_files: int, has_text: bool) -> Judgement:
+    """ValueError, KeyError or TypeError for what was not stored."""
+    accuracies = tuple(Accuracy(**one) for one in judged["accuracies"])
+    slots, text_slots = Slots(**judged["slots"]), Slots(**judged["text_slots"])
     divergence = judged["divergence"]
-    return Judgement(
-        tuple(Accuracy(**one) for one in judged["accuracies"]), Slots(**judged["slots"]),
-        None if divergence is None else Divergence(**divergence | {"blocks": tuple(divergence["blocks"])}),
-        Slots(**judged["text_slots"]),
-    )
+    if divergence is not None:
+        divergence = Divergence(**divergence | {"blocks": tuple(map(float, divergence["blocks"]))})
+    right = all(len(one.right) == len(one.right_norm) > 0 and set(one.right + one.right_norm) <= {"0", "1"}
+                for one in accuracies)
+    counted = all(isinstance(n, int) and n >= 0 for of in (slots, text_slots) for n in asdict(of).values())
+    if not (right and counted and len(accuracies) == n_files and (divergence is not None) == has_text):
+        raise ValueError("not of this sweep")
+    if divergence is not None and not (divergence.n_tokens > 0 and divergence.blocks and math.isfinite(
+            divergence.mean) and all(map(math.isfinite, divergence.blocks))):
+        raise ValueError("no divergence")
+    return Judgement(accuracies, slots, divergence, text_slots)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +154,26 @@ class Row:
 
 def run(plan: Plan, record: Record, on_progress: OnProgress) -> list[Row]:
     """Measures what the record lacks, each finished part being saved at once, and returns the whole table."""
+    if plan.speed_tokens:
+        _check_rates(plan)
     judge(plan, record, on_progress)
     if plan.rates and plan.speed_tokens:
         measure_speeds(plan, record, on_progress)
     return rows(plan, record)
+
+
+def _check_rates(plan: Plan) -> None:
+    """PyorchError for a cache that is too small for speed to be measured with it: before questions are asked."""
+    with ModelMap(plan.model) as model_map:
+        info = model_map.info
+        for method in plan.methods:
+            ghosts = find_ghosts(method.substitution, Sidecars(model_map))
+            least = info.floor_bytes + (ghosts.n_bytes if ghosts is not None else 0)
+            for rate in plan.rates:
+                if rate * info.slots_bytes < least:
+                    raise PyorchError(
+                        f"a cache rate of {rate:g} is too small to decode with, as is done to measure speed: use "
+                        f"{math.ceil(1000 * least / info.slots_bytes) / 1000:g} or more, or --speed-tokens 0")
 
 
 def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:

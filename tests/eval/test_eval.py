@@ -242,13 +242,17 @@ def test_residents_give_way_to_ghosts(small_moe: Path, tmp_path: Path, monkeypat
             set_cache(model, masks)
 
         monkeypatch.setattr(type(model), "set_cache", counting)
-        for settings, rate in (("heaviest", 0.5), ("ghosts", 0.5), ("ghosts", 0.0)):
-            with method.simulated(model, method.lossy_method(Substitution.parse(settings)), rate, complete_buddies()):
+        for settings in ("heaviest", "ghosts"):
+            with method.simulated(model, method.lossy_method(Substitution.parse(settings)), 0.5, complete_buddies()):
                 pass
+        ghosts = method.lossy_method(Substitution.parse("ghosts"))
+        with (pytest.raises(PyorchError, match="a cache rate of 0.01 has no room for the ghosts, which take"),
+              method.simulated(model, ghosts, 0.01, complete_buddies())):
+            pass
         expert_bytes = model.map.info.slots_bytes / (8 * 64)
     given = random_ghosts(1).n_bytes / expert_bytes
     assert given > 5
-    assert kept == [256, pytest.approx(256 - given, abs=1), 0]
+    assert kept == [256, pytest.approx(256 - given, abs=1)]
 
 
 def test_without_lists_the_default_text_says_what_is_resident(whole: Model) -> None:
@@ -304,6 +308,20 @@ def test_a_simulated_cache_is_the_most_active_experts(whole: Model) -> None:
     assert 7 / 8 < counts.n_tokens / sum(prompt.n_tokens for prompt in task.prompts) < 1
     after = arc.score(whole, task, n_threads=1)
     assert whole.stats().substitution is None and arc.accuracy(after).acc > 0.4, "lossless again"
+
+
+def test_a_cache_that_is_too_small_to_decode_with_is_refused_before_anything_is_asked(
+    small_moe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "judge", lambda *_: pytest.fail("questions were asked"))
+    assert main(["eval", "arc", str(small_moe), "--data", str(FACTS), "--cache-rate", "0.5,0.01", "--lossy",
+                 "heaviest", "--speed-tokens", "8"]) == 2
+    least = capsys.readouterr().err.split("use ")[1].split()[0]
+    monkeypatch.setattr(sweep, "judge", lambda *_: None)
+    monkeypatch.setattr(sweep, "measure_speeds", lambda *_: None)
+    monkeypatch.setattr(sweep, "rows", lambda *_: [])
+    plan = sweep.Plan(model=str(small_moe), data=(str(FACTS),), rates=(float(least),), speed_tokens=8)
+    assert sweep.run(plan, sweep.Record(None, {}), lambda *_: None) == []
 
 
 @pytest.mark.parametrize("settings", [
@@ -506,7 +524,7 @@ def test_a_record_of_other_conditions_is_refused(
     record = tmp_path / "sweep.json"
     model, ghosts = tmp_path / "model.gguf", tmp_path / "model.ghosts.gguf"
     os.link(small_moe, model)
-    arguments = sweep_arguments(model, buddies_file, record)
+    arguments = [*sweep_arguments(model, buddies_file, record), "--text", str(TEXT), "--text-tokens", "64"]
     assert main(arguments) == 0
     assert main([*arguments, "--limit", "9"]) == 2
     assert f"{record} was made with another --limit" in capsys.readouterr().err
@@ -514,10 +532,27 @@ def test_a_record_of_other_conditions_is_refused(
     assert main(arguments) == 2
     assert f"{record} was made with another ghosts file" in capsys.readouterr().err
     ghosts.unlink()
-    for text in ("[]", "[" * 100_000, '{"version": 1, "conditions": 5}'):
+    sound = record.read_text(encoding="utf-8")
+
+    def changed(change) -> str:
+        value = json.loads(sound)
+        for judged in value["judgements"].values():
+            change(judged)
+        return json.dumps(value)
+
+    damages = [lambda judged: judged.update(accuracies=[]), lambda judged: judged["accuracies"][0].update(right="1"),
+               lambda judged: judged["accuracies"][0].update(right=7), lambda judged: judged["slots"].update(absent=""),
+               lambda judged: judged["slots"].update(absent=-1), lambda judged: judged.pop("text_slots"),
+               lambda judged: judged.update(divergence=None), lambda judged: judged["divergence"].update(blocks=[]),
+               lambda judged: judged["divergence"].update(mean=float("nan"))]
+    for text in ("[]", "[" * 100_000, '{"version": 1, "conditions": 5}', *map(changed, damages)):
         record.write_text(text)
         assert main(arguments) == 2
         assert "is no record of a sweep" in capsys.readouterr().err
+    record.write_text(sound)
+    assert main(arguments) == 0
+    assert main([*arguments, "--csv", str(record)]) == 2
+    assert "a file that is read" in capsys.readouterr().err and record.read_text(encoding="utf-8") == sound
 
 
 def test_csv_and_plot(small_moe: Path, buddies_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
