@@ -8,7 +8,8 @@ copies, and in part on one whose experts are hardly different yet; and writes it
     python -m scripts.papers.buddymoe.measure -o build/lossy --report docs/lossy.md   # only writes tables
 
 Each part is in DIR/PART.MODEL.json as soon as it was measured, and is not measured again: remove what is to be made
-anew. A page keeps its tables of parts that were not measured. Parts:
+anew (and levers.MODEL.record, from which an interrupted run goes on). A page keeps its tables of parts that were not
+measured. Parts:
 
     levers      accuracy kept, divergence and reading of every lever, beside baselines under the same gates
     quarter     the words, with a quarter of the experts
@@ -61,8 +62,12 @@ class Folder:
     """Where models, traces, sidecars and results lie."""
 
     def __init__(self, path: Path) -> None:
+        """PyorchError where there can be no such folder."""
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PyorchError(f"{path} is no folder that can be written into: {error.strerror}") from None
 
     def model(self, name: str) -> Path:
         return self.path / f"{name}.gguf"
@@ -122,8 +127,11 @@ def levers(folder: Folder, name: str) -> str:
     every = [settings for _, settings in LEVERS]
     if name == "less":
         every = ["heaviest", "mode=none,miss=drop", "buddies", FULL_REPLACEMENT]
-    return judged(folder, name, "0.5" if name == "less" else RATES, FACTS / "facts-test.jsonl", FACTS / "text-test.txt",
-                  every, "--resume", folder.path / f"levers.{name}.record")
+    record = folder.path / f"levers.{name}.record"
+    found = judged(folder, name, "0.5" if name == "less" else RATES, FACTS / "facts-test.jsonl",
+                   FACTS / "text-test.txt", every, "--resume", record)
+    record.unlink()
+    return found
 
 
 def quarter(folder: Folder, name: str) -> str:
@@ -219,25 +227,32 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    folder = Folder(args.output)
     if args.report is not None:
         from scripts.papers.buddymoe.report import write
 
-        write(folder, args.report)
+        if not args.output.is_dir():
+            raise PyorchError(f"{args.output} is no folder: nothing was measured there")
+        write(Folder(args.output), args.report)
         return 0
-    parts = args.parts.split(",")
+    folder, parts = Folder(args.output), args.parts.split(",")
     for part in parts:
         if part not in (*PARTS, "speed"):
             raise PyorchError(f'part "{part}" is not known: {", ".join((*PARTS, "speed"))} are')
-    for name, checkpoint in zip(MODELS, (FACTS, args.upcycled, args.less)):
-        wanted = [part for part in parts if part in (OF_THE_THIRD if name == "less" else PARTS)]
-        missing = [part for part in wanted if not folder.result(part, name).exists()]
-        if missing and checkpoint is None and not folder.model(name).exists():
-            raise PyorchError(f"the parts {', '.join(missing)} need --{name} CHECKPOINT")
-        if missing:
-            folder.prepare(name, checkpoint)
-            for part in missing:
-                write_text(folder.result(part, name), PARTS[part](folder, name))
+    if len(args.wide) not in (0, 2):
+        raise PyorchError("--wide needs both models, the first widened one before the second")
+    if parts == ["speed"] and not args.wide:
+        raise PyorchError("the part speed needs the models of --wide")
+    checkpoints = dict(zip(MODELS, (FACTS, args.upcycled, args.less)))
+    missing = {name: [part for part in parts if part in (OF_THE_THIRD if name == "less" else PARTS)
+                      and not folder.result(part, name).exists()] for name in MODELS}
+    for name in MODELS:
+        if missing[name] and checkpoints[name] is None and not folder.model(name).exists():
+            raise PyorchError(f"the parts {', '.join(missing[name])} need --{name} CHECKPOINT")
+    for name in MODELS:
+        if missing[name]:
+            folder.prepare(name, checkpoints[name])
+        for part in missing[name]:
+            write_text(folder.result(part, name), PARTS[part](folder, name))
     for name, model in zip(MODELS, args.wide):
         if "speed" in parts and not folder.result("speed", name).exists():
             write_text(folder.result("speed", name), speed(model))

@@ -30,7 +30,7 @@ BEGAN = {"small": "from nothing", "upcycled": "copies", "less": "copies, trained
 BOTH = MODELS[:2]
 WORDS = ("heaviest", "ghosts", "buddies")
 _STAND_IN = ("ghosts", "mode=cache", "buddies", "coverage")  # levers that compute something else
-_PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\w+))? -->\n)(?:(?!<!-- measured:).)*?(<!-- end -->)", re.DOTALL)
 
 
 class NotMeasured(PyorchError):
@@ -72,11 +72,17 @@ def write(folder: Folder, page: Path) -> None:
         except NotMeasured as missing:
             print(f"the table {table} stays as it was: {missing}", file=sys.stderr)
             return match[0]
-        except (KeyError, TypeError, StopIteration, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, StopIteration, RuntimeError) as error:
             raise PyorchError(f"the table {table} cannot be made of what {folder.path} has: {error!r}") from None
         return f"{begin}\n{text}\n{end}"
 
-    texts = {page: _PLACE.sub(anew, page.read_text(encoding="utf-8"))}
+    try:
+        before = page.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise PyorchError(f"{page} cannot be read: {error}") from None
+    if before.count("<!-- measured:") != len(_PLACE.findall(before)) or not _PLACE.search(before):
+        raise PyorchError(f"{page}: it has no marks of tables, or one of them has no end")
+    texts = {page: _PLACE.sub(anew, before)}
     for name in MODELS:
         with contextlib.suppress(NotMeasured):
             texts[page.with_suffix("") / f"{name}.csv"] = to_csv(found.read("levers", name))
@@ -86,7 +92,10 @@ def write(folder: Folder, page: Path) -> None:
 
 
 def _markdown(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
+    """ValueError for rows that are not there, or of another length."""
     lines = [columns, ["---"] * len(columns), *rows]
+    if len(lines) == 2 or any(len(line) != len(columns) for line in lines):
+        raise ValueError("rows are missing")
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -127,10 +136,11 @@ def levers(found: Found, name: str) -> str:
 def quarter(found: Found) -> str:
     def lines() -> Iterator[Sequence[str]]:
         for name in BOTH:
-            for (_, settings), row in found.rows("quarter", name).items():
-                if settings in WORDS:
-                    yield (BEGAN[name], f"`{settings}`", _kept(row),
-                           _leads(row, "drop") if "leads drop acc" in row else "", _kl(row), _read(row))
+            rows = found.rows("quarter", name)
+            for settings in WORDS:
+                row = rows[0.25, settings]
+                yield (BEGAN[name], f"`{settings}`", _kept(row),
+                       _leads(row, "drop") if "leads drop acc" in row else "", _kl(row), _read(row))
 
     return _markdown(("experts began", "settings", "kept", "accuracy above leaving out", "KL",
                       "experts read a token, of those absent"), lines())
@@ -231,7 +241,7 @@ def time(found: Found) -> str:
     columns = ("kl_divergence", "absent_per_token", "changed_per_token", "read_per_token")
 
     def lines() -> Iterator[Sequence[str]]:
-        for windows in zip(*(found.read("time", name) for name in BOTH)):
+        for windows in zip(*(found.read("time", name) for name in BOTH), strict=True):
             yield (str(windows[0]["first_token"]),
                    *(format(window[column], ".3f" if column == columns[0] else ".1f")
                      for window in windows for column in columns))
@@ -243,7 +253,7 @@ def time(found: Found) -> str:
 def tune(found: Found) -> str:
     def lines() -> Iterator[Sequence[str]]:
         for name in BOTH:
-            for rate, tuning in zip(TUNED, found.read("tune", name)):
+            for rate, tuning in zip(TUNED, found.read("tune", name), strict=True):
                 tuned = tuning["tuned"]
                 trial = next(one for one in tuning["trials"] if one["settings"] == tuned["settings"])
                 kept = tuned["accuracy"] / tuned["original_accuracy"]

@@ -110,13 +110,19 @@ def test_only_marked_tables_of_a_page_are_written_anew(tmp_path: Path, capsys: p
     assert (lines[0], lines[-1]) == ("Before.", "Behind.") and "old" not in lines
     assert sum("| 0.250 | 0.250 | 0.250 | 0.25 | 0.25 | 0.25 | 0.50 |" in line for line in lines) == 3
     assert (tmp_path / "page/less.csv").read_text(encoding="utf-8") == "cache_rate\n0.5\n"
+    for text in ("no marks", "<!-- measured: similarity -->\nno end", "<!-- measured: time -->\n"
+                 "<!-- measured: similarity -->\nold\n<!-- end -->\n"):
+        page.write_text(text, encoding="utf-8")
+        with pytest.raises(PyorchError, match="has no end"):
+            report.write(folder, page)
+        assert page.read_text(encoding="utf-8") == text
     page.write_text("<!-- measured: nothing -->\n<!-- end -->\n", encoding="utf-8")
     with pytest.raises(PyorchError, match='there is no table "nothing"'):
         report.write(folder, page)
     page.write_text("<!-- measured: unseen -->\nkept\n<!-- end -->\n", encoding="utf-8")
     report.write(folder, page)
     assert "kept" in page.read_text(encoding="utf-8") and "the table unseen stays" in capsys.readouterr().err
-    for damaged in ("[", "[{}]"):
+    for damaged in ("[", "[{}]", "[]"):
         folder.result("similarity", "less").write_text(damaged, encoding="utf-8")
         page.write_text("<!-- measured: similarity -->\nkept\n<!-- end -->\n", encoding="utf-8")
         with pytest.raises(PyorchError, match="cannot be"):
