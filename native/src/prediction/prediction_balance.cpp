@@ -59,7 +59,10 @@ void PredictionTrial::add_pair(double with, double without) {
     squares += off * (gain - mean);
     // The wider, the fewer: about the quantiles of Student's distribution.
     const double error = n_pairs < 3 ? INFINITY : std::sqrt(squares / (n_pairs - 1) / n_pairs);
-    if (std::fabs(mean) < (2 + 6.0 / n_pairs) * error && n_pairs < MOST_PAIRS) {
+    const bool   told  = std::fabs(mean) >= (2 + 6.0 / n_pairs) * error;
+    // What is likelier to lose than to gain is tried no further: a trial costs half of what it finds.
+    const bool vain = n_pairs >= FEWEST_IN_VAIN && mean + error < 0;
+    if (!told && !vain && n_pairs < MOST_PAIRS) {
         return;
     }
     held    = kept == (mean >= 0) ? std::min(2 * held, MOST_HELD) : HELD;

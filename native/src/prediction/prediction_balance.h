@@ -33,10 +33,11 @@ private:
 //
 // Some ubatches decode with, as many without, in pairs of such blocks, the first of which alternates; when the times of
 // the pairs tell which is sooner, or after MOST_PAIRS, the sooner is kept for HELD ubatches, and for twice as many as
-// the last time where the trial after them ends as before.
+// the last time where the trial after them ends as before. From FEWEST_IN_VAIN pairs on it ends sooner where a gain is
+// unlikely.
 class PredictionTrial {
 public:
-    static constexpr int BLOCK = 4, MOST_PAIRS = 24, HELD = 512, MOST_HELD = 8192;
+    static constexpr int BLOCK = 4, FEWEST_IN_VAIN = 4, MOST_PAIRS = 24, HELD = 512, MOST_HELD = 8192;
 
     // Whether the next decoding ubatch is to be predicted.
     bool on() const { return trying() ? on_in(block) : kept; }

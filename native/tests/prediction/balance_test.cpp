@@ -116,6 +116,12 @@ static void the_sooner_is_kept() {
         later  = std::max(later, tried(loses, 2000, 1.15, seed));
         mended = std::min(mended, tried(loses, 20000, 0.85, seed));
     }
+    double little = 0;
+    for (uint32_t seed = 1; seed <= 100; ++seed) {
+        pyorch::PredictionTrial trial;
+        little += tried(trial, 200, 1.06, seed) / 100;
+    }
+    require(little < 0.3, "what seems to lose a little is not tried to the end", { little });
     require(sooner > 0.9, "predictions that gain are made but in trials", { sooner });
     require(later < 0.1, "predictions that lose are made in trials only", { later });
     require(mended > 0.5, "they are made again where they have come to gain", { mended });
