@@ -76,7 +76,7 @@ class Record:
         n_files, has_text = len(self._conditions["--data"]), bool(self._conditions["--text"])
         with self._sound():
             self.judgements = {key: _stored(one, n_files, has_text) for key, one in value["judgements"].items()}
-            self.speeds = {key: [Speed(**speed) for speed in rounds] for key, rounds in value["speeds"].items()}
+            self.speeds = {key: [_stored_speed(speed) for speed in rounds] for key, rounds in value["speeds"].items()}
 
     def _no_record(self) -> FormatError:
         return FormatError(f"{self._path} is no record of a sweep: name another file with --resume")
@@ -116,6 +116,15 @@ def _stored(judged: dict, n_files: int, has_text: bool) -> Judgement:
             divergence.mean) and all(map(math.isfinite, divergence.blocks))):
         raise ValueError("no divergence")
     return Judgement(accuracies, slots, divergence, text_slots)
+
+
+def _stored_speed(speed: dict) -> Speed:
+    """As _stored()."""
+    if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in speed.values()):
+        raise ValueError("no speed")
+    if not (speed["n_tokens"] and speed["seconds"]):
+        raise ValueError("nothing was decoded")
+    return Speed(**speed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,9 +174,9 @@ def run(plan: Plan, record: Record, on_progress: OnProgress) -> list[Row]:
 def _check_rates(plan: Plan) -> None:
     """PyorchError for a cache that is too small for speed to be measured with it: before questions are asked."""
     with ModelMap(plan.model) as model_map:
-        info = model_map.info
+        info, beside = model_map.info, Sidecars(model_map)
         for method in plan.methods:
-            ghosts = find_ghosts(method.substitution, Sidecars(model_map))
+            ghosts = find_ghosts(method.substitution, beside)
             least = info.floor_bytes + (ghosts.n_bytes if ghosts is not None else 0)
             for rate in plan.rates:
                 if rate * info.slots_bytes < least:

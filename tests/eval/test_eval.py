@@ -549,6 +549,11 @@ def test_a_record_of_other_conditions_is_refused(
         record.write_text(text)
         assert main(arguments) == 2
         assert "is no record of a sweep" in capsys.readouterr().err
+    speed = dict.fromkeys(Speed.__dataclass_fields__, 1)
+    for field, value in (("seconds", "x"), ("seconds", 0), ("hits", float("nan")), ("hits", -1)):
+        record.write_text(json.dumps(json.loads(sound) | {"speeds": {"0.5": [speed | {field: value}]}}))
+        assert main(arguments) == 2
+        assert "is no record of a sweep" in capsys.readouterr().err
     record.write_text(sound)
     assert main(arguments) == 0
     assert main([*arguments, "--csv", str(record)]) == 2

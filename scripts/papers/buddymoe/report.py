@@ -30,7 +30,7 @@ BEGAN = {"small": "from nothing", "upcycled": "copies", "less": "copies, trained
 BOTH = MODELS[:2]
 WORDS = ("heaviest", "ghosts", "buddies")
 _STAND_IN = ("ghosts", "mode=cache", "buddies", "coverage")  # levers that compute something else
-_PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\w+))? -->\n)(?:(?!<!-- measured:).)*?(<!-- end -->)", re.DOTALL)
+_PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 class NotMeasured(PyorchError):

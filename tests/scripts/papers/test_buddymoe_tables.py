@@ -122,6 +122,11 @@ def test_only_marked_tables_of_a_page_are_written_anew(tmp_path: Path, capsys: p
     page.write_text("<!-- measured: unseen -->\nkept\n<!-- end -->\n", encoding="utf-8")
     report.write(folder, page)
     assert "kept" in page.read_text(encoding="utf-8") and "the table unseen stays" in capsys.readouterr().err
+    for name in MODELS[:2]:
+        folder.result("time", name).write_text("[]", encoding="utf-8")
+    page.write_text("<!-- measured: time -->\nkept\n<!-- end -->\n", encoding="utf-8")
+    with pytest.raises(PyorchError, match="rows are missing"):
+        report.write(folder, page)
     for damaged in ("[", "[{}]", "[]"):
         folder.result("similarity", "less").write_text(damaged, encoding="utf-8")
         page.write_text("<!-- measured: similarity -->\nkept\n<!-- end -->\n", encoding="utf-8")
