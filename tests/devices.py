@@ -82,6 +82,7 @@ class CountingWire:
 
     GET = 8  # RPC_CMD_GET_TENSOR
     SET = 6  # RPC_CMD_SET_TENSOR
+    COPY = 9  # RPC_CMD_COPY_TENSOR
 
     def __init__(self, device: DeviceProcess) -> None:
         self._to = ("127.0.0.1", device.port)

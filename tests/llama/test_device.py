@@ -365,9 +365,14 @@ def test_a_prompt_through_areas_asks_for_its_choice_of_experts_alone(
                 # Of each layer its choice, then the logits; the last layer's one row may be predicted.
                 questions = len(model.layers) + 1
                 assert questions <= wire.commands[wire.GET] <= questions + 2, number
-                # Slots go there for each layer, beside six inputs of the graph; numbers of rows that the processor
-                # computed do not: its way is not in the graph.
-                assert wire.small_sets < 2 * (len(model.layers) - 1) + 6, number
+                # Slots go there for each layer, and which of them its area is made of, beside six inputs of the graph;
+                # numbers of rows that the processor computed do not: its way is not in the graph.
+                assert wire.small_sets < 3 * (len(model.layers) - 1) + 6, number
+                # The choice alone, not all experts in its order.
+                logits = model.llama.n_vocab() * 4
+                assert wire.bytes[wire.GET] - logits <= questions * 32 * 6 * 4, number
+                # What has slots is put together in one step.
+                assert model.stats().experts.device_hits > 0 and wire.commands[wire.COPY] == 0, number
     wire.stop()
     process.stop()
 
@@ -392,6 +397,40 @@ def test_no_layer_asks_the_host_where_the_device_holds_the_whole_model(
     for wanting in ({"managed": True}, {"vram_budget": "100%"}, {"substitution": "heaviest"}, {"n_gpu_layers": 3}):
         with small_model(small_moe, "50%", device=wire.name, **wanting) as model:
             assert model.engine is not None and model.note == ""
+    wire.stop()
+    process.stop()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 32])
+def test_a_layer_that_is_wholly_on_the_device_asks_the_host_nothing(
+    small_moe: Path, tmp_path: Path, prompt_tokens: list[int], n_tokens: int
+) -> None:
+    """Where most experts have slots, some layers have them all; and what asks for their routing is shown it."""
+    process = DeviceProcess(tmp_path / "log")
+    wire = CountingWire(process)
+    with small_model(small_moe, "resident", device=wire.name) as model, context(model) as ctx:
+        expected = np.concatenate([ctx.decode(prompt_tokens[:64]), ctx.decode(prompt_tokens[:n_tokens])])
+    with small_model(
+        small_moe, "50%", device=wire.name, vram_budget="99%", device_misses="upload", prefetch="none"
+    ) as model:
+        with context(model) as ctx:
+            made = ctx.decode(prompt_tokens[:64])
+            whole = [il for il in model.layers if (model.residency[il] == 2).all()]
+            assert whole == [0]
+            wire.reset()
+            made = np.concatenate([made, ctx.decode(prompt_tokens[:n_tokens])])
+            # Choices, logits, and behind a prompt's last layer a number, which says that its areas are free.
+            assert wire.commands[wire.GET] == len(model.layers) - len(whole) + (1 if n_tokens == 1 else 2)
+        assert_same_bits(made, expected)
+        counted = model.stats().experts
+        assert counted.device_hits + counted.device_misses > 0
+        with pytest.raises(pyorch.PyorchError, match="with all its experts"):
+            model.layers[0].settings = pyorch.LayerSettings(max_on_device=5)
+        seen = set()
+        model.engine.set_observer(lambda routing: seen.add(routing.il))
+        with context(model) as ctx:
+            assert_same_bits(ctx.decode(prompt_tokens[:64]), expected[:64])
+        assert seen == set(model.layers)
     wire.stop()
     process.stop()
 

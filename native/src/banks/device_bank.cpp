@@ -25,15 +25,32 @@ uint64_t largest_matrix(const MoeLayer & layer) {
     return bytes;
 }
 
-std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, std::vector<int> & pool_of) {
+int n_whole_layers(const ModelMap & map, double share) {
+    constexpr double PARTLY   = 0.6; // of the experts of each of the others
+    const double     n_layers = (double) map.layers.size();
+    return share >= 1 ? 0 : (int) (n_layers * std::max(0.0, share - PARTLY) / (1 - PARTLY));
+}
+
+std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, int n_whole, std::vector<int> & pool_of) {
     std::vector<DevicePool> pools;
     pool_of.clear();
+    uint64_t whole = 0, all = 0;
     for (int i = 0; i < (int) map.layers.size(); ++i) {
+        const MoeLayer & layer = map.layers[i];
+        all += layer.n_expert * layer.expert_bytes();
+        if (i < n_whole) {
+            whole += layer.n_expert * layer.expert_bytes();
+            pools.push_back({ { i }, layer.n_expert, layer.expert_bytes(), layer.n_expert });
+            pool_of.push_back(i);
+        }
+    }
+    share = all > whole ? std::max(0.0, share * (double) all - (double) whole) / (double) (all - whole) : 0;
+    for (int i = n_whole; i < (int) map.layers.size(); ++i) {
         const MoeLayer & layer = map.layers[i];
         const auto       slots = (uint64_t) (share * layer.n_expert);
         // The newest pool of its kind that has room.
         auto pool = std::find_if(pools.rbegin(), pools.rend(), [&](const DevicePool & p) {
-            return alike(map.layers[p.layers.front()], layer) &&
+            return p.layers.front() >= n_whole && alike(map.layers[p.layers.front()], layer) &&
                 (p.n_slots + slots) * largest_matrix(layer) <= DevicePool::MAX_TENSOR_BYTES;
         });
         if (pool == pools.rend()) {
@@ -73,7 +90,8 @@ DeviceBank::DeviceBank(const ModelMap & map, ggml_backend_dev_t device, std::sha
 // share: of the experts that there are slots for.
 void DeviceBank::form_pools(double share) {
     pools.clear();
-    for (const DevicePool & pool : form_device_pools(map, share, pool_by_layer)) {
+    const int n_whole = whole_layers ? n_whole_layers(map, share) : 0;
+    for (const DevicePool & pool : form_device_pools(map, share, n_whole, pool_by_layer)) {
         pools.push_back({ pool, {} });
     }
 }
@@ -179,8 +197,9 @@ void DeviceBank::turn_area(int number, int layer) {
     kind_in[number] = kind;
 }
 
-void DeviceBank::allocate(uint64_t budget) {
-    used_bytes = 0;
+void DeviceBank::allocate(uint64_t budget, bool whole) {
+    whole_layers = whole;
+    used_bytes   = 0;
     areas.clear();
     area_buffers.clear();
     buffer.reset();
@@ -245,6 +264,11 @@ bool DeviceBank::has_room_for_all() const {
     return std::all_of(pools.begin(), pools.end(), [](const Pool & pool) { return pool.n_slots == pool.n_experts; });
 }
 
+bool DeviceBank::has_whole(int layer) const {
+    const Pool & pool = pools[pool_of(layer)];
+    return pool.layers.size() == 1 && pool.n_slots == pool.n_experts;
+}
+
 bool DeviceBank::upload(int layer, int slot, int role, const char * bytes) {
     return send(slots(layer, role), slot, bytes);
 }
@@ -296,48 +320,162 @@ void DeviceBank::copy_from_area(int number, int layer, int expert, int slot) {
     }
 }
 
+void DeviceBank::gather_in_area(int number, int layer, const std::vector<int> & slots) {
+    if (std::all_of(slots.begin(), slots.end(), [](int slot) { return slot < 0; })) {
+        return;
+    }
+    turn_area(number, layer);
+    if (gather(number, layer, slots)) {
+        return;
+    }
+    for (int expert = 0; expert < (int) slots.size(); ++expert) {
+        if (slots[expert] >= 0) {
+            copy_to_area(number, layer, expert, slots[expert]);
+        }
+    }
+    wait_for_uploads();
+}
+
+// A call for each matrix takes as long as the driver needs for some hundred of them, and all other threads wait for it
+// then. Matrices are rows of numbers to get_rows. False: it cannot.
+bool DeviceBank::gather(int number, int layer, const std::vector<int> & slots) {
+    std::lock_guard<std::mutex> lock(gathering);
+    const int                   n_roles = (int) map.layers[layer].tensors.size();
+    const int64_t               n       = (int64_t) slots.size();
+    const ggml_context_ptr      ctx(
+        ggml_init({ 4 * n_roles * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
+    ggml_cgraph *           graph   = ggml_new_graph(ctx.get());
+    ggml_tensor *           numbers = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, n);
+    ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(device),
+        ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(device), numbers)));
+    if (!buffer ||
+        ggml_backend_tensor_alloc(buffer.get(), numbers, ggml_backend_buffer_get_base(buffer.get())) !=
+            GGML_STATUS_SUCCESS) {
+        return false;
+    }
+    for (int role = 0; role < n_roles; ++role) {
+        const ggml_tensor * pool = this->slots(layer, role);
+        const ggml_tensor * to   = area(number, layer, role);
+        if (pool->nb[2] % sizeof(int32_t) != 0 || pool->nb[2] != to->nb[2]) {
+            return false;
+        }
+        ggml_tensor * from =
+            ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, (int64_t) (pool->nb[2] / sizeof(int32_t)), pool->ne[2]);
+        from->buffer       = pool->buffer;
+        from->data         = pool->data;
+        ggml_tensor * rows = ggml_get_rows(ctx.get(), from, numbers);
+        rows->buffer       = to->buffer;
+        rows->data         = to->data;
+        if (!ggml_backend_dev_supports_op(device, rows)) {
+            return false;
+        }
+        ggml_build_forward_expand(graph, rows);
+    }
+    if (!gatherer) {
+        gatherer.reset(ggml_backend_dev_init(device, nullptr));
+    }
+    std::vector<int32_t> rows(slots.begin(), slots.end());
+    std::replace_if(rows.begin(), rows.end(), [](int32_t slot) { return slot < 0; }, 0); // anything, to be overwritten
+    if (!gatherer) {
+        return false;
+    }
+    ggml_backend_tensor_set(numbers, rows.data(), 0, rows.size() * sizeof(int32_t));
+    return ggml_backend_graph_compute(gatherer.get(), graph) == GGML_STATUS_SUCCESS;
+}
+
 void DeviceBank::reset_counts() {
     uploaded     = 0;
     uploading_ns = 0;
 }
+
+DeviceLandings::DeviceLandings(ggml_backend_dev_t device) : device(device), reads_host(reads_host_memory(device)) {}
 
 void DeviceLandings::set_limit(uint64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
     limit = bytes;
 }
 
-ggml_tensor * DeviceLandings::take(int64_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const auto                  free = std::find_if(
-        landings.begin(), landings.end(), [&](const Landing & l) { return !l.taken && l.tensor->ne[0] >= n; });
-    if (free != landings.end()) {
-        free->taken = true;
-        return free->tensor;
-    }
-    Landing made = {};
-    made.ctx.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
-    made.tensor = ggml_new_tensor_1d(made.ctx.get(), GGML_TYPE_F32, n);
-    ggml_set_name(made.tensor, "pyorch_landing");
-    const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(device);
-    if (used_bytes + ggml_backend_buft_get_alloc_size(type, made.tensor) > limit) {
-        return nullptr;
-    }
-    made.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(made.ctx.get(), type));
-    if (!made.buffer) {
-        return nullptr;
-    }
-    used_bytes += ggml_backend_buffer_get_size(made.buffer.get());
-    ggml_backend_buffer_clear(made.buffer.get(), 0);
-    ggml_backend_buffer_set_usage(made.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    made.taken = true;
-    landings.push_back(std::move(made));
-    return landings.back().tensor;
+ggml_tensor * DeviceLandings::Landing::tensor(
+    ggml_context * ctx, ggml_type type, const int64_t * ne, void * data) const {
+    ggml_tensor * made = ggml_new_tensor(ctx, type, GGML_MAX_DIMS, ne);
+    made->buffer       = rows->buffer;
+    made->data         = data;
+    return made;
 }
 
-void DeviceLandings::give_back(ggml_tensor * landing) {
+// REQUIRES: the mutex
+DeviceLandings::Piece * DeviceLandings::find(int64_t n, int64_t n_numbers) {
+    for (Piece & piece : pieces) {
+        if (!piece.taken && (piece.zero_copy != nullptr) == (n_numbers > 0) && piece.holds(n, n_numbers)) {
+            piece.taken = true;
+            return &piece;
+        }
+    }
+    return nullptr;
+}
+
+// Of the device. REQUIRES: the mutex
+bool DeviceLandings::allocate(Piece & piece, int64_t n) {
+    piece.ctx.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
+    piece.rows = ggml_new_tensor_1d(piece.ctx.get(), GGML_TYPE_F32, n);
+    ggml_set_name(piece.rows, "pyorch_landing");
+    const ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(device);
+    if (used_bytes + ggml_backend_buft_get_alloc_size(type, piece.rows) > limit) {
+        return false;
+    }
+    piece.buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(piece.ctx.get(), type));
+    if (!piece.buffer) {
+        return false;
+    }
+    used_bytes += ggml_backend_buffer_get_size(piece.buffer.get());
+    ggml_backend_buffer_clear(piece.buffer.get(), 0);
+    ggml_backend_buffer_set_usage(piece.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    return true;
+}
+
+const DeviceLandings::Landing * DeviceLandings::take(int64_t n) {
     std::lock_guard<std::mutex> lock(mutex);
-    for (Landing & l : landings) {
-        l.taken = l.taken && l.tensor != landing;
+    if (const Piece * found = find(n, 0)) {
+        return found;
+    }
+    Piece made    = {};
+    made.n_floats = n;
+    if (!allocate(made, n)) {
+        return nullptr;
+    }
+    pieces.push_back(std::move(made));
+    return &pieces.back();
+}
+
+const DeviceLandings::Landing * DeviceLandings::take_zero_copy(int64_t n, int64_t n_numbers) {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!reads_host) {
+        return nullptr;
+    }
+    if (const Piece * found = find(n, n_numbers)) {
+        return found;
+    }
+    Piece made    = {};
+    made.n_floats = n;
+    if (!allocate(made, 1)) {
+        return nullptr;
+    }
+    made.host.reset(ggml_backend_buft_alloc_buffer(
+        ggml_backend_dev_host_buffer_type(device), n * sizeof(float) + n_numbers * sizeof(int32_t)));
+    if (!made.host) {
+        return nullptr;
+    }
+    made.zero_copy = (float *) ggml_backend_buffer_get_base(made.host.get());
+    made.numbers   = (int32_t *) (made.zero_copy + n);
+    made.n_numbers = n_numbers;
+    pieces.push_back(std::move(made));
+    return &pieces.back();
+}
+
+void DeviceLandings::give_back(const Landing * landing) {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (Piece & piece : pieces) {
+        piece.taken = piece.taken && &piece != landing;
     }
 }
 

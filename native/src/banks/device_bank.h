@@ -21,6 +21,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -45,8 +46,18 @@ bool alike(const MoeLayer & a, const MoeLayer & b);
 // Bytes of the largest matrix of an expert.
 uint64_t largest_matrix(const MoeLayer & layer);
 
-// share: of the experts that there are slots for. pool_of: becomes the index of each layer's pool.
-std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, std::vector<int> & pool_of);
+// How many layers are wholly on a device, where there are slots for a share of all experts: the first ones. A layer of
+// which a part is there costs a token some trips to the host, however small the rest; one that is wholly there costs
+// none, and prompts pass through no area. So what is more than most uses need goes to whole layers. With h(f) of the
+// uses answered by a share f of a layer's experts, C what the processor takes for all its uses of a layer and o what the
+// trips take, that pays from f on where o + C (1 - h(f)) = C h'(f) (1 - f). Uses of real models concentrate so that
+// 1 - h(f) = (1 - f)^k, k from 2 to 4, and o is 0.05 to 0.2 C: f is 0.5 to 0.75, and a token takes hardly longer by
+// another choice between them.
+int n_whole_layers(const ModelMap & map, double share);
+
+// share: of the experts that there are slots for. pool_of: becomes the index of each layer's pool. A layer that is
+// wholly there, of the first n_whole, has a pool of its own, with a slot for each expert.
+std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, int n_whole, std::vector<int> & pool_of);
 
 // How many areas of so many bytes each a budget has room for beside slots: two, or one, or none where they would take
 // more than a third of it.
@@ -66,14 +77,15 @@ public:
 
     // Takes memory: at most so many bytes, and no more than all experts need. What the device refuses is
     // asked for again, by a quarter less; then one more quarter is left to the buffers of contexts. That is said once,
-    // and it may come to nothing. Called once, but again where it threw.
-    void allocate(uint64_t budget);
+    // and it may come to nothing. whole: some layers may be there wholly. Called once, but again where it threw.
+    void allocate(uint64_t budget, bool whole = false);
 
     const ggml_backend_dev_t device;
 
     const std::vector<Pool> & all() const { return pools; }
     int                       pool_of(int layer) const { return pool_by_layer[layer]; }
     int                       n_slots(int layer) const { return pools[pool_of(layer)].n_slots; }
+    bool                      has_whole(int layer) const;         // a slot for each expert of it, and of no other layer
     uint64_t                  used() const { return used_bytes; } // of the device
     bool                      has_room_for_all() const;           // experts of all layers, at once
 
@@ -92,6 +104,10 @@ public:
     void copy_to_area(int number, int layer, int expert, int slot);
     void copy_from_area(int number, int layer, int expert, int slot); // what is there
 
+    // Those of a layer that have slots (by expert, below 0: none) to an area in which nothing is yet that is wanted: by
+    // the device's kernels, at once.
+    void gather_in_area(int number, int layer, const std::vector<int> & slots);
+
     // One matrix of an expert, as the model has it, goes to a slot that no kernel reads. It is there after the next
     // wait_for_uploads(). True: bytes must stay until then; false: they may go before. Any number of threads.
     bool upload(int layer, int slot, int role, const char * bytes);
@@ -106,7 +122,8 @@ private:
     const ModelMap &        map;
     std::vector<Pool>       pools;
     std::vector<int>        pool_by_layer;
-    uint64_t                used_bytes = 0;
+    bool                    whole_layers = false;
+    uint64_t                used_bytes   = 0;
     std::atomic<uint64_t>   uploaded{ 0 };
     std::atomic<uint64_t>   uploading_ns{ 0 };
     ggml_context_ptr        tensors;
@@ -123,44 +140,72 @@ private:
 
     void     allocate_areas(uint64_t budget);
     void     turn_area(int number, int layer);
+    bool     gather(int number, int layer, const std::vector<int> & slots);
     void     form_pools(double share);
     uint64_t make_tensors();
     bool     send(ggml_tensor * to, int index, const char * bytes);
+
+    std::mutex       gathering;
+    ggml_backend_ptr gatherer; // its kernels; null: not yet, or it has none for that
 
     std::shared_ptr<PageLocks>  locks;
     std::unique_ptr<DeviceLink> link; // goes first: it may be on its way to a buffer
 };
 
-// Memory of a device for rows that the processor computes, one for each context that computes.
+// Memory for what goes from the processor to a device between the nodes of a graph, one piece for each context that
+// computes: rows that the processor computes, and where one token computes, numbers too.
 //
 // It goes from context to context and is freed with the device's bank: a context that was aborted may end while the
 // device still works on what it was given.
 class DeviceLandings {
 public:
-    explicit DeviceLandings(ggml_backend_dev_t device) : device(device) {}
+    struct Landing {
+        ggml_tensor * rows; // [n] floats: of the device; zero-copy: one, which says whose it is
 
-    // At most so many bytes from now on, 0 before.
+        // Zero-copy: page-locked host memory that kernels read over the link, so that nobody waits for a copy. They read
+        // it once, so it is to be copied on by the first of them. null: the device's own memory, to be sent to.
+        float *   zero_copy = nullptr;
+        int32_t * numbers   = nullptr; // in the same, behind the rows
+        int64_t   n_floats  = 0;
+        int64_t   n_numbers = 0;
+
+        bool holds(int64_t floats, int64_t numbers) const { return n_floats >= floats && n_numbers >= numbers; }
+
+        // Of zero-copy memory: a tensor that a graph takes for one of the device's.
+        ggml_tensor * tensor(ggml_context * ctx, ggml_type type, const int64_t * ne, void * data) const;
+    };
+
+    explicit DeviceLandings(ggml_backend_dev_t device);
+
+    // At most so many bytes of the device from now on, 0 before.
     void set_limit(uint64_t bytes);
 
-    // Of at least n floats, [n'], until it is given back. null: there is no memory.
-    ggml_tensor * take(int64_t n);
-    void          give_back(ggml_tensor * landing);
+    // Of at least n floats, until it is given back. null: there is no memory.
+    const Landing * take(int64_t n);
+    void            give_back(const Landing * landing);
+
+    // The same in zero-copy memory, with room for n_numbers. null: kernels of the device cannot read there.
+    const Landing * take_zero_copy(int64_t n, int64_t n_numbers);
 
     uint64_t used() const { return used_bytes; } // of the device
 
 private:
-    struct Landing {
-        ggml_context_ptr        ctx;
-        ggml_backend_buffer_ptr buffer;
-        ggml_tensor *           tensor;
-        bool                    taken;
+    struct Piece : Landing {
+        ggml_context_ptr        ctx    = {};
+        ggml_backend_buffer_ptr buffer = {};
+        ggml_backend_buffer_ptr host   = {};
+        bool                    taken  = true;
     };
 
     const ggml_backend_dev_t device;
+    const bool               reads_host;
     std::mutex               mutex;
-    std::vector<Landing>     landings;
+    std::list<Piece>         pieces;
     uint64_t                 limit = 0;
     std::atomic<uint64_t>    used_bytes{ 0 };
+
+    Piece * find(int64_t n, int64_t n_numbers);
+    bool    allocate(Piece & piece, int64_t n);
 };
 
 } // namespace pyorch

@@ -29,6 +29,10 @@ bool stages(ggml_backend_dev_t device) {
 
 } // namespace
 
+bool reads_host_memory(ggml_backend_dev_t device) {
+    return stages(device) && strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(device)), "CUDA") == 0;
+}
+
 DeviceLink::DeviceLink(ggml_backend_dev_t device, uint64_t largest, PageLocks * locks) :
         piece_bytes(std::clamp(largest / PIECES, LEAST_BYTES, MOST_BYTES) / LEAST_BYTES * LEAST_BYTES), locks(locks) {
     for (int i = 0; i < N_LANES && stages(device); ++i) {
@@ -58,10 +62,10 @@ bool DeviceLink::send(ggml_tensor * to, uint64_t offset, const char * bytes, uin
         ggml_backend_tensor_set(to, bytes, offset, n);
         return false;
     }
-    const auto read_there = [&] {
+    const auto read_there = [&](const char * from, uint64_t n_part) {
         Lane &                      lane = *lanes[next++ % lanes.size()];
         std::lock_guard<std::mutex> lock(lane.mutex);
-        begin(lane, to, offset, bytes, n);
+        begin(lane, to, offset + (from - bytes), from, n_part);
     };
     if (locks && locks->read(bytes, n, read_there)) {
         return true;
@@ -86,19 +90,12 @@ void DeviceLink::copy(ggml_tensor * from, ggml_tensor * to) {
     Lane &                      lane = *lanes[next++ % lanes.size()];
     std::lock_guard<std::mutex> lock(lane.mutex);
     ggml_backend_tensor_copy_async(lane.queue.get(), lane.queue.get(), from, to);
-    record(lane);
+    lane.under_way = true;
 }
 
 // REQUIRES: the lane's mutex
 void DeviceLink::begin(Lane & lane, ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n) {
     ggml_backend_tensor_set_async(lane.queue.get(), to, bytes, offset, n);
-    record(lane);
-}
-
-void DeviceLink::record(Lane & lane) {
-    if (lane.sent) { // a backend may collect what it is told until then
-        ggml_backend_event_record(lane.sent.get(), lane.queue.get());
-    }
     lane.under_way = true;
 }
 
@@ -112,6 +109,7 @@ void DeviceLink::wait() {
 // REQUIRES: its mutex. Some backends keep what an event or an instance was told until both were waited for.
 void DeviceLink::finish(Lane & lane) {
     if (lane.under_way && lane.sent) {
+        ggml_backend_event_record(lane.sent.get(), lane.queue.get());
         ggml_backend_event_synchronize(lane.sent.get());
     }
     if (lane.under_way) {

@@ -27,6 +27,9 @@
 
 namespace pyorch {
 
+// Whether kernels of the device can read page-locked host memory as if it was their own.
+bool reads_host_memory(ggml_backend_dev_t device);
+
 class DeviceLink {
 public:
     // largest: bytes of a matrix, of which most will be sent. locks: of the memory that it sends, null: none; they
@@ -62,7 +65,6 @@ private:
     std::atomic<unsigned>              next{ 0 };
 
     static void begin(Lane & lane, ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n);
-    static void record(Lane & lane);
     static void finish(Lane & lane);
 };
 

@@ -1,6 +1,8 @@
 #include "banks/page_locks.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <mutex>
 
 namespace pyorch {
@@ -52,17 +54,28 @@ void PageLocks::unlock(const char * begin, uint64_t bytes) {
     }
 }
 
-bool PageLocks::read(const char * bytes, uint64_t n, const std::function<void()> & use) const {
+bool PageLocks::read(
+    const char * bytes, uint64_t n, const std::function<void(const char * begin, uint64_t n)> & use) const {
     std::shared_lock<std::shared_mutex> lock(mutex);
-    auto                                piece = pieces.upper_bound((char *) bytes);
-    if (piece == pieces.begin()) {
+    const auto                          first = pieces.upper_bound((char *) bytes);
+    if (first == pieces.begin()) {
         return false;
     }
-    --piece;
-    if (bytes + n > piece->first + piece->second) {
+    const char * const end     = bytes + n;
+    const auto         end_of  = [](const auto & piece) { return piece.first + piece.second; };
+    auto               piece   = std::prev(first);
+    const char *       reaches = end_of(*piece);
+    for (auto next = first; reaches < end && next != pieces.end() && next->first == reaches; ++next) {
+        reaches = end_of(*next);
+    }
+    if (bytes >= end_of(*piece) || reaches < end) {
         return false;
     }
-    use();
+    for (const char * begin = bytes; begin < end; ++piece) {
+        const char * const to = std::min<const char *>(end_of(*piece), end);
+        use(begin, to - begin);
+        begin = to;
+    }
     return true;
 }
 

@@ -1,10 +1,10 @@
 // Host memory that stays where it is, so that a device reads it by itself: no thread copies what goes there.
 //
 // The bank of host memory locks what it opens, a large piece at a time, and unlocks a piece before pages of it go back
-// to the system: for good, so what moves between experts of several sizes is copied more and more. What lies in one
-// piece goes straight to the device; all else takes the lanes of device_link.h: what lies across two, or comes after
-// the system has locked as much as it may. A piece has its memory at once: of each size of experts, up to 32 MiB may be
-// there that no expert has yet, as far as the budget goes for that size.
+// to the system: for good, so what moves between experts of several sizes is copied more and more. What is locked goes
+// straight to the device, a part of it from each piece that it lies in; what comes after the system has locked as much
+// as it may takes the lanes of device_link.h. A piece has its memory at once: of each size of experts, up to 32 MiB may
+// be there that no expert has yet, as far as the budget goes for that size.
 //
 // Only backends of CUDA can: those that offer to register host memory.
 
@@ -37,9 +37,9 @@ public:
     // All pieces that have bytes of these. Waits until no device reads there.
     void unlock(const char * begin, uint64_t bytes);
 
-    // Calls use(), which has a device read these bytes, if they lie in one piece: that stays until settle() of
-    // on_unlock() has returned. False: they do not, and nothing was called.
-    bool read(const char * bytes, uint64_t n, const std::function<void()> & use) const;
+    // Calls use(begin, n), which has a device read these bytes, for the part in each piece, if all of them are locked:
+    // they stay so until settle() of on_unlock() has returned. False: they are not, and nothing was called.
+    bool read(const char * bytes, uint64_t n, const std::function<void(const char * begin, uint64_t n)> & use) const;
 
     // Called before a piece is unlocked: waits for all that use() has begun.
     void on_unlock(std::function<void()> f);

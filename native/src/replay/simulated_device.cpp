@@ -23,7 +23,9 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
     slots_bytes = std::min((uint64_t) config.device_bytes, all);
     n_areas     = slots_bytes < all ? n_device_areas(slots_bytes, area) : 0;
     slots_bytes -= n_areas * area;
-    for (const DevicePool & pool : form_device_pools(table.map, (double) slots_bytes / (double) all, pool_of)) {
+    const double share   = (double) slots_bytes / (double) all;
+    const int    n_whole = ahead > 0 ? 0 : n_whole_layers(table.map, share);
+    for (const DevicePool & pool : form_device_pools(table.map, share, n_whole, pool_of)) {
         n_slots.push_back(pool.n_slots);
     }
     seats = std::make_unique<DeviceTable>(

@@ -4,6 +4,7 @@
 #include "residency/table.h"
 
 #include <algorithm>
+#include <iterator>
 
 namespace pyorch {
 
@@ -76,7 +77,34 @@ void DeviceTable::count_uses(int layer, const std::vector<int> & asked) {
     }
 }
 
-DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::vector<double> & learned) {
+DevicePass DeviceTable::find(int layer, const DeviceDemand & demand) {
+    Layer &    l         = layers[layer];
+    DevicePass pass      = { std::vector<int>(l.experts.size(), NONE) };
+    int        n_lacking = 0, n_guests = 0;
+    for (int expert : demand.experts) {
+        const Seated & e = l.experts[expert];
+        if (e.guest_of && e.guest_of == demand.context) {
+            ++n_guests;
+            pass.guests.push_back(expert);
+            pass.slots[expert] = e.coming ? NONE : e.slot;
+        } else {
+            pass.slots[expert] = slot(layer, expert);
+            if (pass.slots[expert] == NONE) {
+                ++n_lacking;
+                continue;
+            }
+        }
+        pass.slots[expert] != NONE ? hold(layer, expert) : pass.uploads.push_back(expert);
+    }
+    l.counts.device_hits += demand.experts.size() - n_lacking;
+    l.counts.device_misses += n_lacking;
+    l.counts.device_ahead_hits += n_guests;
+    l.counts.device_ahead_late += pass.uploads.size();
+    return pass;
+}
+
+void DeviceTable::replace(
+    int layer, const DeviceDemand & demand, DevicePass & pass, const std::vector<double> & learned) {
     const bool scan         = demand.n_tokens >= Demand::SCAN_TOKENS;
     const bool brings_first = misses == PYORCH_UPLOAD;
     if (!scan) {
@@ -85,28 +113,12 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
     if (!learned.empty() && counts_uses()) {
         values.set_learned(layer, learned);
     }
-    Layer &          l    = layers[layer];
-    DevicePass       pass = { std::vector<int>(l.experts.size(), NONE) };
     std::vector<int> lacking, guests;
-    for (int expert : demand.experts) {
-        const Seated & e = l.experts[expert];
-        if (e.guest_of && e.guest_of == demand.context) {
-            guests.push_back(expert);
-            pass.slots[expert] = e.coming ? NONE : e.slot;
-        } else {
-            pass.slots[expert] = slot(layer, expert);
-            if (pass.slots[expert] == NONE) {
-                lacking.push_back(expert);
-                continue;
-            }
-        }
-        pass.slots[expert] != NONE ? hold(layer, expert) : pass.uploads.push_back(expert);
-    }
+    guests.swap(pass.guests);
+    std::copy_if(demand.experts.begin(), demand.experts.end(), std::back_inserter(lacking), [&](int expert) {
+        return pass.slots[expert] == NONE && !std::binary_search(guests.begin(), guests.end(), expert);
+    });
     const int n_hits = (int) (demand.experts.size() - lacking.size());
-    l.counts.device_hits += n_hits;
-    l.counts.device_misses += lacking.size();
-    l.counts.device_ahead_hits += guests.size();
-    l.counts.device_ahead_late += pass.uploads.size();
     if (demand.stays) {
         lacking.clear();
     }
@@ -138,7 +150,6 @@ DevicePass DeviceTable::pass(int layer, const DeviceDemand & demand, const std::
         judge(layer, demand);
         weigh(layer, demand, n_hits);
     }
-    return pass;
 }
 
 int DeviceTable::slot(int layer, int expert) const {

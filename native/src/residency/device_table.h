@@ -90,11 +90,21 @@ public:
     // Nothing is said of that pass any more. REQUIRES: its guests were abandoned.
     void forget(const void * context, int layer);
 
-    // A layer comes. learned: what a LearnedValue says of its experts since it knows what was asked for, empty where
-    // there is none. Counts hits and misses, and holds the hits.
+    // A layer comes: which of its experts are where. Counts hits and misses, and holds the hits.
     // REQUIRES: of the layer nothing is coming; but of its guests those that it computes with may be, and are uploads
     // then. The others were abandoned.
-    DevicePass pass(int layer, const DeviceDemand & demand, const std::vector<double> & learned = {});
+    DevicePass find(int layer, const DeviceDemand & demand);
+
+    // Then, once: what comes for it, and what stays. learned: what a LearnedValue says of its experts since it knows what
+    // was asked for, empty where there is none.
+    void replace(int layer, const DeviceDemand & demand, DevicePass & pass, const std::vector<double> & learned = {});
+
+    // Both.
+    DevicePass pass(int layer, const DeviceDemand & demand, const std::vector<double> & learned = {}) {
+        DevicePass pass = find(layer, demand);
+        replace(layer, demand, pass, learned);
+        return pass;
+    }
 
     // Where an expert is; NONE: not there, or still coming, or a guest.
     int slot(int layer, int expert) const;

@@ -53,9 +53,9 @@ int32_t * Context::changed_of(int n_tokens) {
     return changed.data();
 }
 
-ggml_tensor * Context::landing_of(int64_t n, int64_t most) {
-    if (landings.empty() || landings.back()->ne[0] < n) {
-        ggml_tensor * landing = routing.device->landings.take(std::max(n, most)); // a reserve rounds tokens up
+const DeviceLandings::Landing * Context::landing_of(int64_t n, int64_t most) {
+    if (landings.empty() || landings.back()->rows->ne[0] < n) {
+        auto landing = routing.device->landings.take(std::max(n, most)); // a reserve rounds tokens up
         if (!landing) {
             landing = routing.device->landings.take(n);
         }
@@ -65,6 +65,19 @@ ggml_tensor * Context::landing_of(int64_t n, int64_t most) {
         landings.push_back(landing);
     }
     return landings.back();
+}
+
+const DeviceLandings::Landing * Context::zero_copy_of(int64_t n, int64_t n_used) {
+    for (const auto * piece : zero_copies) {
+        if (piece->holds(n * n_used, 2 * n_used)) {
+            return piece;
+        }
+    }
+    const auto * piece = routing.device->landings.take_zero_copy(n * n_used, 2 * n_used);
+    if (piece) {
+        zero_copies.push_back(piece);
+    }
+    return piece;
 }
 
 void Context::advance(const int32_t * to, int n_tokens) {
@@ -107,8 +120,10 @@ void end_context(const void * id, bool freed) {
         if (context->routing.device) {
             context->routing.device->forget(id);
         }
-        for (ggml_tensor * landing : context->landings) {
-            context->routing.device->landings.give_back(landing);
+        for (const auto & pieces : { context->landings, context->zero_copies }) {
+            for (const auto * piece : pieces) {
+                context->routing.device->landings.give_back(piece);
+            }
         }
         std::lock_guard<std::mutex> lock(mutex);
         contexts.erase(id);

@@ -47,15 +47,18 @@ struct GraphLayer {
     // What a device computes of it, [n_used * n_tokens] each: the slot with the expert, and the row of the joined
     // outputs.
     unsigned             needs       = GRAPH_ALL; // of the graph
+    bool                 unasked     = false;     // the graph has no node of ours there
     bool                 may_repeat  = false;     // a token may name a slot twice: kernels compute each row by itself
     std::vector<int32_t> slot_rows   = {};
     std::vector<int32_t> joined_rows = {};
 
     // What goes between host memory and the device only where the processor computes a row: the router's inputs,
     // and where its rows are wanted there. null: they go with the graph.
-    ggml_tensor *      device_inputs = nullptr;
-    std::vector<float> inputs        = {};
-    ggml_tensor *      landing       = nullptr;
+    ggml_tensor *                   device_inputs = nullptr;
+    std::vector<float>              inputs        = {};
+    const DeviceLandings::Landing * landing       = nullptr;
+    const DeviceLandings::Landing * zero_copy     = nullptr; // where they, and the numbers above, go without a copy
+    ggml_tensor *                   numbers       = nullptr; // of the graph: the latter, slots and rows
 
     // What lets the processor begin beside the device, see beside_device(); null: nothing is computed there.
     ggml_tensor * beside = nullptr;
@@ -74,9 +77,9 @@ struct Context {
     std::vector<int32_t>    changed;           // see RoutedBatch, of the layers of its running ubatch
     DeviceHold              on_device;         // what its latest layer computes with there
     std::array<unsigned, 2> needs = {};        // of the graphs that are built now: of prompts, and of few tokens
-    // Where the rows that the processor computes go there; each is larger than the one before.
-    std::vector<ggml_tensor *> landings;
-    std::vector<GraphLayer>    graph; // two entries a layer: prefill, decode
+    // Where the rows that the processor computes go there; each is larger than the one before. And those of one token.
+    std::vector<const DeviceLandings::Landing *> landings, zero_copies;
+    std::vector<GraphLayer>                      graph; // two entries a layer: prefill, decode
 
     GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }
 
@@ -94,7 +97,10 @@ struct Context {
 
     // Memory of the device for n floats, until the context is freed, and at once for the most that will be asked for
     // if there is room; null: it has none.
-    ggml_tensor * landing_of(int64_t n, int64_t most);
+    const DeviceLandings::Landing * landing_of(int64_t n, int64_t most);
+
+    // The same for one token without a copy, of n_used rows of n floats each; null: the device cannot.
+    const DeviceLandings::Landing * zero_copy_of(int64_t n, int64_t n_used);
 
     // A ubatch begins, with tokens at these positions. A request that begins, a sequence that joins or leaves, or one
     // that was cut back breaks what went on.

@@ -2,6 +2,9 @@
 
 #include "base/placement.h"
 
+#include <algorithm>
+#include <list>
+
 namespace pyorch {
 
 DeviceAreas::DeviceAreas(Table & table, DeviceBank & bank) : table(table), bank(bank), areas(bank.n_areas()) {
@@ -47,14 +50,14 @@ bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> 
     changed.notify_all();
     changed.wait(lock, [&] { return !busy; });
     const Area & area = area_for(layer);
-    copies.clear();
+    slots_here.assign(slots.size(), -1);
     from_host.clear();
     for (int expert : experts) {
         if (area.there[expert]) {
             continue;
         }
         if (slots[expert] >= 0) {
-            copies.push_back({ expert, slots[expert] });
+            slots_here[expert] = slots[expert];
         } else {
             from_host.push_back(expert);
         }
@@ -62,12 +65,27 @@ bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> 
     return true;
 }
 
+// From their slots (by expert, below 0: none), but for those that are there. REQUIRES: nobody else touches the area.
+void DeviceAreas::copy(int layer, const std::vector<int> & slots) {
+    const std::vector<uint8_t> & there = areas[number(layer)].there;
+    if (std::none_of(there.begin(), there.end(), [](uint8_t is) { return is != 0; })) {
+        bank.gather_in_area(number(layer), layer, slots);
+        return;
+    }
+    for (int expert = 0; expert < (int) slots.size(); ++expert) {
+        if (slots[expert] >= 0 && !there[expert]) {
+            bank.copy_to_area(number(layer), layer, expert, slots[expert]);
+        }
+    }
+    bank.wait_for_uploads();
+}
+
 void DeviceAreas::bring(Owner & holder, int layer, const std::vector<int> & from_host) {
     // Nobody else touches the area of this layer now.
     Area & area = areas[number(layer)];
-    for (const auto & [expert, slot] : copies) {
-        bank.copy_to_area(number(layer), layer, expert, slot);
-        area.there[expert] = 1;
+    copy(layer, slots_here);
+    for (size_t expert = 0; expert < slots_here.size(); ++expert) {
+        area.there[expert] |= slots_here[expert] >= 0;
     }
     const auto upload = [&](size_t i, int role, const char * bytes) {
         return bank.upload_to_area(number(layer), layer, from_host[i], role, bytes);
@@ -130,12 +148,7 @@ void DeviceAreas::copy_ahead(std::unique_lock<std::mutex> & lock, int layer) {
     const std::vector<int> slots  = ahead_slots;
     busy                          = true;
     lock.unlock();
-    for (int expert = 0; expert < (int) slots.size(); ++expert) {
-        if (slots[expert] >= 0 && !areas[number].there[expert]) {
-            bank.copy_to_area(number, layer, expert, slots[expert]);
-        }
-    }
-    bank.wait_for_uploads();
+    copy(layer, slots);
     lock.lock();
     for (int expert = 0; expert < (int) slots.size(); ++expert) {
         areas[number].there[expert] |= slots[expert] >= 0;
@@ -144,31 +157,44 @@ void DeviceAreas::copy_ahead(std::unique_lock<std::mutex> & lock, int layer) {
     changed.notify_all();
 }
 
-// Those that are in host memory, until the layer comes.
+// Those that are in host memory, until the layer comes: some at a time, lest each is waited for.
 void DeviceAreas::upload_ahead(std::unique_lock<std::mutex> & lock, int layer) {
-    const int number = this->number(layer);
-    for (int expert = 0; expert < table.map.layers[layer].n_expert && ahead == layer && !ending; ++expert) {
-        if (areas[number].there[expert]) {
-            continue;
-        }
+    constexpr int          AT_ONCE = 16;
+    const int              number  = this->number(layer);
+    const auto             n_roles = (int) table.map.layers[layer].tensors.size();
+    std::vector<uint8_t> & there   = areas[number].there;
+    for (int next = 0; next < table.map.layers[layer].n_expert && ahead == layer && !ending;) {
         busy = true;
         lock.unlock();
-        Owner      holder;
-        const bool held = table.share_resident(layer, expert, holder);
-        if (held) {
-            bool stays = false;
-            for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
-                stays |=
-                    bank.upload_to_area(number, layer, expert, role, table.address(holder, layer, expert, role, true));
+        std::list<Owner> holders;
+        std::vector<int> sent;
+        bool             stays = false;
+        for (; next < table.map.layers[layer].n_expert && (int) sent.size() < AT_ONCE; ++next) {
+            if (there[next]) {
+                continue;
             }
-            if (stays) {
-                bank.wait_for_uploads();
+            holders.emplace_back();
+            if (!table.share_resident(layer, next, holders.back())) {
+                holders.pop_back();
+                continue;
             }
+            sent.push_back(next);
+            for (int role = 0; role < n_roles; ++role) {
+                stays |= bank.upload_to_area(
+                    number, layer, next, role, table.address(holders.back(), layer, next, role, true));
+            }
+        }
+        if (stays) {
+            bank.wait_for_uploads();
+        }
+        for (Owner & holder : holders) {
             table.unshare(holder);
         }
         lock.lock();
-        areas[number].there[expert] = held;
-        busy                        = false;
+        for (int expert : sent) {
+            there[expert] = 1;
+        }
+        busy = false;
         changed.notify_all();
     }
     busy = true; // who comes next may write there

@@ -94,20 +94,21 @@ private:
         std::vector<uint8_t> there = {}; // by expert
     };
 
-    Table &                          table;
-    DeviceBank &                     bank;
-    std::mutex                       mutex;
-    std::condition_variable          changed;
-    const void *                     owner = nullptr;
-    std::vector<Area>                areas;
-    std::vector<std::pair<int, int>> copies;         // experts of the layer at hand, and their slots
-    int                              ahead  = -1;    // the layer that is coming
-    bool                             busy   = false; // one of its experts is on its way
-    bool                             ending = false;
-    std::vector<int>                 ahead_slots; // of its experts
-    std::thread                      thread;
+    Table &                 table;
+    DeviceBank &            bank;
+    std::mutex              mutex;
+    std::condition_variable changed;
+    const void *            owner = nullptr;
+    std::vector<Area>       areas;
+    std::vector<int>        slots_here;     // of experts of the layer at hand, that are to be copied; -1: none
+    int                     ahead  = -1;    // the layer that is coming
+    bool                    busy   = false; // one of its experts is on its way
+    bool                    ending = false;
+    std::vector<int>        ahead_slots; // of its experts
+    std::thread             thread;
 
     Area & area_for(int layer);
+    void   copy(int layer, const std::vector<int> & slots);
     void   work();
     void   copy_ahead(std::unique_lock<std::mutex> & lock, int layer);
     void   upload_ahead(std::unique_lock<std::mutex> & lock, int layer);

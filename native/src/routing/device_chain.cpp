@@ -1,6 +1,7 @@
 #include "routing/device_chain.h"
 
 #include "base/status.h"
+#include "routing/stages.h"
 
 #include "ggml-backend.h"
 #include "ggml-impl.h"
@@ -36,8 +37,14 @@ void rows_op(ggml_tensor * rows, int ith, int, void * user) {
     }
     copy_numbers(rows, g.joined_rows);
     const ggml_tensor * outputs = rows->src[2];
-    const size_t        n       = g.landing ? g.joined_rows.size() : 0;
-    const auto          next    = [&](size_t row) {
+    for (size_t row = 0; g.zero_copy && row < g.joined_rows.size(); ++row) {
+        if (g.joined_rows[row] >= g.batch.n_used) {
+            memcpy(g.zero_copy->zero_copy + row * outputs->ne[0], (const char *) outputs->data + row * outputs->nb[1],
+                outputs->nb[1]);
+        }
+    }
+    const size_t n    = g.landing ? g.joined_rows.size() : 0;
+    const auto   next = [&](size_t row) {
         while (row < n && g.joined_rows[row] < g.batch.n_used) {
             ++row;
         }
@@ -48,19 +55,14 @@ void rows_op(ggml_tensor * rows, int ith, int, void * user) {
         for (end = next(last + 1); end < n && (end - last - 1) * outputs->nb[1] < CALL_BYTES; end = next(last + 1)) {
             last = end;
         }
-        ggml_backend_tensor_set(g.landing, (const char *) outputs->data + begin * outputs->nb[1],
+        ggml_backend_tensor_set(g.landing->rows, (const char *) outputs->data + begin * outputs->nb[1],
             begin * outputs->nb[1], (last + 1 - begin) * outputs->nb[1]);
     }
 }
 
-void inputs_op(ggml_tensor * inputs, int ith, int nth, void * user) {
-    const GraphLayer & g = *(const GraphLayer *) user;
-    if (ith == 0) {
-        g.context->owner.n_threads = nth; // those of the experts, which are computed in the same part of the graph
-    }
-    if (ith == 0 && g.inputs.size() == (size_t) ggml_nelements(inputs)) { // else no row is computed with them
-        memcpy(inputs->data, g.inputs.data(), ggml_nbytes(inputs));
-    }
+bool is_by_processor(const GraphLayer & g) {
+    const auto by_processor = [&](int32_t row) { return row >= g.batch.n_used; };
+    return std::any_of(g.joined_rows.begin(), g.joined_rows.end(), by_processor);
 }
 
 // The same, behind what the context computed in the areas last.
@@ -213,6 +215,25 @@ bool may_repeat(const llama_moe_route & route, const DeviceBank & bank, int laye
     });
 }
 
+// What comes behind `what` and takes nothing of it.
+ggml_tensor * behind(const llama_moe_route & route, ggml_tensor * what) { return ggml_view_1d(route.ctx, what, 0, 0); }
+
+// Both of a layer's numbers, [2 * n_used, 1], from zero-copy memory. slots: of the processor's way.
+ggml_tensor * add_zero_copy_numbers(const llama_moe_route & route, GraphLayer & layer, ggml_tensor * slots) {
+    const auto &  from   = *layer.zero_copy;
+    ggml_tensor * slots_ = from.tensor(route.ctx, GGML_TYPE_I32, slots->ne, from.numbers);
+    ggml_tensor * rows   = from.tensor(route.ctx, GGML_TYPE_I32, slots->ne, from.numbers + slots->ne[0]);
+    ggml_tensor * both   = ggml_concat(route.ctx, slots_, rows, 0);
+    both->src[2]         = behind(route, slots);
+    ggml_format_name(both, "pyorch_numbers-%d", route.il);
+    return both;
+}
+
+ggml_tensor * half(const llama_moe_route & route, ggml_tensor * numbers, int which) {
+    const int64_t n = numbers->ne[0] / 2;
+    return ggml_view_2d(route.ctx, numbers, n, 1, numbers->nb[1], which * n * sizeof(int32_t));
+}
+
 bool is_last(const GraphLayer & layer) { return layer.context->layers.back() == layer.batch.layer; }
 
 // Other contexts may wait for the areas: a node of the processor's comes behind the outputs of the last layer. What it
@@ -240,7 +261,8 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
     const llama_moe_route & route = graph.route;
     DeviceTier &            tier  = *layer.context->routing.device;
     layer.batch.on_device         = false;
-    layer.batch.through_area      = tier.takes_area((int) route.selected->ne[1], route.decode);
+    const bool whole              = tier.is_whole(layer.batch.layer);
+    layer.batch.through_area      = !whole && tier.takes_area((int) route.selected->ne[1], route.decode);
     layer.may_repeat              = may_repeat(route, tier.bank, layer.batch.layer);
     const int64_t n_least         = layer.may_repeat ? 1 : route.selected->ne[0];
     const int     n_slots         = tier.bank.n_slots(layer.batch.layer);
@@ -251,10 +273,21 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
         return nullptr;
     }
     try {
-        ggml_tensor * slots = add_numbers(route, layer, slots_op, "pyorch_slots");
-        ChainCopier   chain(graph, tier, layer.batch.through_area, slots);
+        ggml_tensor * slots         = add_numbers(route, layer, slots_op, "pyorch_slots");
+        layer.batch.alone           = (layer.needs &
+                                          (whole ? GRAPH_CHANGES :
+                                                  layer.batch.through_area ? BESIDE_AREA :
+                                                                             BESIDE_SLOTS)) == 0;
+        layer.numbers               = nullptr;
+        const ggml_tensor * outputs = graph.nodes.back().tensor;
+        if (!layer.batch.alone && layer.may_repeat && outputs->type == GGML_TYPE_F32 && ggml_is_contiguous(outputs)) {
+            layer.zero_copy = layer.context->zero_copy_of(outputs->ne[0], outputs->ne[1]);
+        }
+        if (layer.zero_copy) {
+            layer.numbers = add_zero_copy_numbers(route, layer, slots);
+        }
+        ChainCopier chain(graph, tier, layer.batch.through_area, layer.numbers ? half(route, layer.numbers, 0) : slots);
         ggml_tensor * there = chain.outputs();
-        layer.batch.alone   = (layer.needs & (layer.batch.through_area ? BESIDE_AREA : BESIDE_SLOTS)) == 0;
         if (!layer.batch.alone) {
             chain.redirect_weights(tier.host_copies);
         }
@@ -266,14 +299,25 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
         if (route.inp->type == GGML_TYPE_F32 && ggml_is_contiguous(route.inp) &&
             chain.redirect_inputs(add_inputs(route, layer))) {
             layer.device_inputs = route.inp;
+            // Others look at what the router says, which does not stay.
+            const unsigned seen  = layer.needs & ~(GRAPH_PROCESSOR | GRAPH_OTHERS);
+            layer.batch.overlaps = seen == 0 && !layer.batch.through_area && tier.brings_behind();
             ask_one_thread(route.selected);
         }
         layer.beside = beside_device(route, layer, slots);
         return there;
     } catch (const Failure & failure) {
-        layer.batch.alone = false;
+        layer.batch.alone = layer.batch.overlaps = false;
         say_off_device(route, failure.what());
         return nullptr;
+    }
+}
+
+void compute_in_slots(const ExpertGraph & graph, const DeviceBank & bank) {
+    for (const ExpertNode & node : graph.nodes) {
+        if (graph.is_experts(node.tensor)) {
+            node.tensor->src[0] = bank.slots(graph.layer, managed(node.tensor->src[0])->role);
+        }
     }
 }
 
@@ -282,6 +326,15 @@ ggml_tensor * join_device_rows(
     // Other contexts may wait for the areas: behind the last layer one number says that it was computed.
     const bool    last = layer.batch.through_area && is_last(layer);
     const int64_t n    = ggml_nelements(released); // 0 in the last layer of a ubatch of which no output is wanted
+    if (layer.zero_copy) {
+        ggml_tensor * sent = add_numbers(route, layer, rows_op, "pyorch_rows", released);
+        ggml_tensor * landed =
+            layer.zero_copy->tensor(route.ctx, GGML_TYPE_F32, released->ne, layer.zero_copy->zero_copy);
+        ggml_tensor * both = ggml_concat(route.ctx, there, landed, 1);
+        both->src[2]       = behind(route, sent);
+        both->src[3]       = layer.device_inputs;
+        return ggml_get_rows(route.ctx, both, half(route, layer.numbers, 1));
+    }
     if (!last && n > 0 && released->type == GGML_TYPE_F32 && ggml_is_contiguous(released)) {
         layer.landing = layer.context->landing_of(n, released->ne[0] * released->ne[1] * route.n_ubatch);
     }
@@ -291,15 +344,56 @@ ggml_tensor * join_device_rows(
         ggml_tensor * rows = last ?
             add_numbers(route, layer, last_rows_op, "pyorch_rows", ggml_view_1d(route.ctx, both, 1, 0)) :
             add_numbers(route, layer, rows_op, "pyorch_rows");
+        both->src[2]       = layer.device_inputs;
         return ggml_get_rows(route.ctx, both, rows);
     }
     ggml_tensor * rows = add_numbers(route, layer, rows_op, "pyorch_rows", released);
     // A tensor of the device's memory, not a view of one: so that what reads it is computed there.
     ggml_tensor * landed = ggml_new_tensor(route.ctx, GGML_TYPE_F32, GGML_MAX_DIMS, released->ne);
-    ggml_backend_tensor_alloc(layer.landing->buffer, landed, layer.landing->data);
+    ggml_backend_tensor_alloc(layer.landing->rows->buffer, landed, layer.landing->rows->data);
     ggml_tensor * both = ggml_concat(route.ctx, there, landed, 1);
     both->src[2]       = rows; // none of its own: so that what lands is read when it is there
+    both->src[3]       = layer.device_inputs;
     return ggml_get_rows(route.ctx, both, rows);
+}
+
+void inputs_op(ggml_tensor * inputs, int ith, int nth, void * user) {
+    GraphLayer & g = *(GraphLayer *) user;
+    if (ith == 0) {
+        g.context->owner.n_threads = nth; // those of the experts, which are computed in the same part of the graph
+        if (g.batch.overlaps) {
+            run_stages_beside(*g.context, g.batch);
+        }
+    }
+    if (ith != nth - 1 || !is_by_processor(g)) {
+        return;
+    }
+    if (!g.inputs.empty()) {
+        memcpy(inputs->data, g.inputs.data(), ggml_nbytes(inputs));
+    } else {
+        ggml_backend_tensor_get(g.device_inputs, inputs->data, 0, ggml_nbytes(inputs));
+    }
+}
+
+int threads_of(const ggml_cgraph * graph, int n_threads) {
+    const GraphLayer * layer = nullptr;
+    for (int i = 0; i < graph->n_nodes; ++i) {
+        const ggml_tensor * node = graph->nodes[i];
+        if (node->op == GGML_OP_MUL_MAT) {
+            return n_threads;
+        }
+        ggml_custom_op_params params;
+        memcpy(&params, node->op_params, sizeof(params));
+        if (node->op == GGML_OP_CUSTOM && params.fun == inputs_op) {
+            if (layer) {
+                return n_threads;
+            }
+            layer = (const GraphLayer *) params.userdata;
+        }
+    }
+    const bool computes = !layer || !layer->batch.on_device || !layer->batch.remote.empty() || !layer->jobs.empty() ||
+        is_by_processor(*layer);
+    return computes ? n_threads : 1;
 }
 
 void set_device_rows(GraphLayer & layer, int n_device_slots) {

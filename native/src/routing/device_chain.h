@@ -8,6 +8,7 @@
 #include "routing/contexts.h"
 #include "routing/expert_graph.h"
 
+struct ggml_cgraph;
 struct ggml_tensor;
 struct llama_moe_route;
 
@@ -18,9 +19,21 @@ namespace pyorch {
 // mixes rows.
 ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer);
 
+// A layer that is wholly on a device: its nodes multiply with what lies there, and the host is not asked.
+void compute_in_slots(const ExpertGraph & graph, const DeviceBank & bank);
+
 // The outputs of both: there, and released, those of the processor behind whatever else follows on its way.
 ggml_tensor * join_device_rows(
     const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released, GraphLayer & layer);
+
+// The first node of the processor's part, [n_embd, 1, n_tokens]: the router's inputs, and what stages are left. Where the
+// processor computes no row, nobody reads them. What the device has of them stays until both ways are joined, so they
+// come while it computes; and another thread sees to the rest.
+void inputs_op(ggml_tensor * inputs, int ith, int nth, void * layer);
+
+// How many threads compute a graph of the processor's: one, where it has the experts of one layer and the device computes
+// them all.
+int threads_of(const ggml_cgraph * graph, int n_threads);
 
 // What the nodes of the chain read of the batch: which slots, and which rows behind both ways. No token names a slot
 // twice, unless layer.may_repeat.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <numeric>
 
 namespace pyorch {
 
@@ -40,7 +41,9 @@ void DeviceTier::open(uint64_t landing_bytes) {
         return;
     }
     // Where all experts fit, no row comes from the processor.
-    bank.allocate(budget - (budget < table.map.expert_bytes() ? std::min(landing_bytes, budget / LANDING_SHARE) : 0));
+    // Slots for guests are taken from all layers: so none is there wholly.
+    bank.allocate(budget - (budget < table.map.expert_bytes() ? std::min(landing_bytes, budget / LANDING_SHARE) : 0),
+        n_ahead == 0);
     landings.set_limit(std::max(budget, bank.used()) - bank.used());
     std::vector<int> pool_of, n_slots;
     for (size_t layer = 0; layer < table.map.layers.size(); ++layer) {
@@ -59,6 +62,34 @@ void DeviceTier::open(uint64_t landing_bytes) {
     uploader = std::thread([this] { work(); });
     all_fit  = bank.has_room_for_all();
     opened   = true; // else the next context tries again
+    std::vector<uint8_t> loaded(table.map.layers.size());
+    for (size_t layer = 0; layer < loaded.size() && !all_fit; ++layer) {
+        loaded[layer] = bank.has_whole((int) layer) && load_whole((int) layer);
+    }
+    whole = loaded;
+    tell_moved();
+}
+
+// REQUIRES: the mutex; nothing came to the layer yet. False: its experts cannot be read. Who asks for them says why.
+bool DeviceTier::load_whole(int layer) {
+    Owner            owner{ this };
+    std::vector<int> all(table.map.layers[layer].n_expert);
+    std::iota(all.begin(), all.end(), 0);
+    table.acquire(owner, layer, { all, {}, Demand::SCAN_TOKENS, false, true, true });
+    const std::vector<uint8_t> came = bring_in_order(table, bank, owner, layer, all,
+        [&](size_t i, int role, const char * bytes) { return bank.upload(layer, all[i], role, bytes); });
+    bank.wait_for_uploads();
+    const bool is_there =
+        table.release(owner) && std::all_of(came.begin(), came.end(), [](uint8_t each) { return each != 0; });
+    table.forget(owner);
+    for (int expert : all) {
+        bool took;
+        if (is_there) { // the lowest slot first
+            seats->admit(layer, expert, true, took);
+            seats->arrived(layer, expert);
+        }
+    }
+    return is_there;
 }
 
 // REQUIRES: nothing is copied ahead for its context.
@@ -173,38 +204,56 @@ void DeviceTier::forget(const void * context, int only) {
     }
 }
 
-void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts, const Visit & visit) {
-    std::vector<double> learned;
-    if (batch.n_tokens < Demand::SCAN_TOKENS && !visit.experts.empty()) {
-        learned = table.learn_visit(visit);
-    }
+std::vector<double> DeviceTier::learn(const RoutedBatch & batch, const Visit & visit) {
+    return batch.n_tokens < Demand::SCAN_TOKENS && !visit.experts.empty() ? table.learn_visit(visit) :
+                                                                            std::vector<double>();
+}
+
+// REQUIRES: the mutex. What does not fit into host memory passes through a window, but for what happens to be there.
+// Who computes what must not depend on that: so nothing of such a layer comes here.
+bool DeviceTier::lets_nothing_come(const RoutedBatch & batch) const {
+    std::vector<int> from_host;
+    std::copy_if(batch.wanted.begin(), batch.wanted.end(), std::back_inserter(from_host),
+        [&](int expert) { return seats->slot(batch.layer, expert) == DeviceTable::NONE; });
+    return !batch.alone && !batch.through_area && !table.fits(batch.layer, from_host);
+}
+
+void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & visit) {
+    const std::vector<double> learned = batch.overlaps ? std::vector<double>() : learn(batch, visit);
     batch.through_area ? areas->stop_ahead(&hold) : areas->release(&hold);
     std::unique_lock<std::mutex> lock(mutex);
     give_back(hold);
     settle(lock, batch.layer);
-    hold.layer = batch.layer;
-    // What does not fit into host memory passes through a window, but for what happens to be there. Who computes what
-    // must not depend on that: so nothing of such a layer comes here.
-    std::vector<int> from_host;
-    std::copy_if(experts.begin(), experts.end(), std::back_inserter(from_host),
-        [&](int expert) { return seats->slot(batch.layer, expert) == DeviceTable::NONE; });
-    const bool stays = !batch.alone && !batch.through_area && !table.fits(batch.layer, from_host);
-    settle_ahead(lock, visit.context, batch.layer, batch.through_area || stays ? std::vector<int>() : experts);
+    hold.layer       = batch.layer;
+    const bool stays = !batch.overlaps && lets_nothing_come(batch);
+    settle_ahead(lock, visit.context, batch.layer, batch.through_area || stays ? std::vector<int>() : batch.wanted);
     if (batch.through_area) {
         seats->forget(visit.context, batch.layer);
-        choose_for_area(hold, batch, experts);
+        choose_for_area(hold, batch, batch.wanted);
         return;
     }
     if (batch.alone) { // what another context brings nobody else computes; and while one is waited for, others set out
         ended.wait(lock, [&] {
-            return std::none_of(experts.begin(), experts.end(), [&](int expert) {
+            return std::none_of(batch.wanted.begin(), batch.wanted.end(), [&](int expert) {
                 return seats->known(batch.layer, expert) && seats->slot(batch.layer, expert) == DeviceTable::NONE;
             });
         });
     }
-    batch.device = seats->pass(batch.layer, { experts, visit.experts, batch.n_tokens, visit.context, stays }, learned);
-    std::copy_if(experts.begin(), experts.end(), std::back_inserter(hold.experts),
+    const DeviceDemand demand = { batch.wanted, batch.asked, batch.n_tokens, visit.context, stays };
+    batch.device              = seats->find(batch.layer, demand);
+    if (!batch.overlaps) {
+        seats->replace(batch.layer, demand, batch.device, learned);
+        tell_moved();
+    }
+    std::copy_if(batch.wanted.begin(), batch.wanted.end(), std::back_inserter(hold.experts),
         [&](int expert) { return batch.device.computes(expert); });
+}
+
+void DeviceTier::replace(RoutedBatch & batch, const Visit & visit) {
+    const std::vector<double>   learned = learn(batch, visit);
+    std::lock_guard<std::mutex> lock(mutex);
+    seats->replace(batch.layer, { batch.wanted, batch.asked, batch.n_tokens, visit.context, lets_nothing_come(batch) },
+        batch.device, learned);
     tell_moved();
 }
 
@@ -229,6 +278,11 @@ void DeviceTier::set_limits(int layer, int min, int max) {
             !seats ? "experts of a layer have limits on a device once its memory was taken" :
                      format("limits of layer %d on the device must be 0 <= min <= max <= %d, not %d and %d",
                          table.map.layers[layer].il, n_expert, min, max));
+    }
+    if (is_whole(layer)) {
+        throw Failure(PYORCH_INVALID,
+            format("layer %d lies on the device with all its experts: it has no limits there",
+                table.map.layers[layer].il));
     }
     minima.resize(table.map.layers.size());
     int sum = min;

@@ -62,13 +62,22 @@ public:
     // Whether all experts have their places there, once it is open: then no other side computes any.
     bool has_room_for_all() const { return all_fit; }
 
+    // Whether each expert of a layer is in the slot of its number, and stays there.
+    bool is_whole(int layer) const { return !whole.empty() && whole[layer] != 0; }
+
     DeviceBank     bank;
     DeviceLandings landings;
     HostCopies     host_copies;
 
-    // experts: those that the layer computes with here, visit: those that its router chose; ascending. Says which of
-    // them are computed on the device, and what is to come there. hold: of the context, what it held is given back.
-    void choose(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts, const Visit & visit);
+    // Says which of batch.wanted are computed on the device, and, unless batch.overlaps, what is to come there. visit: of
+    // batch.asked. hold: of the context, what it held is given back.
+    void choose(DeviceHold & hold, RoutedBatch & batch, const Visit & visit);
+
+    // What is to come, where that serves the next time only.
+    void replace(RoutedBatch & batch, const Visit & visit);
+
+    // Whether it does: nothing has to come before a layer of a few tokens is computed.
+    bool brings_behind() const { return misses == PYORCH_PROCESSOR && n_ahead == 0; }
 
     void set_policy(pyorch_policy policy);
 
@@ -145,17 +154,21 @@ private:
     std::unique_ptr<DeviceTable> seats;  // null until there is memory
     std::unique_ptr<DeviceAreas> areas;  // the same
     std::vector<int>             minima; // by layer, once one was set
+    std::vector<uint8_t>         whole;  // by layer, once it is open
     bool                         opened   = false;
     bool                         stopping = false;
     std::list<Upload>            uploads; // under way, or not yet seen by their layer
     std::deque<Upload *>         queue;
     std::thread                  uploader;
 
-    void             give_back(DeviceHold & hold);
-    void             tell_moved();
-    void             choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts);
-    std::vector<int> places_of(const RoutedBatch & batch);
-    void             arrive(
+    void                give_back(DeviceHold & hold);
+    void                tell_moved();
+    bool                load_whole(int layer);
+    std::vector<double> learn(const RoutedBatch & batch, const Visit & visit);
+    bool                lets_nothing_come(const RoutedBatch & batch) const;
+    void                choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts);
+    std::vector<int>    places_of(const RoutedBatch & batch);
+    void                arrive(
         DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
     void keep_passing(const RoutedBatch & batch);

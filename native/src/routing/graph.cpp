@@ -39,22 +39,6 @@ void copy_ids(ggml_tensor * ids) {
     }
 }
 
-// Of all tokens, where the processor computes for any. Everything before the route node is computed by now, and the
-// device's way through the experts, behind it, keeps them. ids: of that node, to which they come where somebody looks.
-void fetch_inputs(GraphLayer & g, const ggml_tensor * ids) {
-    const auto by_processor = [&](int32_t row) { return row >= g.batch.n_used; };
-    if (!g.device_inputs || std::none_of(g.joined_rows.begin(), g.joined_rows.end(), by_processor)) {
-        return;
-    }
-    const int64_t n = ggml_nelements(g.device_inputs);
-    if (const float * here = floats(ids, INPUT)) {
-        g.inputs.assign(here, here + n);
-    } else {
-        g.inputs.resize(n);
-        ggml_backend_tensor_get(g.device_inputs, g.inputs.data(), 0, ggml_nbytes(g.device_inputs));
-    }
-}
-
 void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     if (ith != 0) {
         return;
@@ -96,7 +80,14 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
                 batch.elsewhere[expert] = 1;
             }
         }
-        fetch_inputs(g, ids);
+        if (g.zero_copy) {
+            std::copy(g.slot_rows.begin(), g.slot_rows.end(), g.zero_copy->numbers);
+            std::copy(g.joined_rows.begin(), g.joined_rows.end(), g.zero_copy->numbers + g.slot_rows.size());
+        }
+        g.inputs.clear();
+        if (floats(ids, INPUT)) { // else the device is asked for them
+            g.inputs.assign(floats(ids, INPUT), floats(ids, INPUT) + (size_t) batch.n_embd * batch.n_tokens);
+        }
     }
     if (batch.alone && !g.context->routing.table.release(g.context->owner)) { // no node comes behind the experts
         failed       = true;
@@ -244,14 +235,17 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
     layer.batch.changeable = (layer.needs & GRAPH_CHANGES) != 0;
     layer.batch.estimable  = (layer.needs & GRAPH_GHOSTS) != 0;
     layer.batch.alone      = false;
-    layer.device_inputs = layer.landing = layer.beside = nullptr;
-    ggml_tensor * const residual                       = residual_of(route);
+    layer.batch.overlaps   = false;
+    layer.device_inputs = layer.beside = nullptr;
+    layer.landing = layer.zero_copy  = nullptr;
+    ggml_tensor * const residual     = residual_of(route);
     const bool          wants_inputs = (layer.needs & GRAPH_INPUTS) || (!residual && (layer.needs & GRAPH_RESIDUALS));
     const auto          source       = [&](bool wanted, ggml_tensor * t) {
         return wanted && t ? contiguous(route.ctx, t) : nullptr; // as a source it is kept until this node is computed
     };
+    // A device's choice of many tokens is a part of all experts sorted, and a copy of it to the host would be of all.
     ggml_tensor * args[N_SOURCES] = {
-        route.selected,
+        layer.context->routing.device ? contiguous(route.ctx, route.selected) : route.selected,
         route.down_exps,
         source(layer.needs & GRAPH_WEIGHTS, route.weights),
         source(layer.needs & GRAPH_PROBS, route.probs),

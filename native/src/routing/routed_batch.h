@@ -65,6 +65,10 @@ struct RoutedBatch {
     std::shared_ptr<const GhostLayer> ghost_layer = {};
     int                               hole        = -1;
 
+    // The experts of `experts` and of `requested` that are this server's business, ascending, each once.
+    std::vector<int> wanted = {};
+    std::vector<int> asked  = {};
+
     // Where it is computed. portable: other servers can. elsewhere: by expert, nonzero for those that one of them
     // computes now, and behind the stages those that a device does; empty: none.
     bool                    portable  = false;
@@ -75,6 +79,7 @@ struct RoutedBatch {
     bool       on_device    = false;
     bool       alone        = false; // and computes all: no row is the processor's
     bool       through_area = false; // of the device: an expert's slot there is its own number
+    bool       overlaps     = false; // what the device computes need not wait for the stages behind `offload`
     DevicePass device       = {};
 
     // What was decided for the ubatch before: nothing of it holds for the one that begins. Memory stays.

@@ -164,6 +164,13 @@ void on_begin(const void * id, const ggml_tensor * tok_embd, const int32_t * tok
 // building graphs
 //
 
+// Whether a graph has no node of ours in a layer: the device has all its experts, and nobody looks.
+bool is_unasked(const llama_moe_route & route, const Context & context, int layer) {
+    const DeviceTier * const device = context.routing.device;
+    const unsigned           seen   = context.needs_of((int) route.selected->ne[1]);
+    return device && device->is_whole(layer) && (seen & ~(unsigned) (GRAPH_PROCESSOR | GRAPH_OTHERS)) == 0;
+}
+
 void on_route(llama_moe_route * route) {
     const ManagedTensor * m = managed(route->down_exps);
     if (!m) {
@@ -174,12 +181,17 @@ void on_route(llama_moe_route * route) {
         m->routing->device->open(
             (route->n_ubatch + OTHERS) * route->inp->ne[0] * route->selected->ne[0] * sizeof(float));
     }
-    Context & context = open_context(route->context, *m->routing);
+    Context &    context = open_context(route->context, *m->routing);
+    GraphLayer & layer   = context.at(m->layer, route->decode);
+    layer.unasked        = is_unasked(*route, context, m->layer);
+    if (layer.unasked) {
+        return;
+    }
     if (!route->warmup) { // which selects another number of experts
         context.computes(m->layer);
         read_router(*route, *m);
     }
-    add_route(*route, context.at(m->layer, route->decode));
+    add_route(*route, layer);
 }
 
 ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
@@ -188,6 +200,10 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
         return experts;
     }
     GraphLayer & layer = open_context(route->context, *m->routing).at(m->layer, route->decode);
+    if (layer.unasked) {
+        compute_in_slots(ExpertGraph(*route, m->layer, experts), m->routing->device->bank);
+        return experts;
+    }
     if (route->warmup) {
         layer.batch.on_device = false;
         return add_release(*route, experts, layer);
@@ -212,7 +228,8 @@ bool on_stale(const void * id, uint32_t n_tokens, bool decode) {
 // Set once, when the library is loaded: later, another model might be computing. Where kernels cannot ask, no engine
 // can be captured.
 const bool hooked = [] {
-    static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked, on_rows, adaptive_barrier() };
+    static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked, on_rows, adaptive_barrier(),
+        threads_of };
     static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_stale, on_begin,
         end_context, on_file_size };
     try {

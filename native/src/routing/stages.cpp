@@ -157,12 +157,14 @@ std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots, int 
 // Experts in the slots of a device are not wanted in host memory, neither now nor for having been used: what is there
 // has no copy here, unless there is room for it. But guests come from here.
 void offload(Context & context, RoutedBatch & batch) {
+    batch.wanted = distinct(batch, batch.experts, batch.hole);
+    batch.asked  = distinct(batch, batch.requested);
     if (batch.alone || (batch.on_device && !context.routing.calibration.active())) {
         if (context.routing.device->takes_forecasts()) { // those of the layer are all there then
             context.routing.prefetcher.settle(context.id);
         }
-        context.routing.device->choose(context.on_device, batch, distinct(batch, batch.experts, batch.hole),
-            { context.id, batch.layer, context.continues, distinct(batch, batch.requested) });
+        context.routing.device->choose(
+            context.on_device, batch, { context.id, batch.layer, context.continues, batch.asked });
     } else if (context.routing.device) {
         context.routing.device->forget(context.id, batch.layer);
         if (batch.layer == context.layers.back()) { // of a prompt that had the areas, but for this layer
@@ -171,9 +173,15 @@ void offload(Context & context, RoutedBatch & batch) {
     }
 }
 
+void replace(Context & context, RoutedBatch & batch) {
+    if (batch.overlaps && !batch.device.slots.empty()) {
+        context.routing.device->replace(batch, { context.id, batch.layer, context.continues, batch.asked });
+    }
+}
+
 void acquire(Context & context, RoutedBatch & batch) {
-    std::vector<int> experts = distinct(batch, batch.experts, batch.hole);
-    std::vector<int> asked   = distinct(batch, batch.requested);
+    std::vector<int> experts = batch.wanted;
+    std::vector<int> asked   = batch.asked;
     experts.erase(
         std::remove_if(experts.begin(), experts.end(), [&](int e) { return batch.device.computes(e); }), experts.end());
     asked.erase(std::remove_if(asked.begin(), asked.end(), [&](int e) { return batch.device.keeps(e); }), asked.end());
@@ -247,21 +255,22 @@ void upload(Context & context, RoutedBatch & batch) {
 
 using Stage = void (*)(Context & context, RoutedBatch & batch);
 
-constexpr Stage STAGES[] = {
-    observe,
-    speculate,
-    substitute,
-    place,
-    offload,
-    acquire,
-    predict,
-    upload,
-};
+constexpr Stage BEFORE_DEVICE[] = { observe, speculate, substitute, place, offload };
+constexpr Stage BESIDE_DEVICE[] = { replace, acquire, predict, upload };
 
 } // namespace
 
 void run_stages(Context & context, RoutedBatch & batch) {
-    for (Stage stage : STAGES) {
+    for (Stage stage : BEFORE_DEVICE) {
+        stage(context, batch);
+    }
+    if (!batch.overlaps) {
+        run_stages_beside(context, batch);
+    }
+}
+
+void run_stages_beside(Context & context, RoutedBatch & batch) {
+    for (Stage stage : BESIDE_DEVICE) {
         stage(context, batch);
     }
 }

@@ -5,7 +5,8 @@
 //                 where the next stage treats what was not forecast
 //     substitute  lets resident experts or ghosts stand in for absent ones, or leaves them out (lossy)
 //     place       sends the rows of experts that other servers compute
-//     offload     says which of them a device computes, and what comes to it
+//     offload     says which of them a device computes
+//     replace     and what comes to it for the next time
 //     acquire     holds the experts that are computed, and orders those that are absent; those that others stand in
 //                 for when nothing else is wanted
 //     predict     shows the prefetcher what the router asked for
@@ -22,5 +23,8 @@
 namespace pyorch {
 
 void run_stages(Context & context, RoutedBatch & batch);
+
+// Those from `replace` on, where batch.overlaps: while a device computes what it has.
+void run_stages_beside(Context & context, RoutedBatch & batch);
 
 } // namespace pyorch

@@ -74,12 +74,43 @@ void where_kernels_take_it_all_rows_of_the_processor_go_through_one_slot() {
     CHECK(g.slot_rows == std::vector<int32_t>({ 0, 0, 0 }));
 }
 
+// A graph of the processor's as ggml's scheduler cuts it: what is beside the device, and what comes behind.
+void a_graph_in_which_the_device_computes_all_has_one_thread() {
+    ggml_context * const ctx     = ggml_init({ 1 << 20, nullptr, true });
+    ggml_tensor * const  weights = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, 4, 4);
+    ggml_tensor *        args[]  = { weights };
+    std::vector<int32_t> named   = { 0, 1, 2 };
+    GraphLayer           g       = layer(named);
+    g.batch.on_device            = true;
+    ggml_tensor * const inputs =
+        ggml_custom_4d(ctx, GGML_TYPE_F32, 4, 1, 1, 1, args, 1, inputs_op, GGML_N_TASKS_MAX, &g);
+    ggml_cgraph * const graph = ggml_new_graph(ctx);
+    ggml_build_forward_expand(graph, ggml_sqr(ctx, inputs));
+    const auto n_threads = [&](const std::vector<int> & slots) {
+        set_rows(g, slots, 8);
+        return threads_of(graph, 16);
+    };
+    const std::vector<int> all = { 0, 2, 7, NONE, NONE, 1 }, less = { 0, NONE, 7, NONE, NONE, 1 };
+    CHECK(n_threads(all) == 1 && n_threads(less) == 16);
+    g.jobs.emplace_back(); // what ghosts compute is the processor's
+    CHECK(n_threads(all) == 16);
+    g.jobs.clear();
+    g.batch.on_device = false;
+    CHECK(n_threads(all) == 16);
+    g.batch.on_device = true;
+    // A dense layer beside it, which the processor has, too.
+    ggml_build_forward_expand(graph, ggml_mul_mat(ctx, weights, inputs));
+    CHECK(n_threads(all) == 16);
+    ggml_free(ctx);
+}
+
 } // namespace
 
 int main() {
     for (auto * claim : { each_row_is_taken_from_the_side_that_computes_it, no_token_names_a_slot_twice,
              an_expert_that_is_named_again_is_computed_once,
-             where_kernels_take_it_all_rows_of_the_processor_go_through_one_slot }) {
+             where_kernels_take_it_all_rows_of_the_processor_go_through_one_slot,
+             a_graph_in_which_the_device_computes_all_has_one_thread }) {
         claim();
     }
     return 0;

@@ -152,7 +152,9 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
             if (seed % 2) {               // else predictors have changed: their forecasts may come at any time
                 settle();
             }
-            tier.choose(hold, batch, experts, { owner.context, l, true, experts });
+            batch.wanted = batch.asked = experts;
+            const Visit visit          = { owner.context, l, true, experts };
+            tier.choose(hold, batch, visit);
             std::vector<int> here;
             std::copy_if(experts.begin(), experts.end(), std::back_inserter(here),
                 [&](int e) { return batch.device.slots.empty() || batch.device.slots[e] < 0; });
