@@ -91,7 +91,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of prompts, in tokens per second; and of the tokens decoded after the longest one, by token."""
+    """Of prompts, in tokens per second; and of the tokens decoded after the longest one, the median's time."""
 
     prefill: dict[str, float]
     decode_ms: float
@@ -159,11 +159,12 @@ def measure(
             context.decode([token])
         count_anew()
         trace = Trace()
-        begin = time.perf_counter()
+        times = []
         for token in tokens[widest + n:]:
+            begin = time.perf_counter()
             context.decode([token])
-        decode_ms = 1000 * (time.perf_counter() - begin) / n
-        return prefill, decode_ms, trace.calls(n)
+            times.append(1000 * (time.perf_counter() - begin))
+        return prefill, statistics.median(times), trace.calls(n)
 
 
 class Trace:
