@@ -344,12 +344,15 @@ bool DeviceBank::gather(int number, int layer, const std::vector<int> & slots) {
     const int64_t               n       = (int64_t) slots.size();
     const ggml_context_ptr      ctx(
         ggml_init({ 4 * n_roles * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
-    ggml_cgraph *           graph   = ggml_new_graph(ctx.get());
-    ggml_tensor *           numbers = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, n);
-    ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(device),
-        ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(device), numbers)));
-    if (!buffer ||
-        ggml_backend_tensor_alloc(buffer.get(), numbers, ggml_backend_buffer_get_base(buffer.get())) !=
+    ggml_cgraph * graph   = ggml_new_graph(ctx.get());
+    ggml_tensor * numbers = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, n);
+    const size_t  bytes   = ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(device), numbers);
+    // Kept: a device waits for all that computes there before memory is freed.
+    if (!gathered || ggml_backend_buffer_get_size(gathered.get()) < bytes) {
+        gathered.reset(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(device), bytes));
+    }
+    if (!gathered ||
+        ggml_backend_tensor_alloc(gathered.get(), numbers, ggml_backend_buffer_get_base(gathered.get())) !=
             GGML_STATUS_SUCCESS) {
         return false;
     }
@@ -388,7 +391,7 @@ void DeviceBank::reset_counts() {
     uploading_ns = 0;
 }
 
-DeviceLandings::DeviceLandings(ggml_backend_dev_t device) : device(device), reads_host(reads_host_memory(device)) {}
+DeviceLandings::DeviceLandings(ggml_backend_dev_t device) : reads_host(reads_host_memory(device)), device(device) {}
 
 void DeviceLandings::set_limit(uint64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -462,7 +465,8 @@ const DeviceLandings::Landing * DeviceLandings::take_zero_copy(int64_t n, int64_
     }
     made.host.reset(ggml_backend_buft_alloc_buffer(
         ggml_backend_dev_host_buffer_type(device), n * sizeof(float) + n_numbers * sizeof(int32_t)));
-    if (!made.host) {
+    // Where the system locks no more, ggml gives memory that is not locked.
+    if (!made.host || ggml_backend_buffer_get_type(made.host.get()) != ggml_backend_dev_host_buffer_type(device)) {
         return nullptr;
     }
     made.zero_copy = (float *) ggml_backend_buffer_get_base(made.host.get());

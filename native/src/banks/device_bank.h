@@ -145,8 +145,9 @@ private:
     uint64_t make_tensors();
     bool     send(ggml_tensor * to, int index, const char * bytes);
 
-    std::mutex       gathering;
-    ggml_backend_ptr gatherer; // its kernels; null: not yet, or it has none for that
+    std::mutex              gathering;
+    ggml_backend_buffer_ptr gathered; // the numbers of slots
+    ggml_backend_ptr        gatherer; // the device's kernels; null: not yet
 
     std::shared_ptr<PageLocks>  locks;
     std::unique_ptr<DeviceLink> link; // goes first: it may be on its way to a buffer
@@ -187,6 +188,9 @@ public:
     // The same in zero-copy memory, with room for n_numbers. null: kernels of the device cannot read there.
     const Landing * take_zero_copy(int64_t n, int64_t n_numbers);
 
+    // Whether the device can.
+    const bool reads_host;
+
     uint64_t used() const { return used_bytes; } // of the device
 
 private:
@@ -198,7 +202,6 @@ private:
     };
 
     const ggml_backend_dev_t device;
-    const bool               reads_host;
     std::mutex               mutex;
     std::list<Piece>         pieces;
     uint64_t                 limit = 0;

@@ -65,6 +65,11 @@ bool Table::has_nearly_all() {
     return bank->budget() >= map.slots_bytes() && (n_experts - n_resident) * LACKING <= n_experts;
 }
 
+void Table::count_tokens(uint64_t n) {
+    std::lock_guard<std::mutex> lock(mutex);
+    totals.tokens += n;
+}
+
 int Table::layer_index(int il) const {
     const auto layer = layer_by_il.find(il);
     if (layer == layer_by_il.end()) {

@@ -161,6 +161,9 @@ public:
     // Whether there is room for all experts, and nearly all are there.
     bool has_nearly_all();
 
+    // Of a layer each, that passed without asking.
+    void count_tokens(uint64_t n);
+
     void set_pools(const PoolShares & shares) {
         change([&] { room.set_shares(shares); });
     } // see Room::set_shares

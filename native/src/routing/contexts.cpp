@@ -38,6 +38,11 @@ bool Context::look_at_needs(int n_tokens, bool decode) {
     return needs != built;
 }
 
+uint64_t Context::n_unasked(bool decode) const {
+    const auto is_unasked = [&](const GraphLayer & layer) { return layer.unasked && layer.batch.decode == decode; };
+    return (uint64_t) std::count_if(graph.begin(), graph.end(), is_unasked);
+}
+
 void Context::computes(int layer) {
     if (insert(layers, layer)) {
         routing.prefetcher.set_layers(id, layers);

@@ -83,6 +83,9 @@ struct Context {
 
     GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }
 
+    // Layers that the latest graph passes without a node of ours.
+    uint64_t n_unasked(bool decode) const;
+
     unsigned needs_of(int n_tokens) const { return needs[n_tokens <= MAX_PREDICTED_TOKENS]; }
 
     // A ubatch comes: takes the areas for a prompt, if they are free. True: graphs need other things than before.

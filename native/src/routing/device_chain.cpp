@@ -368,10 +368,25 @@ void inputs_op(ggml_tensor * inputs, int ith, int nth, void * user) {
     if (ith != nth - 1 || !is_by_processor(g)) {
         return;
     }
-    if (!g.inputs.empty()) {
-        memcpy(inputs->data, g.inputs.data(), ggml_nbytes(inputs));
-    } else {
+    if (g.inputs.empty()) {
         ggml_backend_tensor_get(g.device_inputs, inputs->data, 0, ggml_nbytes(inputs));
+    } else {
+        memcpy(inputs->data, g.inputs.data(), ggml_nbytes(inputs));
+    }
+}
+
+void fetch_inputs(GraphLayer & g, const float * here) {
+    g.inputs.clear();
+    const bool in_time = g.context->routing.device->landings.reads_host; // beside what the device computes
+    if (!g.device_inputs || !is_by_processor(g) || (in_time && !here)) {
+        return;
+    }
+    const int64_t n = ggml_nelements(g.device_inputs);
+    if (here) {
+        g.inputs.assign(here, here + n);
+    } else {
+        g.inputs.resize(n);
+        ggml_backend_tensor_get(g.device_inputs, g.inputs.data(), 0, ggml_nbytes(g.device_inputs));
     }
 }
 
@@ -391,8 +406,9 @@ int threads_of(const ggml_cgraph * graph, int n_threads) {
             layer = (const GraphLayer *) params.userdata;
         }
     }
-    const bool computes = !layer || !layer->batch.on_device || !layer->batch.remote.empty() || !layer->jobs.empty() ||
-        is_by_processor(*layer);
+    // What nobody wants is computed all the same: of a prompt that is much.
+    const bool computes = !layer || !layer->batch.on_device || layer->batch.n_tokens >= Demand::SCAN_TOKENS ||
+        !layer->batch.remote.empty() || !layer->jobs.empty() || is_by_processor(*layer);
     return computes ? n_threads : 1;
 }
 

@@ -26,9 +26,13 @@ void compute_in_slots(const ExpertGraph & graph, const DeviceBank & bank);
 ggml_tensor * join_device_rows(
     const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released, GraphLayer & layer);
 
+// Before the device begins: of all tokens, where the processor computes for any, and they cannot come while the device
+// computes, as where one queue has all that a device is asked. here: in host memory, null: they are not.
+void fetch_inputs(GraphLayer & layer, const float * here);
+
 // The first node of the processor's part, [n_embd, 1, n_tokens]: the router's inputs, and what stages are left. Where the
 // processor computes no row, nobody reads them. What the device has of them stays until both ways are joined, so they
-// come while it computes; and another thread sees to the rest.
+// may come while it computes, and then one thread fetches them while another sees to the rest.
 void inputs_op(ggml_tensor * inputs, int ith, int nth, void * layer);
 
 // How many threads compute a graph of the processor's: one, where it has the experts of one layer and the device computes

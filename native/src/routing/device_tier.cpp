@@ -75,7 +75,7 @@ bool DeviceTier::load_whole(int layer) {
     Owner            owner{ this };
     std::vector<int> all(table.map.layers[layer].n_expert);
     std::iota(all.begin(), all.end(), 0);
-    table.acquire(owner, layer, { all, {}, Demand::SCAN_TOKENS, false, true, true });
+    table.acquire(owner, layer, { all, {}, Demand::SCAN_TOKENS, false, false, true });
     const std::vector<uint8_t> came = bring_in_order(table, bank, owner, layer, all,
         [&](size_t i, int role, const char * bytes) { return bank.upload(layer, all[i], role, bytes); });
     bank.wait_for_uploads();
@@ -212,9 +212,11 @@ std::vector<double> DeviceTier::learn(const RoutedBatch & batch, const Visit & v
 // REQUIRES: the mutex. What does not fit into host memory passes through a window, but for what happens to be there.
 // Who computes what must not depend on that: so nothing of such a layer comes here.
 bool DeviceTier::lets_nothing_come(const RoutedBatch & batch) const {
-    std::vector<int> from_host;
-    std::copy_if(batch.wanted.begin(), batch.wanted.end(), std::back_inserter(from_host),
-        [&](int expert) { return seats->slot(batch.layer, expert) == DeviceTable::NONE; });
+    const std::vector<int> & found = batch.device.slots; // empty: not yet
+    std::vector<int>         from_host;
+    std::copy_if(batch.wanted.begin(), batch.wanted.end(), std::back_inserter(from_host), [&](int expert) {
+        return (found.empty() ? seats->slot(batch.layer, expert) : found[expert]) == DeviceTable::NONE;
+    });
     return !batch.alone && !batch.through_area && !table.fits(batch.layer, from_host);
 }
 

@@ -84,10 +84,7 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
             std::copy(g.slot_rows.begin(), g.slot_rows.end(), g.zero_copy->numbers);
             std::copy(g.joined_rows.begin(), g.joined_rows.end(), g.zero_copy->numbers + g.slot_rows.size());
         }
-        g.inputs.clear();
-        if (floats(ids, INPUT)) { // else the device is asked for them
-            g.inputs.assign(floats(ids, INPUT), floats(ids, INPUT) + (size_t) batch.n_embd * batch.n_tokens);
-        }
+        fetch_inputs(g, floats(ids, INPUT));
     }
     if (batch.alone && !g.context->routing.table.release(g.context->owner)) { // no node comes behind the experts
         failed       = true;

@@ -146,6 +146,7 @@ void on_begin(const void * id, const ggml_tensor * tok_embd, const int32_t * tok
         return;
     }
     context->advance(positions, (int) n_tokens);
+    context->routing.table.count_tokens(context->n_unasked(decode) * n_tokens);
     const bool request = !decode && !context->prefill;
     context->prefill   = !decode;
 
@@ -201,7 +202,9 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
     }
     GraphLayer & layer = open_context(route->context, *m->routing).at(m->layer, route->decode);
     if (layer.unasked) {
-        compute_in_slots(ExpertGraph(*route, m->layer, experts), m->routing->device->bank);
+        const ExpertGraph graph(*route, m->layer, experts);
+        m->routing->recipes.learn(graph); // other servers may ask for its experts
+        compute_in_slots(graph, m->routing->device->bank);
         return experts;
     }
     if (route->warmup) {

@@ -25,6 +25,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <tuple>
 
 using namespace pyorch;
 
@@ -154,7 +155,16 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
             }
             batch.wanted = batch.asked = experts;
             const Visit visit          = { owner.context, l, true, experts };
+            batch.overlaps             = tier.brings_behind() && !batch.through_area;
             tier.choose(hold, batch, visit);
+            if (batch.overlaps && pass % 5 == 4 && l == 1) { // aborted while the device computes
+                tier.release(hold);
+                computed = {};
+                break;
+            }
+            if (batch.overlaps) {
+                tier.replace(batch, visit);
+            }
             std::vector<int> here;
             std::copy_if(experts.begin(), experts.end(), std::back_inserter(here),
                 [&](int e) { return batch.device.slots.empty() || batch.device.slots[e] < 0; });
@@ -208,11 +218,12 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
 static void change_about(DeviceTier & tier, int seed, const std::atomic<bool> & done) {
     std::mt19937 rng(seed);
     while (!done) {
+        const int layer = (int) (rng() % N_LAYERS);
         try {
             switch (rng() % 5) {
             case 0: {
                 const int max = N_EXPERT - (int) (rng() % 8);
-                tier.set_limits((int) (rng() % N_LAYERS), (int) (rng() % 2), max);
+                tier.set_limits(layer, (int) (rng() % 2), max);
                 break;
             }
             case 1: {
@@ -234,7 +245,7 @@ static void change_about(DeviceTier & tier, int seed, const std::atomic<bool> & 
             }
             }
         } catch (const Failure & e) {
-            CHECK(e.status == PYORCH_BUDGET);
+            CHECK(e.status == (tier.is_whole(layer) ? PYORCH_INVALID : PYORCH_BUDGET));
         }
         std::this_thread::yield();
     }
@@ -247,12 +258,15 @@ void stress_device(const char * path, int seed, int n_passes) {
     config.budget_bytes  = map.expert_bytes() / 2;
     config.read_bytes    = 48 * 1024;
     config.device_bytes  = map.expert_bytes() * 2 / 3;
-    config.device_ahead  = 2;
     Table table(map, std::make_unique<HostBank>(map, config.budget_bytes), std::make_unique<UnsteadySource>(map),
         plain_codec(), config);
     ReaderThreads reader(table.loader(), 2);
-    for (const auto misses : { PYORCH_PROCESSOR, PYORCH_UPLOAD }) {
+    for (const auto & [misses, ahead, bytes] : { std::tuple(PYORCH_PROCESSOR, 2, map.expert_bytes() * 2 / 3),
+             std::tuple(PYORCH_UPLOAD, 2, map.expert_bytes() * 2 / 3),
+             std::tuple(PYORCH_PROCESSOR, 0, map.expert_bytes() - 1) }) { // with whole layers
         config.device_misses = misses;
+        config.device_ahead  = ahead;
+        config.device_bytes  = bytes;
         DeviceTier tier(table, cpu_backend().device, config);
         tier.open(0);
         CHECK(!tier.has_room_for_all() && tier.bank.n_areas() == 2);
@@ -271,7 +285,7 @@ void stress_device(const char * path, int seed, int n_passes) {
         tier.wait_idle();
         pyorch_stats stats = {};
         tier.add_stats(-1, stats);
-        CHECK(n_computed > 0 && stats.device_hits > 0 && stats.device_ahead_hits > 0);
+        CHECK(n_computed > 0 && stats.device_hits > 0 && (stats.device_ahead_hits > 0) == (ahead > 0));
         printf("%llu hits, %llu misses, %llu loads, %llu guests, %llu of use, %llu of these late\n",
             (unsigned long long) stats.device_hits, (unsigned long long) stats.device_misses,
             (unsigned long long) stats.device_loads, (unsigned long long) stats.device_ahead,
