@@ -339,6 +339,11 @@ void DeviceBank::gather_in_area(int number, int layer, const std::vector<int> & 
 // A call for each matrix takes as long as the driver needs for some hundred of them, and all other threads wait for it
 // then. Matrices are rows of numbers to get_rows. False: it cannot.
 bool DeviceBank::gather(int number, int layer, const std::vector<int> & slots) {
+    // Others have not been seen to do so beside what they compute.
+    const std::string backend = ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
+    if (backend != "CUDA" && backend != "RPC") {
+        return false;
+    }
     std::lock_guard<std::mutex> lock(gathering);
     const int                   n_roles = (int) map.layers[layer].tensors.size();
     const int64_t               n       = (int64_t) slots.size();
