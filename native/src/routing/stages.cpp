@@ -264,12 +264,14 @@ void run_stages(Context & context, RoutedBatch & batch) {
     for (Stage stage : BEFORE_DEVICE) {
         stage(context, batch);
     }
+    batch.stages_left = true;
     if (!batch.overlaps) {
-        run_stages_beside(context, batch);
+        run_stages_left(context, batch);
     }
 }
 
-void run_stages_beside(Context & context, RoutedBatch & batch) {
+void run_stages_left(Context & context, RoutedBatch & batch) {
+    batch.stages_left = false;
     for (Stage stage : BESIDE_DEVICE) {
         stage(context, batch);
     }
