@@ -424,6 +424,7 @@ def test_a_layer_that_is_wholly_on_the_device_asks_the_host_nothing(
         assert_same_bits(made, expected)
         counted = model.stats().experts
         assert counted.device_hits + counted.device_misses > 0
+        assert counted.tokens == (64 + n_tokens) * len(model.layers), "those of whole layers too"
         with pytest.raises(pyorch.PyorchError, match="with all its experts"):
             model.layers[0].settings = pyorch.LayerSettings(max_on_device=5)
         seen = set()

@@ -414,7 +414,7 @@ ggml_tensor * DeviceLandings::Landing::tensor(
 // REQUIRES: the mutex
 DeviceLandings::Piece * DeviceLandings::find(int64_t n, int64_t n_numbers) {
     for (Piece & piece : pieces) {
-        if (!piece.taken && (piece.zero_copy != nullptr) == (n_numbers > 0) && piece.holds(n, n_numbers)) {
+        if (!piece.taken && (piece.host != nullptr) == (n_numbers > 0) && piece.holds(n, n_numbers)) {
             piece.taken = true;
             return &piece;
         }
@@ -463,19 +463,18 @@ const DeviceLandings::Landing * DeviceLandings::take_zero_copy(int64_t n, int64_
     if (const Piece * found = find(n, n_numbers)) {
         return found;
     }
-    Piece made    = {};
-    made.n_floats = n;
-    if (!allocate(made, 1)) {
-        return nullptr;
-    }
-    made.host.reset(ggml_backend_buft_alloc_buffer(
+    Piece made = {};
+    made.locked.reset(ggml_backend_buft_alloc_buffer(
         ggml_backend_dev_host_buffer_type(device), n * sizeof(float) + n_numbers * sizeof(int32_t)));
     // Where the system locks no more, ggml gives memory that is not locked.
-    if (!made.host || ggml_backend_buffer_get_type(made.host.get()) != ggml_backend_dev_host_buffer_type(device)) {
+    const bool is_locked =
+        made.locked && ggml_backend_buffer_get_type(made.locked.get()) == ggml_backend_dev_host_buffer_type(device);
+    if (!is_locked || !allocate(made, 1)) {
         return nullptr;
     }
-    made.zero_copy = (float *) ggml_backend_buffer_get_base(made.host.get());
-    made.numbers   = (int32_t *) (made.zero_copy + n);
+    made.host      = (float *) ggml_backend_buffer_get_base(made.locked.get());
+    made.numbers   = (int32_t *) (made.host + n);
+    made.n_floats  = n;
     made.n_numbers = n_numbers;
     pieces.push_back(std::move(made));
     return &pieces.back();

@@ -165,7 +165,7 @@ public:
 
         // Zero-copy: page-locked host memory that kernels read over the link, so that nobody waits for a copy. They read
         // it once, so it is to be copied on by the first of them. null: the device's own memory, to be sent to.
-        float *   zero_copy = nullptr;
+        float *   host      = nullptr;
         int32_t * numbers   = nullptr; // in the same, behind the rows
         int64_t   n_floats  = 0;
         int64_t   n_numbers = 0;
@@ -197,7 +197,7 @@ private:
     struct Piece : Landing {
         ggml_context_ptr        ctx    = {};
         ggml_backend_buffer_ptr buffer = {};
-        ggml_backend_buffer_ptr host   = {};
+        ggml_backend_buffer_ptr locked = {};
         bool                    taken  = true;
     };
 

@@ -39,7 +39,7 @@ void rows_op(ggml_tensor * rows, int ith, int, void * user) {
     const ggml_tensor * outputs = rows->src[2];
     for (size_t row = 0; g.zero_copy && row < g.joined_rows.size(); ++row) {
         if (g.joined_rows[row] >= g.batch.n_used) {
-            memcpy(g.zero_copy->zero_copy + row * outputs->ne[0], (const char *) outputs->data + row * outputs->nb[1],
+            memcpy(g.zero_copy->host + row * outputs->ne[0], (const char *) outputs->data + row * outputs->nb[1],
                 outputs->nb[1]);
         }
     }
@@ -329,7 +329,7 @@ ggml_tensor * join_device_rows(
     if (layer.zero_copy) {
         ggml_tensor * sent = add_numbers(route, layer, rows_op, "pyorch_rows", released);
         ggml_tensor * landed =
-            layer.zero_copy->tensor(route.ctx, GGML_TYPE_F32, released->ne, layer.zero_copy->zero_copy);
+            layer.zero_copy->tensor(route.ctx, GGML_TYPE_F32, released->ne, layer.zero_copy->host);
         ggml_tensor * both = ggml_concat(route.ctx, there, landed, 1);
         both->src[2]       = behind(route, sent);
         both->src[3]       = layer.device_inputs;

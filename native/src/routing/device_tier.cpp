@@ -63,6 +63,14 @@ void DeviceTier::open(uint64_t landing_bytes) {
     all_fit  = bank.has_room_for_all();
     opened   = true; // else the next context tries again
     std::vector<uint8_t> loaded(table.map.layers.size());
+    uint64_t             n_bytes = 0;
+    for (size_t layer = 0; layer < loaded.size() && !all_fit; ++layer) {
+        n_bytes += bank.has_whole((int) layer) ? bank.n_slots((int) layer) * table.map.layers[layer].expert_bytes() : 0;
+    }
+    if (n_bytes > 0) {
+        notice(format("note: all experts of some layers (%s) are read first, for %s", mebibytes(n_bytes).c_str(),
+            ggml_backend_dev_name(bank.device)));
+    }
     for (size_t layer = 0; layer < loaded.size() && !all_fit; ++layer) {
         loaded[layer] = bank.has_whole((int) layer) && load_whole((int) layer);
     }

@@ -146,7 +146,9 @@ void on_begin(const void * id, const ggml_tensor * tok_embd, const int32_t * tok
         return;
     }
     context->advance(positions, (int) n_tokens);
-    context->routing.table.count_tokens(context->n_unasked(decode) * n_tokens);
+    if (const uint64_t n_unasked = context->routing.device ? context->n_unasked(decode) : 0) {
+        context->routing.table.count_tokens(n_unasked * n_tokens);
+    }
     const bool request = !decode && !context->prefill;
     context->prefill   = !decode;
 
