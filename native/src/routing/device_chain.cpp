@@ -327,12 +327,11 @@ ggml_tensor * join_device_rows(
     const bool    last = layer.batch.through_area && is_last(layer);
     const int64_t n    = ggml_nelements(released); // 0 in the last layer of a ubatch of which no output is wanted
     if (layer.zero_copy) {
-        ggml_tensor * sent = add_numbers(route, layer, rows_op, "pyorch_rows", released);
-        ggml_tensor * landed =
-            layer.zero_copy->tensor(route.ctx, GGML_TYPE_F32, released->ne, layer.zero_copy->host);
-        ggml_tensor * both = ggml_concat(route.ctx, there, landed, 1);
-        both->src[2]       = behind(route, sent);
-        both->src[3]       = layer.device_inputs;
+        ggml_tensor * sent   = add_numbers(route, layer, rows_op, "pyorch_rows", released);
+        ggml_tensor * landed = layer.zero_copy->tensor(route.ctx, GGML_TYPE_F32, released->ne, layer.zero_copy->host);
+        ggml_tensor * both   = ggml_concat(route.ctx, there, landed, 1);
+        both->src[2]         = behind(route, sent);
+        both->src[3]         = layer.device_inputs;
         return ggml_get_rows(route.ctx, both, half(route, layer.numbers, 1));
     }
     if (!last && n > 0 && released->type == GGML_TYPE_F32 && ggml_is_contiguous(released)) {
