@@ -699,3 +699,30 @@ def test_a_device_that_is_not_there_is_named(small_moe: Path) -> None:
         small_model(small_moe, "50%", device="CUDA0,CUDA1")
     with pytest.raises(PyorchError, match="name it with --device"):
         small_model(small_moe, "50%", vram_budget="50%")
+
+
+def test_no_predictor_is_told_where_both_memories_together_have_nearly_all(
+    small_moe: Path, tmp_path: Path, prompt_tokens: list[int]
+) -> None:
+    """Neither of them alone has room for that."""
+    process = DeviceProcess(tmp_path / "log")
+    wire = CountingWire(process)
+    asked = {}
+    for prefetch in ("none", "quasi-hidden"):
+        with small_model(small_moe, "70%", device=wire.name, vram_budget="70%", prefetch=prefetch) as model:
+            with context(model) as ctx:
+                ctx.decode(prompt_tokens[:40])
+                for complete in (False, True):
+                    if complete:
+                        for il in model.layers:
+                            model.engine.prefetch(il, np.flatnonzero(model.residency[il] == 0).tolist())
+                        model.engine.wait_idle()
+                        ctx.decode([prompt_tokens[40]])  # the graph is made anew
+                    wire.reset()
+                    ctx.decode([prompt_tokens[41]])
+                    asked[prefetch, complete] = wire.bytes[wire.GET]
+    weights = len(model.layers) * 6 * 4
+    assert asked["quasi-hidden", False] >= asked["none", False] + weights, "of what routers chose, and what they saw"
+    assert asked["quasi-hidden", True] == asked["none", True]
+    wire.stop()
+    process.stop()

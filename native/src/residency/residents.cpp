@@ -57,6 +57,18 @@ void Residents::unpin(Expert & e) {
     used(e);
 }
 
+void Residents::set_above(Expert & e, bool is) {
+    if (e.above == is) {
+        return;
+    }
+    Layer &   l    = layer_of(e);
+    const int step = is ? 1 : -1;
+    l.n_above += step;
+    l.n_only_above += e.resident() ? 0 : step;
+    e.above = is;
+    changed(e);
+}
+
 bool Residents::start_load(Expert & e, ReadFor read_for) {
     e.slot = bank.take(layer_of(e).size_class);
     if (!e.slot) {
@@ -76,6 +88,7 @@ void Residents::arrived(Expert & e) {
     e.state               = State::RESIDENT;
     l.is_resident[e.id()] = 1;
     ++l.n_resident;
+    l.n_only_above -= e.above;
     ++l.stats.loads;
     l.stats.prefetch_loads += e.unasked(); // a layer that came to need it meanwhile has counted it
     changed(e);
@@ -97,6 +110,7 @@ void Residents::drop(Expert & e) {
         order.went(e.layer());
     }
     l.n_resident -= e.resident();
+    l.n_only_above += e.resident() && e.above;
     l.is_resident[e.id()] = 0;
     e.ready.store(0, std::memory_order_relaxed);
     e.state    = State::ABSENT;

@@ -30,8 +30,10 @@ public:
     struct Layer {
         std::unique_ptr<Expert[]> experts;
         int                       n_expert;
-        int                       n_resident = 0;
-        int                       n_pinned   = 0;
+        int                       n_resident   = 0;
+        int                       n_above      = 0;
+        int                       n_only_above = 0; // not resident, too
+        int                       n_pinned     = 0;
         int                       size_class;  // of an expert that kernels can compute with
         uint64_t                  slot_bytes;  // of it
         uint64_t                  read_bytes;  // that are read for it, on average
@@ -82,6 +84,8 @@ public:
 
     void pin(Expert & e);
     void unpin(Expert & e);
+
+    void set_above(Expert & e, bool is);
 
     // Gives an absent expert its memory, for read_for. False: there is none.
     bool start_load(Expert & e, ReadFor read_for);

@@ -57,12 +57,15 @@ Table::~Table() {
 bool Table::has_nearly_all() {
     constexpr int               LACKING = 16; // of the experts, at most one in so many
     std::lock_guard<std::mutex> lock(mutex);
-    int                         n_resident = 0, n_experts = 0;
-    for (int layer = 0; layer < residents.n_layers(); ++layer) {
-        n_resident += residents[layer].n_resident;
-        n_experts += residents[layer].n_expert;
+    int                         n_lacking = 0, n_experts = 0;
+    uint64_t                    room = bank->budget();
+    for (int i = 0; i < residents.n_layers(); ++i) {
+        const Residents::Layer & layer = residents[i];
+        n_lacking += layer.n_expert - layer.n_resident - layer.n_only_above;
+        n_experts += layer.n_expert;
+        room += layer.n_above * layer.slot_bytes;
     }
-    return bank->budget() >= map.slots_bytes() && (n_experts - n_resident) * LACKING <= n_experts;
+    return room >= map.slots_bytes() && n_lacking * LACKING <= n_experts;
 }
 
 void Table::count_tokens(uint64_t n) {
@@ -388,11 +391,7 @@ void Table::set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere) {
 void Table::set_above(int layer, const std::vector<uint8_t> & there) {
     std::lock_guard<std::mutex> lock(mutex);
     for (int id = 0; id < residents[layer].n_expert; ++id) {
-        Expert & e = residents.expert(layer, id);
-        if (e.above != (there[id] != 0)) {
-            e.above = there[id] != 0;
-            residents.changed(e);
-        }
+        residents.set_above(residents.expert(layer, id), there[id] != 0);
     }
 }
 

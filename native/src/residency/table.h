@@ -158,7 +158,7 @@ public:
         change([&] { room.set_budget(bytes); });
     }
 
-    // Whether there is room for all experts, and nearly all are there.
+    // Whether there is room for all experts, here and above, and nearly all are there.
     bool has_nearly_all();
 
     // Of a layer each, that passed without asking.

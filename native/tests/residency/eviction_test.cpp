@@ -169,6 +169,30 @@ static void what_a_tier_above_has_goes_first_and_not_before_it_must() {
     CHECK(house.resident(0, 14));
 }
 
+static void both_tiers_together_may_have_nearly_all() {
+    House                house(2, 0.5); // of 32 experts
+    std::vector<uint8_t> above(House::N_EXPERT, 1);
+    house.table.set_above(0, above);
+    CHECK(!house.table.has_nearly_all()); // there is room, and none of layer 1 is there
+    house.pass(1, range(0, 14));
+    CHECK(house.table.has_nearly_all()); // two are lacking
+    above[0] = 0;
+    house.table.set_above(0, above);
+    CHECK(!house.table.has_nearly_all()); // nor is there room for all
+    house.pass(0, { 0 });
+    above[0] = 1;
+    house.table.set_above(0, above); // one that both have
+    CHECK(house.table.has_nearly_all());
+    house.pass(1, { 14, 15 }); // in whose place they came
+    CHECK(house.table.has_nearly_all() && !house.resident(0, 0));
+    above[1] = 0;
+    house.table.set_above(0, above);
+    house.pass(0, { 1 });
+    CHECK(!house.table.has_nearly_all());
+    house.table.set_above(0, std::vector<uint8_t>(House::N_EXPERT));
+    CHECK(!house.table.has_nearly_all());
+}
+
 static void what_is_there_stays_unless_another_is_clearly_better() {
     const auto policy = [](pyorch_policy kind) { return find_policy(policy_list(), kind).make(1); };
     const auto lfu = policy(PYORCH_LFU), learned = policy(PYORCH_LEARNED), lru = policy(PYORCH_LRU);
