@@ -83,9 +83,10 @@ class _Bindings:
 SPIN_COUNT = "1000"
 LIBGOMP_SPIN_COUNT = "300000"
 
-# With experts on a device each layer is several graphs, and the processor's begin some tenths of a millisecond apart:
-# to wake threads for each took a third of a token's time (docs/device.md). A round is 20 to 50 ns.
-DEVICE_SPIN_COUNT = "10000"
+# With experts on a device each layer is several graphs, the processor's begin some tenths of a millisecond apart, and
+# many are computed by one thread: to wake the others each time took up to a third of a token's time, and 10,000 rounds
+# of 20 to 50 ns did not do (docs/device.md).
+DEVICE_SPIN_COUNT = "100000"
 _DEVICE_BACKENDS = ("cuda", "hip", "musa", "sycl", "vulkan")
 
 chose_spin_count = False  # whether that in the environment is ours

@@ -360,8 +360,8 @@ void inputs_op(ggml_tensor * inputs, int ith, int nth, void * user) {
     GraphLayer & g = *(GraphLayer *) user;
     if (ith == 0) {
         g.context->owner.n_threads = nth; // those of the experts, which are computed in the same part of the graph
-        if (g.batch.stages_left) {
-            run_stages_left(*g.context, g.batch);
+        if (g.batch.overlaps) {
+            run_stages_beside(*g.context, g.batch);
         }
     }
     if (ith != nth - 1 || !is_by_processor(g)) {
@@ -389,27 +389,25 @@ void fetch_inputs(GraphLayer & g, const float * here) {
     }
 }
 
-int begin_processors_part(const ggml_cgraph * graph, int n_threads) {
-    GraphLayer * layer = nullptr;
+int threads_of(const ggml_cgraph * graph, int n_threads) {
+    const GraphLayer * layer = nullptr;
     for (int i = 0; i < graph->n_nodes; ++i) {
-        const ggml_tensor *   node = graph->nodes[i];
-        ggml_custom_op_params params;
-        memcpy(&params, node->op_params, sizeof(params));
-        const bool is_inputs = node->op == GGML_OP_CUSTOM && params.fun == inputs_op;
-        if (node->op == GGML_OP_MUL_MAT || (is_inputs && layer)) {
+        const ggml_tensor * node = graph->nodes[i];
+        if (node->op == GGML_OP_MUL_MAT) {
             return n_threads;
         }
-        layer = is_inputs ? (GraphLayer *) params.userdata : layer;
-    }
-    if (!layer || !layer->batch.on_device) {
-        return n_threads;
-    }
-    if (layer->batch.stages_left) {
-        run_stages_left(*layer->context, layer->batch);
+        ggml_custom_op_params params;
+        memcpy(&params, node->op_params, sizeof(params));
+        if (node->op == GGML_OP_CUSTOM && params.fun == inputs_op) {
+            if (layer) {
+                return n_threads;
+            }
+            layer = (const GraphLayer *) params.userdata;
+        }
     }
     // What nobody wants is computed all the same: of a prompt that is much.
-    const bool computes = layer->batch.n_tokens >= Demand::SCAN_TOKENS || !layer->batch.remote.empty() ||
-        !layer->jobs.empty() || is_by_processor(*layer);
+    const bool computes = !layer || !layer->batch.on_device || layer->batch.n_tokens >= Demand::SCAN_TOKENS ||
+        !layer->batch.remote.empty() || !layer->jobs.empty() || is_by_processor(*layer);
     return computes ? n_threads : 1;
 }
 

@@ -30,15 +30,14 @@ ggml_tensor * join_device_rows(
 // computes, as where one queue has all that a device is asked. here: in host memory, null: they are not.
 void fetch_inputs(GraphLayer & layer, const float * here);
 
-// The first node of the processor's part, [n_embd, 1, n_tokens]: the router's inputs; and the stages, where any are left.
-// Where the processor computes no row, nobody reads them. What the device has of them stays until both ways are joined,
-// so they may come while it computes.
+// The first node of the processor's part, [n_embd, 1, n_tokens]: the router's inputs, and what stages are left. Where the
+// processor computes no row, nobody reads them. What the device has of them stays until both ways are joined, so they
+// may come while it computes, and then one thread fetches them while another sees to the rest.
 void inputs_op(ggml_tensor * inputs, int ith, int nth, void * layer);
 
-// Before a graph of the processor's: where it has the experts of one layer, and nothing else that is much, runs the stages
-// that are left, lest threads wait for them. How many of n_threads are to compute it: one, where the device computes all
-// experts.
-int begin_processors_part(const ggml_cgraph * graph, int n_threads);
+// How many threads compute a graph of the processor's: one, where it has the experts of one layer and the device computes
+// them all.
+int threads_of(const ggml_cgraph * graph, int n_threads);
 
 // What the nodes of the chain read of the batch: which slots, and which rows behind both ways. No token names a slot
 // twice, unless layer.may_repeat.

@@ -80,7 +80,6 @@ struct RoutedBatch {
     bool       alone        = false; // and computes all: no row is the processor's
     bool       through_area = false; // of the device: an expert's slot there is its own number
     bool       overlaps     = false; // what the device computes need not wait for the stages behind `offload`
-    bool       stages_left  = false; // these are to be run
     DevicePass device       = {};
 
     // What was decided for the ubatch before: nothing of it holds for the one that begins. Memory stays.

@@ -234,7 +234,7 @@ bool on_stale(const void * id, uint32_t n_tokens, bool decode) {
 // can be captured.
 const bool hooked = [] {
     static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked, on_rows, adaptive_barrier(),
-        begin_processors_part };
+        threads_of };
     static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_stale, on_begin,
         end_context, on_file_size };
     try {

@@ -264,14 +264,12 @@ void run_stages(Context & context, RoutedBatch & batch) {
     for (Stage stage : BEFORE_DEVICE) {
         stage(context, batch);
     }
-    batch.stages_left = true;
     if (!batch.overlaps) {
-        run_stages_left(context, batch);
+        run_stages_beside(context, batch);
     }
 }
 
-void run_stages_left(Context & context, RoutedBatch & batch) {
-    batch.stages_left = false;
+void run_stages_beside(Context & context, RoutedBatch & batch) {
     for (Stage stage : BESIDE_DEVICE) {
         stage(context, batch);
     }

@@ -88,7 +88,7 @@ void a_graph_in_which_the_device_computes_all_has_one_thread() {
     ggml_build_forward_expand(graph, ggml_sqr(ctx, inputs));
     const auto n_threads = [&](const std::vector<int> & slots) {
         set_rows(g, slots, 8);
-        return begin_processors_part(graph, 16);
+        return threads_of(graph, 16);
     };
     const std::vector<int> all = { 0, 2, 7, NONE, NONE, 1 }, less = { 0, NONE, 7, NONE, NONE, 1 };
     CHECK(n_threads(all) == 1 && n_threads(less) == 16);
