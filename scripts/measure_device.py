@@ -17,6 +17,8 @@ speed       prefill and decode by share of the experts in VRAM, once with all of
             (those of the first layers, as many as do not fit) and, where it fits, the model wholly on the device.
             The bound, of which the last column says how much was reached, is the longer of two times: that of a token
             with all experts in VRAM, by the faster of both, and that in which what was not there passes the link.
+turns       the same two ways in one process, by turns, a block of tokens each, and the ratio of their times, and two
+            standard errors: the least noise, where both fit into memory at once. All threads wait as pyorch's do.
 latencies   what an expert costs that is not in VRAM, as BuddyMoE's table 1: the time of a token beyond that of a token
             with all experts in VRAM, divided by its misses.
 limits      time of a token by VRAM and what moves experts, as FineMoE's figure 12.
@@ -48,6 +50,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import llama_cpp.llama_cpp as llama
 
@@ -61,11 +64,15 @@ from pyorch.runtime.devices import find_device, rates_of
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import format_bytes
 
-STOCK, OURS = "llama.cpp", "pyorch"
+STOCK, OURS, BOTH = "llama.cpp", "pyorch", "by turns"
 _EXPERTS = r"blk\.LAYERS\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 _POLICIES = ("lru", "lfu", "learned")
 _PREDICTOR = "quasi-hidden:1"
 _MOST_LINES = 40  # of what a sanitizer says
+_WARM_PROMPTS = 2  # the first ones make graphs and buffers, and fill slots
+_SHORTER = (28, 7, 21, 14, 0)  # tokens
+_SETTLING, _BLOCK = 4, 28  # tokens of a turn: its graph and caches come back, and those that are measured
+_ERRORS = 2.0  # standard errors on each side of a ratio
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,7 @@ class Speed:
     right: float | None = None  # of these
     link: float = 0.0  # bytes a second of uploads, as measured alone
     calls: dict[str, list[float]] | None = None  # of CUDA, a token: how many, and milliseconds or bytes
+    turns: dict[str, Any] | None = None  # of llama.cpp in the same process
 
 
 def stock_model(path: str, device: str, setup: Setup) -> int:
@@ -139,32 +147,83 @@ def tokens_of(model: int, text: str, n: int) -> list[int]:
     return room[:n]
 
 
+class Text:
+    """A context that computes a text: prompts from its beginning, and behind the longest one a token at a time."""
+
+    def __init__(self, model: int, setup: Setup, arguments: argparse.Namespace, n_decoded: int) -> None:
+        text = Path(arguments.data).read_text(encoding="utf-8")
+        widest = max(setup.prompts)
+        self._tokens = tokens_of(model, text, widest + n_decoded)
+        self._at = widest
+        self.context = Context(model, n_ctx=widest + n_decoded, n_batch=widest, n_ubatch=min(widest, 2048), n_outputs=1,
+                               n_threads=arguments.threads)
+
+    def prompt(self, length: int) -> float:
+        """In tokens a second."""
+        self.context.clear()
+        begin = time.perf_counter()
+        self.context.decode(self._tokens[:length], outputs=[length - 1])
+        return length / (time.perf_counter() - begin)
+
+    def decode(self, n: int) -> list[float]:
+        """Milliseconds of the next n tokens."""
+        times = []
+        for token in self._tokens[self._at:self._at + n]:
+            begin = time.perf_counter()
+            self.context.decode([token])
+            times.append(1000 * (time.perf_counter() - begin))
+        self._at += n
+        return times
+
+
+def prompts(texts: Sequence[Text], lengths: Sequence[int]) -> list[dict[str, float]]:
+    """Of each text, by turns, by length in tokens a second: medians of prompts that are some tokens shorter each, so
+    that each has a graph of its own, as a user's have. The last one has the whole length."""
+    rates: list[dict[str, float]] = [{} for _ in texts]
+    for length in lengths:
+        for text in texts:
+            for _ in range(_WARM_PROMPTS):
+                text.prompt(length)
+        measured = [[text.prompt(max(1, length - shorter)) for text in texts] for shorter in _SHORTER]
+        for of_text, found in zip(rates, zip(*measured)):
+            of_text[str(length)] = statistics.median(found)
+    return rates
+
+
 def measure(
     model: int, setup: Setup, arguments: argparse.Namespace, count_anew: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, float], float, dict[str, list[float]] | None]:
     """count_anew: called when the tokens come that are measured."""
-    text = Path(arguments.data).read_text(encoding="utf-8")
-    widest, n = max(setup.prompts), arguments.tokens
-    tokens = tokens_of(model, text, widest + 2 * n)
-    prefill = {}
-    with Context(model, n_ctx=widest + 2 * n, n_batch=widest, n_ubatch=min(widest, 2048), n_outputs=1,
-                 n_threads=arguments.threads) as context:
-        for length in setup.prompts:
-            for _ in range(2):  # the first makes graphs and buffers
-                context.clear()
-                begin = time.perf_counter()
-                context.decode(tokens[:length], outputs=[length - 1])
-                prefill[str(length)] = length / (time.perf_counter() - begin)
-        for token in tokens[widest:widest + n]:  # what is kept follows the text
-            context.decode([token])
+    text = Text(model, setup, arguments, 2 * arguments.tokens)
+    with text.context:
+        prefill = prompts([text], setup.prompts)[0]
+        text.decode(arguments.tokens)  # what is kept follows the text
         count_anew()
         trace = Trace()
-        times = []
-        for token in tokens[widest + n:]:
-            begin = time.perf_counter()
-            context.decode([token])
-            times.append(1000 * (time.perf_counter() - begin))
-        return prefill, statistics.median(times), trace.calls(n)
+        times = text.decode(arguments.tokens)
+        return prefill, statistics.median(times), trace.calls(arguments.tokens)
+
+
+def measure_by_turns(setup: Setup, arguments: argparse.Namespace) -> Speed:
+    """Both ways in one process, a block of tokens each: what the machine does to one it does to the other."""
+    n = arguments.tokens + arguments.blocks * (_SETTLING + _BLOCK)
+    stock = stock_model(str(arguments.model), arguments.device, setup)
+    with our_model(setup, arguments) as model:
+        texts = [Text(of, setup, arguments, n) for of in (model.llama.model, stock)]
+        with texts[0].context, texts[1].context:
+            ours, theirs = prompts(texts, setup.prompts)
+            for text in texts:
+                text.decode(arguments.tokens)
+            model.reset_stats()
+            blocks = [[], []]
+            for number in range(arguments.blocks):
+                for at in (number % 2, 1 - number % 2):
+                    blocks[at].append(statistics.median(texts[at].decode(_SETTLING + _BLOCK)[_SETTLING:]))
+        speed = counted(model, ours, statistics.median(blocks[0]), arguments.blocks * (_SETTLING + _BLOCK))
+    logs_ = [math.log(of_theirs / of_ours) for of_ours, of_theirs in zip(*blocks)]
+    mean, error = statistics.mean(logs_), statistics.stdev(logs_) / math.sqrt(len(logs_))
+    return replace(speed, turns={"prefill": theirs, "decode_ms": statistics.median(blocks[1]), "blocks": blocks,
+                                 "ratio": [math.exp(mean + at * error) for at in (0, -_ERRORS, _ERRORS)]})
 
 
 class Trace:
@@ -193,14 +252,20 @@ def run(setup: Setup, arguments: argparse.Namespace) -> Speed:
         stock = stock_model(str(arguments.model), arguments.device, setup)
         prefill, decode_ms, calls = measure(stock, setup, arguments)
         return Speed(prefill, decode_ms, calls=calls)
-    options = {"policy": setup.policy} if setup.policy else {}
-    with load(arguments.model, budget=setup.budget, n_ctx=64, n_threads=arguments.threads, device=arguments.device,
-              vram_budget=f"{setup.share}%", device_misses=setup.misses, prefetch=setup.prefetch,
-              device_ahead=setup.ahead, substitution=setup.substitution or None, **options) as model:
+    if setup.who == BOTH:
+        return measure_by_turns(setup, arguments)
+    with our_model(setup, arguments) as model:
         prefill, decode_ms, calls = measure(model.llama.model, setup, arguments, model.reset_stats)
         speed = counted(model, prefill, decode_ms, arguments.tokens)
     rates = rates_of(find_device(arguments.device), ModelMap(arguments.model), arguments.threads)
     return replace(speed, link=rates[0], calls=calls)
+
+
+def our_model(setup: Setup, arguments: argparse.Namespace) -> Model:
+    options = {"policy": setup.policy} if setup.policy else {}
+    return load(arguments.model, budget=setup.budget, n_ctx=64, n_threads=arguments.threads, device=arguments.device,
+                vram_budget=f"{setup.share}%", device_misses=setup.misses, prefetch=setup.prefetch,
+                device_ahead=setup.ahead, substitution=setup.substitution or None, **options)
 
 
 def counted(model: Model, prefill: dict[str, float], decode_ms: float, n_tokens: int) -> Speed:
@@ -319,7 +384,6 @@ def checks(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
 
 
 def speed(report: Report, model: ModelMap, arguments: argparse.Namespace) -> None:
-    of_layer = [layer.n_expert * layer.expert_bytes for layer in model.layers]
     prompts = tuple(arguments.prompt)
     columns = ("by", "experts", "of the device", *(f"prefill of {n}, tok/s" for n in prompts), "decode, tok/s", "hits",
                "uploaded a token", "read a token", "of the bound")
@@ -327,10 +391,7 @@ def speed(report: Report, model: ModelMap, arguments: argparse.Namespace) -> Non
         setups = [] if budget != "100%" else [Setup(STOCK, "--cpu-moe", prompts, on_processor=-1)]
         for share in arguments.shares:
             if budget == "100%":
-                n = next(n for n in range(len(of_layer) + 1) if sum(of_layer[n:]) <= sum(of_layer) * share // 100)
-                first = model.layers[n].il if n < len(of_layer) else -1
-                setups.append(Setup(STOCK, f"--n-cpu-moe {n}" if n else "all on the device", prompts, share, first,
-                                    sum(of_layer[n:])))
+                setups.append(stock_setup(model, prompts, share))
             setups += [Setup(OURS, f"{share} %, misses: {misses}", prompts, share, misses=misses, budget=budget,
                              prefetch="auto") for misses in arguments.misses]
         speeds = report.speeds(setups)
@@ -343,6 +404,31 @@ def speed(report: Report, model: ModelMap, arguments: argparse.Namespace) -> Non
                if setup.who == OURS else ("", "", "")))
             for setup, one in zip(setups, speeds)
         ))
+
+
+def stock_setup(model: ModelMap, prompts: tuple[int, ...], share: int) -> Setup:
+    """The experts of as many last layers on the device as fit into a share of all."""
+    of_layer = [layer.n_expert * layer.expert_bytes for layer in model.layers]
+    n = next(n for n in range(len(of_layer) + 1) if sum(of_layer[n:]) <= sum(of_layer) * share // 100)
+    first = model.layers[n].il if n < len(of_layer) else -1
+    return Setup(STOCK, f"--n-cpu-moe {n}" if n else "all on the device", prompts, share, first, sum(of_layer[n:]))
+
+
+def turns(report: Report, model: ModelMap, arguments: argparse.Namespace) -> None:
+    lengths = tuple(arguments.prompt)
+    setups = [replace(stock_setup(model, lengths, share), who=BOTH, prefetch="auto") for share in arguments.shares]
+    rows = []
+    for setup, one in zip(setups, report.speeds(setups)):
+        beside = one.turns or {"prefill": one.prefill, "decode_ms": math.nan, "ratio": [math.nan] * 3}
+        ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*beside["ratio"])
+        for by, name, prefill, ms, last in (
+            (STOCK, setup.name, beside["prefill"], beside["decode_ms"], ("", "")),
+            (OURS, f"{setup.share} %", one.prefill, one.decode_ms, (ratio, percent(one.hit_rate))),
+        ):
+            rows.append((by, name, *(f"{prefill[str(n)]:.0f}" for n in lengths), f"{ms:.2f}", *last))
+    report.table("By turns in one process, all experts in host memory", (
+        "by", "experts", *(f"prefill of {n}, tok/s" for n in lengths), "ms a token", "llama.cpp's / pyorch's", "hits"),
+        iter(rows))
 
 
 def reached(one: Speed, model: ModelMap, all_there: float) -> str:
@@ -436,7 +522,7 @@ def ahead(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
                   for setup, one in zip(setups, report.speeds(setups))))
 
 
-TABLES = {table.__name__: table for table in (checks, speed, latencies, limits, ablation, prefetching, ahead)}
+TABLES = {table.__name__: table for table in (checks, turns, speed, latencies, limits, ablation, prefetching, ahead)}
 
 
 def numbers(text: str) -> list[int]:
@@ -454,6 +540,7 @@ def main() -> None:
     parser.add_argument("--only", type=words, default=list(TABLES), metavar="TABLE,...")
     parser.add_argument("--tokens", type=int, default=128, help="decoded, once to warm up and once measured")
     parser.add_argument("--prompt", type=numbers, default=[512, 2048], help="tokens of prompts, ascending")
+    parser.add_argument("--blocks", type=int, default=8, help="of 32 tokens, of each way by turns")
     parser.add_argument("--contexts", type=numbers, default=[1024, 4096, 16384], help="tokens of prompts, prefetching")
     parser.add_argument("--shares", type=numbers, default=[25, 50, 75, 100], help="of the experts, in percent")
     parser.add_argument("--budgets", type=words, default=["100%", "40%"],

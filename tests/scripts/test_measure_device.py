@@ -21,13 +21,14 @@ import measure_device
 def test_all_tables_are_made(
     small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "text").write_text(PROMPT)
+    (tmp_path / "text").write_text(4 * PROMPT)
     monkeypatch.setattr(measure_device, "in_process", measure_device.run)  # a process for each takes a second
+    monkeypatch.setattr(measure_device, "_SHORTER", (1, 0))
     device = DeviceProcess(tmp_path / "log")
     monkeypatch.setattr(sys, "argv", [
         "measure_device.py", str(small_moe), device.name, "--tokens", "2", "--prompt", "33", "--contexts", "8,16",
-        "--shares", "50", "--budgets", "100%,50%", "--ahead", "2", "--rounds", "1", "--threads", "1", "--data",
-        str(tmp_path / "text")])
+        "--blocks", "2", "--shares", "50", "--budgets", "100%,50%", "--ahead", "2", "--rounds", "1", "--threads", "1",
+        "--data", str(tmp_path / "text")])
     try:
         measure_device.main()
     finally:
@@ -35,15 +36,18 @@ def test_all_tables_are_made(
     checks, *tables = capfd.readouterr().out.split("## ")[1:]
     assert [line.count("bit-identical") for line in checks.splitlines()[4:] if line] == [1, 1, 1, 1]
     assert [re.sub("^.*[(](.*)[)]$", r"\1", table.splitlines()[0]) for table in tables] == [
-        "Speed, 100% of the experts in host memory", "Speed, 50% of the experts in host memory", "BuddyMoE, table 1",
+        "By turns in one process, all experts in host memory", "Speed, 100% of the experts in host memory",
+        "Speed, 50% of the experts in host memory", "BuddyMoE, table 1",
         "FineMoE, figure 12", "FineMoE, figure 14b", "FineMoE, figure 14a", "Speculating Experts, figure 8",
         "Uploaded before their layer comes, 50 % in VRAM, all in host memory, as forecast by quasi-hidden:1"]
     for table in tables:
         columns, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines()[2:] if line)
         assert rows and all(len(row) == len(columns) or "llama.cpp" in row for row in rows), table
-    latencies = tables[2].splitlines()[4:]
+    ratio, low, high = map(float, re.search(r"([\d.]+) \[([\d.]+), ([\d.]+)\]", tables[0]).groups())
+    assert 0 < low <= ratio <= high
+    latencies = tables[3].splitlines()[4:]
     assert [line.count("| lossy: ") for line in latencies if line] == [0, 0, 0, 0, 0, 1]
-    assert all("%" in line for line in tables[4].splitlines()[4:] if line)
+    assert all("%" in line for line in tables[5].splitlines()[4:] if line)
 
 
 def test_what_does_not_run_costs_its_own_row_only(
