@@ -89,7 +89,7 @@ def rates_of(device: Device, model_map: ModelMap, n_threads: int) -> list[float]
     # An endpoint of another process is not what it is known by: ports come and go.
     name = kept.name_of("device", [
         device.description if not device.is_remote else "remote", n_threads, layer.expert_bytes,
-        *(f"{role.name} {role.type}" for role in layer.roles), os.environ.get("PYORCH_UPLOADS"),
+        *(f"{role.name} {role.type}" for role in layer.roles), os.environ.get("PYORCH_UPLOADS", "locked"),
     ])
     rates = kept.read(name)
     if (not isinstance(rates, list) or len(rates) != 5

@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <numeric>
 
@@ -58,18 +60,29 @@ public:
         }
     }
 
-    double upload_seconds(DeviceLink & link) {
-        std::vector<char> bytes;
-        return fastest([&] {
+    // From host memory that is locked as a bank's is, each matrix from its own place there.
+    double upload_seconds(ggml_backend_dev_t device, uint64_t largest) {
+        const size_t                                 size = (bytes() + PAGE - 1) / PAGE * PAGE;
+        const std::unique_ptr<char, decltype(&free)> from((char *) aligned_alloc(PAGE, size), free);
+        if (!from) {
+            throw Failure(PYORCH_MEMORY, format("there is no memory to measure %s", ggml_backend_dev_name(device)));
+        }
+        memset(from.get(), 1, size);
+        PageLocks locks(device);
+        locks.lock(from.get(), size);
+        DeviceLink   link(device, largest, &locks);
+        const double seconds = fastest([&] {
+            const char * next = from.get();
             for (ggml_tensor * t : weights) {
-                bytes.resize(t->nb[2]);
-                for (int e = 0; e < n_experts; ++e) {
-                    link.send(t, e * t->nb[2], bytes.data(), t->nb[2]);
+                for (int e = 0; e < n_experts; ++e, next += t->nb[2]) {
+                    link.send(t, e * t->nb[2], next, t->nb[2]);
                 }
             }
             link.wait();
             wait(weights.back());
         });
+        locks.unlock(from.get(), size);
+        return seconds;
     }
 
     double compute_seconds(bool many) {
@@ -140,8 +153,7 @@ DeviceRates measure_device(const ModelMap & map, ggml_backend_dev_t device, int 
     FatalGuard             guard; // a device of another process may go
     const ggml_backend_ptr there = open(device);
     Bench                  bench(there.get(), layer, n);
-    DeviceLink             link(device, largest_matrix(layer));
-    rates.upload = (double) bench.bytes() / bench.upload_seconds(link);
+    rates.upload = (double) bench.bytes() / bench.upload_seconds(device, largest_matrix(layer));
     rates_of(bench, rates.device_first, rates.device_more);
 
     const ggml_backend_ptr here = open(cpu_backend().device);
