@@ -367,7 +367,7 @@ def checks(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
         command = [*before, sys.executable, "-m", "pyorch", "verify", str(model), "--device", arguments.device,
                    "--vram-budget", share, "--device-misses", misses, "--threads", str(arguments.threads)]
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **variables})
-        said = (done.stdout + done.stderr).strip().splitlines() or [f"status {done.returncode}"]
+        said = (done.stderr + done.stdout).strip().splitlines() or [f"status {done.returncode}"]
         if before:
             said = [line.strip("= ") for line in said if line.startswith("=========")]
         with_what = [*map(os.path.basename, before[:1]), *(f"{name}={value}" for name, value in variables.items())]

@@ -113,10 +113,10 @@ def test_logits_are_those_of_the_model_that_is_wholly_on_the_device(
         made = logits(model, prompt_tokens)
         experts = model.stats().experts
         assert_same(made, expected, device, experts)
-        assert experts.device_hits > 0 and experts.device_misses > 0
+        assert experts.device_hits > 0
         assert experts.device_used_bytes <= experts.device_budget_bytes
         scarce = experts.device_budget_bytes < model.map.info.expert_bytes
-        assert (experts.device_evictions > 0) == scarce
+        assert (experts.device_evictions > 0) == (experts.device_misses > 0) == scarce
 
 
 def test_with_forecasts_that_upload_ahead_logits_are_those_of_the_model_that_is_wholly_on_the_device(
@@ -314,7 +314,8 @@ def test_a_layer_asks_the_device_for_its_choice_of_experts_and_for_the_inputs_of
             ctx.decode([token])
         assert llama.llama_perf_context(ctx.handle).n_reused == reused + 20, "graphs are built anew"
         experts = model.stats().experts
-        least = 20 * (len(model.layers) + 1)  # and the logits
+        asking = 1 if vram_budget == "100%" else len(model.layers)  # wholly there: one, on RPC
+        least = 20 * (asking + 1)  # and the logits
         assert least <= wire.commands[wire.GET] <= least + (experts.device_misses if misses == "processor" else 0)
         assert experts.device_hits > 0 and (experts.device_computed > 0 or misses == "processor")
 
@@ -418,13 +419,15 @@ def test_a_layer_that_is_wholly_on_the_device_asks_the_host_nothing(
             whole = [il for il in model.layers if (model.residency[il] == 2).all()]
             assert whole == [0]
             wire.reset()
+            model.reset_stats()
             made = np.concatenate([made, ctx.decode(prompt_tokens[:n_tokens])])
             # Choices, logits, and behind a prompt's last layer a number, which says that its areas are free.
             assert wire.commands[wire.GET] == len(model.layers) - len(whole) + (1 if n_tokens == 1 else 2)
         assert_same_bits(made, expected)
         counted = model.stats().experts
-        assert counted.device_hits + counted.device_misses > 0
-        assert counted.tokens == (64 + n_tokens) * len(model.layers), "those of whole layers too"
+        assert counted.tokens == n_tokens * len(model.layers), "those of whole layers too"
+        assert n_tokens > 1 or counted.device_hits + counted.device_misses == 6 * len(model.layers), "the same"
+        assert counted.device_computed == counted.device_hits + counted.device_misses > 0
         with pytest.raises(pyorch.PyorchError, match="with all its experts"):
             model.layers[0].settings = pyorch.LayerSettings(max_on_device=5)
         seen = set()
@@ -502,10 +505,9 @@ def test_a_layer_has_limits_on_the_device(
             model.layers[5].settings = pyorch.LayerSettings(max_on_device=65)
     with small_model(small_moe, "50%") as model, pytest.raises(PyorchError, match="made without a device"):
         model.layers[3].settings = pyorch.LayerSettings(max_on_device=5)
-    with small_model(small_moe, "50%", device=process.name, vram_budget="100%") as model:
-        model.layers[3].settings = pyorch.LayerSettings(
-            max_on_device=2
-        )  # fewer than a token uses, and nobody else computes
+    with small_model(small_moe, "50%", device=process.name, vram_budget="100%", device_ahead=1,
+                     prefetch="quasi-hidden") as model:
+        model.layers[3].settings = pyorch.LayerSettings(max_on_device=2)  # nobody else computes
         there(model)
 
 

@@ -17,6 +17,10 @@ bool alike(const MoeLayer & a, const MoeLayer & b) {
     return std::equal(a.tensors.begin(), a.tensors.end(), b.tensors.begin(), b.tensors.end(), same);
 }
 
+static std::string backend_of(ggml_backend_dev_t device) {
+    return ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
+}
+
 uint64_t largest_matrix(const MoeLayer & layer) {
     uint64_t bytes = 0;
     for (const auto & tensor : layer.tensors) {
@@ -28,7 +32,7 @@ uint64_t largest_matrix(const MoeLayer & layer) {
 int n_whole_layers(const ModelMap & map, double share) {
     constexpr double PARTLY   = 0.6; // of the experts of each of the others
     const double     n_layers = (double) map.layers.size();
-    return share >= 1 ? 0 : (int) (n_layers * std::max(0.0, share - PARTLY) / (1 - PARTLY));
+    return (int) (n_layers * std::max(0.0, share - PARTLY) / (1 - PARTLY));
 }
 
 std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, int n_whole, std::vector<int> & pool_of) {
@@ -90,7 +94,11 @@ DeviceBank::DeviceBank(const ModelMap & map, ggml_backend_dev_t device, std::sha
 // share: of the experts that there are slots for.
 void DeviceBank::form_pools(double share) {
     pools.clear();
-    const int n_whole = whole_layers ? n_whole_layers(map, share) : 0;
+    n_whole = whole_layers ? n_whole_layers(map, share) : 0;
+    // ggml's RPC keeps a graph for each device, and takes another context's for it where a graph is not cut anywhere.
+    if (backend_of(device) == "RPC") {
+        n_whole = std::min(n_whole, (int) map.layers.size() - 1);
+    }
     for (const DevicePool & pool : form_device_pools(map, share, n_whole, pool_by_layer)) {
         pools.push_back({ pool, {} });
     }
@@ -340,7 +348,7 @@ void DeviceBank::gather_in_area(int number, int layer, const std::vector<int> & 
 // then. Matrices are rows of numbers to get_rows. False: it cannot.
 bool DeviceBank::gather(int number, int layer, const std::vector<int> & slots) {
     // Others have not been seen to do so beside what they compute.
-    const std::string backend = ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
+    const std::string backend = backend_of(device);
     if (backend != "CUDA" && backend != "RPC") {
         return false;
     }

@@ -34,6 +34,10 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
     if (ahead > 0 && slots_bytes < all) {
         seats->set_ahead(ahead);
     }
+    for (int of = 0; of < n_whole; ++of) {
+        seats->take_whole(of);
+        send(0, table.map.layers[of].n_expert * table.map.layers[of].expert_bytes());
+    }
 }
 
 SimulatedDevice::~SimulatedDevice() {

@@ -288,6 +288,14 @@ int DeviceTable::admit(int layer, int expert, bool must, bool & took) {
     return layers[layer].experts[expert].slot;
 }
 
+void DeviceTable::take_whole(int layer) {
+    for (int expert = 0; expert < values.n_experts(layer); ++expert) {
+        bool took;
+        admit(layer, expert, true, took); // the lowest slot first
+        arrived(layer, expert);
+    }
+}
+
 std::vector<int> DeviceTable::fill(int layer, const std::vector<int> & experts) {
     const Pool &     pool  = pools[layers[layer].pool];
     const int        share = (pool.n_slots - pool.n_kept) / (int) pool.layers.size();

@@ -121,6 +121,10 @@ public:
     int  admit(int layer, int expert, bool must, bool & took);
     void arrived(int layer, int expert, bool uploaded = true);
 
+    // All experts of a layer are there, each in the slot of its number. REQUIRES: none of its pool's slots was taken, and
+    // there is one for each.
+    void take_whole(int layer);
+
     // Free slots for experts of a layer, the first ones, up to its even share of the pool's slots. These are coming
     // then.
     std::vector<int> fill(int layer, const std::vector<int> & experts);

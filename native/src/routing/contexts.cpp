@@ -38,9 +38,20 @@ bool Context::look_at_needs(int n_tokens, bool decode) {
     return needs != built;
 }
 
-uint64_t Context::n_unasked(bool decode) const {
-    const auto is_unasked = [&](const GraphLayer & layer) { return layer.unasked && layer.batch.decode == decode; };
-    return (uint64_t) std::count_if(graph.begin(), graph.end(), is_unasked);
+void Context::count_unasked(int n_tokens, bool decode) {
+    uint64_t n = 0;
+    for (const GraphLayer & layer : graph) {
+        if (!layer.unasked || layer.batch.decode != decode) {
+            continue;
+        }
+        n += n_tokens;
+        if (n_tokens == 1) { // of several nobody knows how many experts they use together
+            routing.device->count_unasked(layer.batch.layer, layer.batch.n_used);
+        }
+    }
+    if (n > 0) {
+        routing.table.count_tokens(n);
+    }
 }
 
 void Context::computes(int layer) {

@@ -83,8 +83,8 @@ struct Context {
 
     GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }
 
-    // Layers that the latest graph passes without a node of ours.
-    uint64_t n_unasked(bool decode) const;
+    // Counts what passes layers without a node of ours, in a graph as the latest one.
+    void count_unasked(int n_tokens, bool decode);
 
     unsigned needs_of(int n_tokens) const { return needs[n_tokens <= MAX_PREDICTED_TOKENS]; }
 

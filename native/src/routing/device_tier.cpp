@@ -64,15 +64,15 @@ void DeviceTier::open(uint64_t landing_bytes) {
     opened   = true; // else the next context tries again
     std::vector<uint8_t> loaded(table.map.layers.size());
     uint64_t             n_bytes = 0;
-    for (size_t layer = 0; layer < loaded.size() && !all_fit; ++layer) {
+    for (size_t layer = 0; layer < loaded.size(); ++layer) {
         n_bytes += bank.has_whole((int) layer) ? bank.n_slots((int) layer) * table.map.layers[layer].expert_bytes() : 0;
     }
     if (n_bytes > 0) {
-        notice(format("note: all experts of some layers (%s) are read first, for %s", mebibytes(n_bytes).c_str(),
-            ggml_backend_dev_name(bank.device)));
+        notice(format("note: all experts of %s layers (%s) are read first, for %s", all_fit ? "all" : "some",
+            mebibytes(n_bytes).c_str(), ggml_backend_dev_name(bank.device)));
     }
-    for (size_t layer = 0; layer < loaded.size() && !all_fit; ++layer) {
-        loaded[layer] = bank.has_whole((int) layer) && load_whole((int) layer);
+    for (size_t layer = 0; layer < loaded.size(); ++layer) {
+        loaded[layer] = bank.has_whole((int) layer) && load_whole((int) layer) && bank.may_be_passed((int) layer);
     }
     whole = loaded;
     tell_moved();
@@ -90,12 +90,8 @@ bool DeviceTier::load_whole(int layer) {
     const bool is_there =
         table.release(owner) && std::all_of(came.begin(), came.end(), [](uint8_t each) { return each != 0; });
     table.forget(owner);
-    for (int expert : all) {
-        bool took;
-        if (is_there) { // the lowest slot first
-            seats->admit(layer, expert, true, took);
-            seats->arrived(layer, expert);
-        }
+    if (is_there) {
+        seats->take_whole(layer);
     }
     return is_there;
 }
@@ -463,6 +459,13 @@ void DeviceTier::arrive(
         }
     }
     ended.notify_all();
+}
+
+void DeviceTier::count_unasked(int layer, int n_used) {
+    std::lock_guard<std::mutex> lock(mutex);
+    pyorch_stats &              counts = seats->counts(layer);
+    counts.device_hits += n_used;
+    counts.device_computed += n_used;
 }
 
 void DeviceTier::count_computed(const RoutedBatch & batch) {

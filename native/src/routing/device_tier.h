@@ -62,7 +62,7 @@ public:
     // Whether all experts have their places there, once it is open: then no other side computes any.
     bool has_room_for_all() const { return all_fit; }
 
-    // Whether each expert of a layer is in the slot of its number, and stays there.
+    // Whether each expert of a layer is in the slot of its number, and stays there, and graphs need not ask.
     bool is_whole(int layer) const { return !whole.empty() && whole[layer] != 0; }
 
     DeviceBank     bank;
@@ -118,6 +118,9 @@ public:
 
     // mask[n_expert]: becomes 1 for each expert of the layer that is there.
     void mark(int layer, std::vector<uint8_t> & mask);
+
+    // A token passed a whole layer without asking.
+    void count_unasked(int layer, int n_used);
 
     // Adds what was counted of a layer, -1: of all.
     void add_stats(int layer, pyorch_stats & stats);

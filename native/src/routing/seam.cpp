@@ -146,9 +146,7 @@ void on_begin(const void * id, const ggml_tensor * tok_embd, const int32_t * tok
         return;
     }
     context->advance(positions, (int) n_tokens);
-    if (const uint64_t n_unasked = context->routing.device ? context->n_unasked(decode) : 0) {
-        context->routing.table.count_tokens(n_unasked * n_tokens);
-    }
+    context->count_unasked((int) n_tokens, decode);
     const bool request = !decode && !context->prefill;
     context->prefill   = !decode;
 
@@ -188,6 +186,7 @@ void on_route(llama_moe_route * route) {
     GraphLayer & layer   = context.at(m->layer, route->decode);
     layer.unasked        = is_unasked(*route, context, m->layer);
     if (layer.unasked) {
+        layer.batch.n_used = (int) route->selected->ne[0];
         return;
     }
     if (!route->warmup) { // which selects another number of experts
