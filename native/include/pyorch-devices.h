@@ -13,13 +13,14 @@ extern "C" {
 
 typedef struct pyorch_device_info {
     uint64_t free_bytes, total_bytes; // of its memory
+    int32_t  shares_memory;           // with this machine's processor: it has none of its own
     char     name[64];
     char     buffers[64]; // what llama.cpp calls its buffers
     char     description[192];
 } pyorch_device_info;
 
-// A device (ggml_backend_dev_t) by its name in ggml's registry, such as CUDA0, "auto" for the first one that there is,
-// or "rpc:HOST:PORT" for that of a process which serves ggml's RPC there. It stays as long as the process.
+// A device (ggml_backend_dev_t) by its name in ggml's registry, such as CUDA0, "auto" for the first one with memory of
+// its own, or "rpc:HOST:PORT" for that of a process which serves ggml's RPC there. It stays as long as the process.
 // PYORCH_INVALID where there is none, PYORCH_IO where none can be reached.
 pyorch_status pyorch_find_device(const char * name, void ** device);
 

@@ -182,6 +182,9 @@ typedef struct pyorch_range {
 
 pyorch_status pyorch_model_map_get_tensor(const pyorch_model_map * map, const char * name, pyorch_range * range);
 
+// Bytes of the tensors of block il that are no matrices of routed experts; 0 where there is no such block.
+uint64_t pyorch_model_map_dense_bytes(const pyorch_model_map * map, int32_t il);
+
 // In the model, but of a slim one in its pack; PYORCH_FORMAT where none is attached, or holds the layer compressed.
 pyorch_status pyorch_model_map_get_range(
     const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role, pyorch_range * range);

@@ -91,8 +91,8 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     devices = parser.add_argument_group(
         "devices", "One of this machine, whose speed is measured, or one that it might have.")
     devices.add_argument("--device", metavar="NAME",
-                         help="advise for this device too: auto for the first one, a name such as CUDA0, or "
-                              "rpc:HOST:PORT (default: none)")
+                         help="advise for this device too: auto for the first GPU, a name such as CUDA0, or "
+                              "rpc:HOST:PORT (default: auto where there is a GPU, else none)")
     devices.add_argument("--vram", type=size, metavar="SIZE",
                          help="memory of the device, for experts, the other layers and the context (default: what is "
                               "free of --device)")
@@ -160,12 +160,14 @@ class _WantedDevice:
 
 def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
     """None: no device is asked about. PyorchError for what cannot be meant."""
-    from pyorch.runtime.devices import find_device
+    from pyorch.runtime.devices import find_device, has_gpu
     from pyorch.settings.budget import AUTO
+    from pyorch.settings.device import AUTO as ANY_GPU
     from pyorch.settings.device import NONE
 
-    name = OPTIONS["device"].parse(args.device)
     options = (args.vram, args.vram_budget, args.link_bandwidth, args.vram_bandwidth)
+    any_gpu = args.device is None and not any(options) and has_gpu()
+    name = ANY_GPU if any_gpu else OPTIONS["device"].parse(args.device)
     if name == NONE and not any(options):
         return None
     if args.vram and args.vram_budget:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyorch.cli.options import add_command, add_model_options, print_json, read_prompt, read_standard_input
 from pyorch.cli.sampling import N_TOKENS, add_sampling_options, check_sampling, sampling
-from pyorch.cli.settings import given_settings
+from pyorch.cli.settings import DEFAULT_DEVICE, given_settings, with_device
 from pyorch.cli.tables import Facts, show
 from pyorch.errors import PyorchError
 from pyorch.settings.option import CONTEXT, LONG, LOSSY
@@ -52,7 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="instructions for the model (system prompt); without --chat, the prompt is then not "
                              "continued but answered, with the chat template")
     add_sampling_options(parser)
-    add_model_options(parser, CONTEXT, LONG, LOSSY)
+    add_model_options(parser, CONTEXT, LONG, LOSSY, defaults={"device": DEFAULT_DEVICE})
     parser.add_argument("--json", action="store_true", help="print text and statistics as one JSON object, at the end")
     parser.set_defaults(run=run)
     return parser
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.llama.managed import find
     from pyorch.llama.model import load
 
-    given = given_settings(args)
+    given = with_device(given_settings(args))
     with load(args.model, verbose=args.verbose, **given) as model:
         if model.note:
             print(f"pyorch: note: {model.note}", file=sys.stderr)

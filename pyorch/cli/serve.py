@@ -14,7 +14,7 @@ from pathlib import Path
 from pyorch.cli.hub import fetch_model, is_of_hub
 from pyorch.cli.numbers import number, size, whole
 from pyorch.cli.options import add_command, add_model
-from pyorch.cli.settings import add_settings, given_settings, settings_arguments
+from pyorch.cli.settings import DEFAULT_DEVICE, add_settings, given_settings, settings_arguments, with_device
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.option import CONTEXT, EXPERTS, LONG, LOSSY
@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=whole(0, 65535),
                         help="port to listen on, 0 for any that is free (default: 8080)")
-    add_settings(parser, EXPERTS, CONTEXT, LONG, LOSSY)
+    add_settings(parser, EXPERTS, CONTEXT, LONG, LOSSY, defaults={"device": DEFAULT_DEVICE})
     parser.add_argument("--ctx-size", dest="n_ctx", help=argparse.SUPPRESS)  # as llama-server calls it
     parser.add_argument("--prompt-cache", type=_size_or_none, default="1GiB", metavar="SIZE",
                         help="keep on disk what was computed of prompts, so that it is not computed again after a "
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.serve.server import serve
 
     return serve(args.model, flags=flags, verbose=args.verbose, stats_every=args.stats_every, as_json=args.json,
-                 grace=args.grace, prompt_cache=args.prompt_cache, **settings)
+                 grace=args.grace, prompt_cache=args.prompt_cache, **with_device(settings))
 
 
 def _end_with_stdin() -> None:

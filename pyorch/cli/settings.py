@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pyorch.errors import PyorchError
+from pyorch.settings.device import AUTO
 from pyorch.settings.option import DEVICE, EXPERTS, GROUPS, LONG, LOSSY, Option, options
 from pyorch.settings.settings import Settings
 from pyorch.settings.substitution import PRESETS, Substitution
@@ -89,6 +90,16 @@ def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:
     if "maps" in values:
         _check_maps(values)
     return values
+
+
+DEFAULT_DEVICE = "auto where there is a GPU, else none"  # of with_device()
+
+
+def with_device(values: dict[str, Any]) -> dict[str, Any]:
+    """Given settings of a command that uses a GPU unless it is told not to."""
+    from pyorch.runtime.devices import has_gpu
+
+    return values if "device" in values or not has_gpu() else {**values, "device": AUTO}
 
 
 def settings_arguments(args: argparse.Namespace) -> list[str]:

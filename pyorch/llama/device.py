@@ -1,4 +1,5 @@
-"""Where a model computes: its dense layers on a device, and how much of them is in host memory all the same."""
+"""Where a model computes: on which device, how many of its dense layers, and how much of them is in host memory all the
+same."""
 
 from __future__ import annotations
 
@@ -8,18 +9,98 @@ import ctypes
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
-from pyorch.runtime.devices import Device
+from pyorch.llama import measure
+from pyorch.llama.cores import physical_cores
+from pyorch.runtime.devices import Device, find_device, rates_of
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.device import AUTO, NONE
+from pyorch.settings.settings import Settings
 from pyorch.sizes import MiB
 
 # Of the device's memory, what stays free under the automatic budget: for what its driver and others take, and for what
 # llama.cpp makes beside the buffers that it reports.
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
 
+# Beside dense weights and a KV cache: what all layers certainly fit with.
+_ROOM_TO_SPARE = 1536 * MiB
+
 
 def margin_bytes(total_bytes: int) -> int:
     """What stays free of a device with so much memory."""
     return max(MARGIN_BYTES, round(MARGIN_SHARE * total_bytes))
+
+
+def choose(
+    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, context: llama.llama_context_params
+) -> tuple[Device | None, str]:
+    """The device that the settings name, None for none, and a note of what was decided. llama.cpp then loads the model
+    there, with these parameters: unless the caller said how many layers, as many of the last ones as fit beside their
+    part of this context.
+
+    PyorchError for a device that there is not.
+    """
+    device, note = _named(settings, model_map)
+    chosen = params.n_gpu_layers != 0
+    place(params, device)
+    if device is None or chosen:
+        return device, note
+    n, n_blocks = _layers_that_fit(device, model_map, params, context), model_map.info.n_layers
+    params.n_gpu_layers = n if 0 < n <= n_blocks else -1
+    if n == 0 and settings.device == AUTO:
+        params.n_gpu_layers = 0
+        place(params, None)
+        return None, f"{device.name} has no room for a layer beside its part of the context, and is not used"
+    if 0 < n <= n_blocks:
+        note += (f"{'; ' if note else ''}{device.name} has room for {n - 1} of {n_blocks} layers beside their part of "
+                 "the context: the processor computes the others")
+    return device, note
+
+
+def _named(settings: Settings, model_map: ModelMap) -> tuple[Device | None, str]:
+    """That the settings name, None for none; and a note of what was chosen."""
+    if settings.device == NONE:
+        return None, ""
+    device = find_device(settings.device)
+    if settings.device != AUTO or not model_map.layers:
+        return device, ""
+    said = f"{device.name} ({device.description})"
+    try:
+        _, processor, _, there, _ = rates_of(device, model_map, settings.n_threads or physical_cores())
+    except PyorchError as error:
+        return None, f"{said} is not used: {error}"
+    if there <= processor:
+        return None, (f"{said} computes experts at {there / processor:.2g} of the processor's speed, and is not used: "
+                      f"--device {device.name} uses it all the same")
+    return device, f"{said} computes experts {there / processor:.2g} times as fast as the processor: it is used"
+
+
+def _layers_that_fit(
+    device: Device, model_map: ModelMap, params: llama.llama_model_params, context: llama.llama_context_params
+) -> int:
+    """As llama.cpp counts them: what comes behind the blocks is the first one. Leaves params with another number."""
+    info = model_map.info
+    left = device.free_bytes() - margin_bytes(device.total_bytes())
+    if info.dense_bytes + model_map.kv_bytes(context.n_ctx or model_map.trained_ctx) + _ROOM_TO_SPARE <= left:
+        return info.n_layers + 1
+    blocks = [model_map.dense_bytes(il) for il in range(info.n_layers)]
+    rest = info.dense_bytes - sum(blocks)
+    with contextlib.suppress(PyorchError):  # else the table of embeddings is the output's matrix, too
+        if model_map.tensor_range("output.weight").size > 0:
+            rest -= model_map.tensor_range("token_embd.weight").size  # which stays in host memory
+
+    def fits(n: int) -> bool:
+        params.n_gpu_layers = n
+        sizes = measure.sizes_of(model_map, params, context, device)
+        beside = measure.chain_bytes(model_map, context.n_ubatch)
+        return rest + sum(blocks[len(blocks) - n + 1:]) + sizes.device + beside <= left
+
+    fitting, not_fitting = 0, len(blocks) + 1
+    if fits(not_fitting):
+        return not_fitting
+    while not_fitting - fitting > 1:
+        n = (fitting + not_fitting) // 2
+        fitting, not_fitting = (n, not_fitting) if fits(n) else (fitting, n)
+    return fitting
 
 
 def place(params: llama.llama_model_params, device: Device | None) -> None:

@@ -18,14 +18,13 @@ from pyorch import files
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
-from pyorch.llama.device import host_dense_bytes, margin_bytes, place
+from pyorch.llama.device import choose, host_dense_bytes, margin_bytes
 from pyorch.llama.measure import NARROW_UBATCH
-from pyorch.runtime.devices import Device, find_device
+from pyorch.runtime.devices import Device
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.mirrors import add_mirrors
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.budget import AUTO, RESIDENT
-from pyorch.settings.device import NONE
+from pyorch.settings.budget import AUTO, RESIDENT, Budget
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
@@ -119,15 +118,18 @@ def make_plan(
 
         tuned = read_tuned(settings.tuned, model_map)
         settings = settings.with_tuned(tuned.substitution, tuned.budget)
-    device = find_device(settings.device) if settings.device != NONE else None
-    place(params, device)
+    device, of_device = choose(settings, model_map, params, context or _first_context(settings, model_map))
     plain = not params.use_extra_bufts or device is not None  # which takes them as the file has them
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = (of_device,)
     if files.has_holes(model_map.shards):
-        notes = (f"{model_map.path} seems to be a header without weights, most of its bytes were never written: what "
+        notes += (f"{model_map.path} seems to be a header without weights, most of its bytes were never written: what "
                  "it answers means nothing",)
     if device is not None and not placed and _holds_all(device, settings, model_map, params, context):
         return EnginePlan(model_map, settings, Sidecars(model_map), None, plain, device, placed, notes=notes)
+    if device is not None and device.shares_memory and settings.vram_budget == AUTO:
+        settings = replace(settings, vram_budget=Budget.parse(0))
+        notes += (f"{device.name} shares this machine's memory, where experts would lie twice: the processor computes "
+                  "them, unless --vram-budget says otherwise",)
     division, of_pack = _use_pack(settings, model_map, params, device, plain)
     budget, of_budget = _budget(settings, model_map, params, device)
     notes += of_pack + of_budget

@@ -16,7 +16,7 @@ from pyorch.errors import PyorchError
 from pyorch.library.bindings import call, check, ffi, lib, string
 from pyorch.runtime import fatal, kept
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.device import REMOTE
+from pyorch.settings.device import AUTO, REMOTE
 
 _SOON_SECONDS = 2.0  # a device of another process answers within
 _DIGITS = 3  # that a measured rate has: as many as its text
@@ -26,7 +26,8 @@ _DIGITS = 3  # that a measured rate has: as many as its text
 class Device:
     """A device of one of ggml's backends. handle: its ggml_backend_dev_t, valid as long as this process.
 
-    buffers: what llama.cpp calls its buffers. is_remote: another process has it.
+    buffers: what llama.cpp calls its buffers. is_remote: another process has it. shares_memory: it has none of its own,
+    but the processor's.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Device:
     description: str
     handle: Any
     is_remote: bool
+    shares_memory: bool = False
 
     @property
     def address(self) -> int:
@@ -55,7 +57,7 @@ class Device:
 
 
 def find_device(name: str) -> Device:
-    """By its name in ggml's registry, such as "CUDA0"; "auto": the first that there is; or "rpc:HOST:PORT".
+    """By its name in ggml's registry, such as "CUDA0"; "auto": the first with memory of its own; or "rpc:HOST:PORT".
 
     One of another process that has others to serve is waited for, and a line says so. PyorchError, with the names of
     those that there are, where there is none of this name, or none can be reached.
@@ -63,7 +65,17 @@ def find_device(name: str) -> Device:
     with _waiting_is_said(name):
         handle = call(lib.pyorch_find_device, name.encode(), out="void *")[0]
         info = call(lib.pyorch_get_device, handle, out="pyorch_device_info")
-    return Device(string(info.name), string(info.buffers), string(info.description), handle, name.startswith(REMOTE))
+    return Device(string(info.name), string(info.buffers), string(info.description), handle, name.startswith(REMOTE),
+                  bool(info.shares_memory))
+
+
+def has_gpu() -> bool:
+    """Whether this build finds one with memory of its own."""
+    try:
+        find_device(AUTO)
+    except PyorchError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

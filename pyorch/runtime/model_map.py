@@ -189,6 +189,10 @@ class ModelMap:
         """Where any tensor lies. PyorchError if there is none of that name."""
         return _range(call(lib.pyorch_model_map_get_tensor, self.handle, name.encode(), out="pyorch_range"))
 
+    def dense_bytes(self, il: int) -> int:
+        """Of block il, without routed experts."""
+        return lib.pyorch_model_map_dense_bytes(self.handle, il)
+
     def metadata(self, key: str, kind: type[T], default: T | None = None, index: int = 0) -> T | None:
         """A value of the metadata, int, float or str, of an array of integers the element at index; the default where
         there is none of this kind."""

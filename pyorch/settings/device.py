@@ -6,6 +6,7 @@ from pyorch.errors import BudgetError, PyorchError
 from pyorch.settings.budget import RESIDENT, Budget
 
 NONE = "none"  # no device
+AUTO = "auto"  # a GPU with memory of its own, if it computes experts sooner than the processor
 REMOTE = "rpc:"  # before HOST:PORT of another process that has one
 
 # What computes an expert that the device does not have: the processor, from host memory, while the expert is uploaded

@@ -82,8 +82,8 @@ class Settings:
     )
     device: str = option(
         NONE, device_name, "the name of a device", group=DEVICE, metavar="NAME",
-        help="compute dense layers on this device, and experts that lie in its memory: none, auto, a name such as "
-             "CUDA0, or rpc:HOST:PORT",
+        help="compute dense layers on this device, and experts that lie in its memory: none, auto (the first GPU, if "
+             "it computes experts sooner than the processor), a name such as CUDA0, or rpc:HOST:PORT",
     )
     vram_budget: Budget = option(
         AUTO, vram_budget, "a size or a share", flag="--vram-budget", group=DEVICE, metavar="SIZE",

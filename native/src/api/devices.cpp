@@ -19,6 +19,7 @@ pyorch_status pyorch_get_device(void * device, pyorch_device_info * info) {
         const auto         dev = (ggml_backend_dev_t) device;
         pyorch_device_info out = {};
         device_memory(dev, out.free_bytes, out.total_bytes);
+        out.shares_memory = ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_IGPU;
         copy_text(out.name, ggml_backend_dev_name(dev));
         copy_text(out.buffers, ggml_backend_buft_name(ggml_backend_dev_buffer_type(dev)));
         copy_text(out.description, ggml_backend_dev_description(dev));

@@ -142,6 +142,19 @@ pyorch_status pyorch_model_map_repack(
     });
 }
 
+uint64_t pyorch_model_map_dense_bytes(const pyorch_model_map * map, int32_t il) {
+    uint64_t          bytes  = 0;
+    const std::string prefix = format("blk.%d.", il);
+    const auto &      all    = map->map.tensors;
+    for (auto tensor = all.lower_bound(prefix); tensor != all.end(); ++tensor) {
+        if (tensor->first.compare(0, prefix.size(), prefix) != 0) {
+            break;
+        }
+        bytes += map->map.find_experts(tensor->first) ? 0 : tensor->second.bytes;
+    }
+    return bytes;
+}
+
 pyorch_status pyorch_model_map_get_tensor(const pyorch_model_map * map, const char * name, pyorch_range * range) {
     return guarded([&] {
         const auto found = map->map.tensors.find(name);

@@ -62,7 +62,8 @@ ggml_backend_dev_t find_device(const std::string & name) {
     std::string names;
     for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
         const ggml_backend_dev_t device = ggml_backend_dev_get(i);
-        if (computes(device) && (name == "auto" || name == ggml_backend_dev_name(device))) {
+        const bool has_memory = ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_GPU;
+        if (name == "auto" ? has_memory : computes(device) && name == ggml_backend_dev_name(device)) {
             return device;
         }
         names += computes(device) ? std::string(names.empty() ? "" : ", ") + ggml_backend_dev_name(device) : "";
@@ -72,7 +73,7 @@ ggml_backend_dev_t find_device(const std::string & name) {
         "there are " + names;
     throw Failure(PYORCH_INVALID,
         format("there is no device%s: %s; a device of another process is rpc:HOST:PORT",
-            name == "auto" ? "" : (" " + name).c_str(), there.c_str()));
+            name == "auto" ? (names.empty() ? "" : " with memory of its own") : (" " + name).c_str(), there.c_str()));
 }
 
 } // namespace pyorch

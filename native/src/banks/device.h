@@ -9,7 +9,7 @@
 
 namespace pyorch {
 
-// "auto": the first one that is no processor; "rpc:HOST:PORT": that of a process which serves ggml's RPC there; else a
+// "auto": the first one with memory of its own; "rpc:HOST:PORT": that of a process which serves ggml's RPC there; else a
 // name of ggml's registry, such as CUDA0. They live as long as this process. Throws Failure where there is none, with
 // the names of those that there are.
 ggml_backend_dev_t find_device(const std::string & name);

@@ -1,0 +1,123 @@
+"""What is decided where nobody says it: whether a device is used, and how much of the dense layers lies there."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from devices import DeviceProcess
+from models import assert_same_bits, small_model
+
+from pyorch.cli.settings import with_device
+from pyorch.llama import device as where
+from pyorch.llama import managed
+from pyorch.llama.context import Context
+from pyorch.llama.model import Model
+from pyorch.runtime import devices
+from pyorch.runtime.devices import Device, find_device
+from pyorch.runtime.model_map import ModelMap
+from pyorch.sizes import GiB, MiB
+
+FASTER, SLOWER = [1e10, 1e9, 1e9, 7e9, 7e9], [1e10, 1e9, 1e9, 5e8, 5e8]  # than the processor
+
+
+def logits(model: Model, tokens: list[int]) -> np.ndarray:
+    with Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=64, n_threads=1) as context:
+        return np.concatenate([context.decode(tokens[:40]), *(context.decode([token]) for token in tokens[:8])])
+
+
+@pytest.fixture(scope="module")
+def expected(small_moe: Path, prompt_tokens: list[int]) -> np.ndarray:
+    with small_model(small_moe, "100%", prefetch="none", use_extra_bufts=False) as model:
+        return logits(model, prompt_tokens)
+
+
+@pytest.fixture
+def only_device(device: DeviceProcess, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """Of this machine, as ggml would find a GPU."""
+    found = find_device(device.name)
+    monkeypatch.setattr(where, "find_device", lambda name: found if name == "auto" else find_device(name))
+    return found
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes, each time anew."""
+    lines: list[str] = []
+    monkeypatch.setattr(managed.fatal, "notice", lines.append)
+    monkeypatch.setattr(managed, "_noted", set())
+    return lines
+
+
+@pytest.mark.parametrize(("rates", "used"), [(FASTER, True), (SLOWER, False)])
+def test_a_gpu_is_used_where_it_computes_experts_sooner_and_a_line_says_what_was_chosen(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, rates: list[float], used: bool,
+    said: list[str],
+) -> None:
+    monkeypatch.setattr(where, "rates_of", lambda *_: rates)
+    with small_model(small_moe, "50%", device="auto", vram_budget="50%") as model:
+        assert model.device == (only_device.name if used else "")
+    assert len(said) == 1
+    assert ("7 times as fast as the processor: it is used" if used else "0.5 of the processor's speed") in said[0]
+
+
+def test_a_gpu_is_the_default_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_device({"device": "none"}) == {"device": "none"}
+    for there_is_one in (False, True):
+        monkeypatch.setattr(devices, "has_gpu", lambda: there_is_one)
+        assert with_device({"budget": "50%"}) == {"budget": "50%", **({"device": "auto"} if there_is_one else {})}
+
+
+def test_experts_lie_once_where_a_device_shares_the_memory_of_the_processor(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
+    expected: np.ndarray, said: list[str],
+) -> None:
+    shared = replace(only_device, shares_memory=True)
+    monkeypatch.setattr(where, "find_device", lambda _: shared)
+    with small_model(small_moe, "50%", device="any", managed=True) as model:
+        assert_same_bits(logits(model, prompt_tokens), expected)
+        experts = model.stats().experts
+        assert experts.device_computed == experts.device_used_bytes == 0 < experts.hits + experts.misses
+    assert len(said) == 1 and "would lie twice: the processor computes them" in said.pop()
+    with small_model(small_moe, "50%", device="any", vram_budget="50%") as model:
+        assert_same_bits(logits(model, prompt_tokens), expected)
+        assert model.stats().experts.device_computed > 0
+    assert said == []
+
+
+def test_as_many_dense_layers_are_on_a_device_as_fit_beside_the_context(
+    small_moe: Path, device: DeviceProcess, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
+    expected: np.ndarray, said: list[str],
+) -> None:
+    """Its memory is said to be so much: what it has is the processor's."""
+    with ModelMap(small_moe) as model_map:
+        info, blocks = model_map.info, [model_map.dense_bytes(il) for il in range(model_map.info.n_layers)]
+        assert all(model_map.dense_bytes(il) == 0 for il in (-1, info.n_layers))
+        assert min(blocks) > 0 and sum(blocks) < info.dense_bytes
+    monkeypatch.setattr(Device, "total_bytes", lambda _: 4 * GiB)
+    found = []
+    for free in range(264, 276, 2):  # MiB, of which 256 stay free
+        managed._noted.clear()
+        monkeypatch.setattr(Device, "free_bytes", lambda _: free * MiB)
+        with small_model(small_moe, "50%", device=device.name, vram_budget="90%", device_misses="upload") as model:
+            assert_same_bits(logits(model, prompt_tokens), expected)
+        number = re.search(r"room for (\d+) of 8 layers", said.pop() if said else "")
+        found.append(int(number[1]) if number else None)
+    some = [n for n in found if n is not None]
+    assert some == sorted(some) and 0 < some[0] < 8 and found[-1] is None, found
+
+
+def test_a_gpu_without_room_for_a_layer_is_left_out_unless_it_was_named(
+    small_moe: Path, only_device: Device, device: DeviceProcess, monkeypatch: pytest.MonkeyPatch, said: list[str],
+    prompt_tokens: list[int], expected: np.ndarray,
+) -> None:
+    monkeypatch.setattr(where, "rates_of", lambda *_: FASTER)
+    monkeypatch.setattr(Device, "free_bytes", lambda _: 0)
+    for name, used in (("auto", False), (device.name, True)):
+        with small_model(small_moe, "50%", device=name, use_extra_bufts=False) as model:
+            assert (model.device != "") == used
+            assert_same_bits(logits(model, prompt_tokens), expected)
+    assert len([line for line in said if "has no room for a layer" in line]) == 1
