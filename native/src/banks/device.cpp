@@ -61,8 +61,8 @@ ggml_backend_dev_t find_device(const std::string & name) {
     }
     std::string names;
     for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
-        const ggml_backend_dev_t device = ggml_backend_dev_get(i);
-        const bool has_memory = ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_GPU;
+        const ggml_backend_dev_t device     = ggml_backend_dev_get(i);
+        const bool               has_memory = ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_GPU;
         if (name == "auto" ? has_memory : computes(device) && name == ggml_backend_dev_name(device)) {
             return device;
         }
