@@ -18,7 +18,8 @@ bool alike(const MoeLayer & a, const MoeLayer & b) {
 }
 
 static std::string backend_of(ggml_backend_dev_t device) {
-    return ggml_backend_reg_name(ggml_backend_dev_backend_reg(device));
+    const ggml_backend_reg_t registry = ggml_backend_dev_backend_reg(device);
+    return registry ? ggml_backend_reg_name(registry) : "";
 }
 
 uint64_t largest_matrix(const MoeLayer & layer) {
