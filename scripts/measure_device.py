@@ -38,6 +38,7 @@ nan: this did not run, such as a model that does not fit on the device; stderr s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import math
@@ -55,6 +56,7 @@ from typing import Any
 import llama_cpp.llama_cpp as llama
 
 from pyorch import _libs
+from pyorch.errors import PyorchError
 from pyorch.library.choices import Needs, predictors
 from pyorch.llama import logs
 from pyorch.llama.context import Context
@@ -72,6 +74,7 @@ _MOST_LINES = 40  # of what a sanitizer says
 _WARM_PROMPTS = 2  # the first ones make graphs and buffers, and fill slots
 _SHORTER = (28, 7, 21, 14, 0)  # tokens
 _SETTLING, _BLOCK = 4, 28  # tokens of a turn: its graph and caches come back, and those that are measured
+_METHOD = 2  # of measuring: what another one measured is measured again
 _ERRORS = 2.0  # standard errors on each side of a ratio
 
 
@@ -184,8 +187,11 @@ def prompts(texts: Sequence[Text], lengths: Sequence[int]) -> list[dict[str, flo
         for text in texts:
             for _ in range(_WARM_PROMPTS):
                 text.prompt(length)
-        measured = [[text.prompt(max(1, length - shorter)) for text in texts] for shorter in _SHORTER]
-        for of_text, found in zip(rates, zip(*measured)):
+        measured: list[list[float]] = [[] for _ in texts]
+        for number, shorter in enumerate(_SHORTER):
+            for at in (range(len(texts)) if number % 2 == 0 else reversed(range(len(texts)))):
+                measured[at].append(texts[at].prompt(max(1, length - shorter)))
+        for of_text, found in zip(rates, measured):
             of_text[str(length)] = statistics.median(found)
     return rates
 
@@ -215,15 +221,12 @@ def measure_by_turns(setup: Setup, arguments: argparse.Namespace) -> Speed:
             for text in texts:
                 text.decode(arguments.tokens)
             model.reset_stats()
-            blocks = [[], []]
+            blocks: tuple[list[float], list[float]] = [], []
             for number in range(arguments.blocks):
                 for at in (number % 2, 1 - number % 2):
                     blocks[at].append(statistics.median(texts[at].decode(_SETTLING + _BLOCK)[_SETTLING:]))
         speed = counted(model, ours, statistics.median(blocks[0]), arguments.blocks * (_SETTLING + _BLOCK))
-    logs_ = [math.log(of_theirs / of_ours) for of_ours, of_theirs in zip(*blocks)]
-    mean, error = statistics.mean(logs_), statistics.stdev(logs_) / math.sqrt(len(logs_))
-    return replace(speed, turns={"prefill": theirs, "decode_ms": statistics.median(blocks[1]), "blocks": blocks,
-                                 "ratio": [math.exp(mean + at * error) for at in (0, -_ERRORS, _ERRORS)]})
+    return replace(speed, turns={"prefill": theirs, "blocks": blocks})
 
 
 class Trace:
@@ -301,8 +304,9 @@ class Report:
         self._kept: dict[str, Speed] = {}
         if arguments.results and arguments.results.exists():
             for line in arguments.results.read_text(encoding="utf-8").splitlines():
-                entry = json.loads(line)
-                self._kept[entry["what"]] = Speed(**entry["speed"])
+                with contextlib.suppress(ValueError):  # the last one, of a command that was killed
+                    entry = json.loads(line)
+                    self._kept[entry["what"]] = Speed(**entry["speed"])
 
     def speeds(self, setups: Sequence[Setup]) -> list[Speed]:
         plain = [replace(setup, name="") for setup in setups]
@@ -319,7 +323,8 @@ class Report:
     def _once(self, setup: Setup, number: int) -> Speed:
         """Measured now, or before: in a command that was ended."""
         arguments = self._arguments
-        what = json.dumps([asdict(setup), number, arguments.model.name, arguments.tokens, arguments.threads])
+        what = json.dumps([_METHOD, asdict(setup), number, str(arguments.model.resolve()), arguments.device,
+                           arguments.tokens, arguments.threads, arguments.data, arguments.blocks])
         if what not in self._kept:
             if time.monotonic() > self._until:
                 print("the minutes are over: the same command goes on", file=sys.stderr)
@@ -351,7 +356,22 @@ class Report:
 def median(speeds: Sequence[Speed]) -> Speed:
     """Counts are those of one round: they follow from the tokens."""
     prefill = {n: statistics.median(speed.prefill[n] for speed in speeds) for n in speeds[0].prefill}
-    return replace(speeds[0], prefill=prefill, decode_ms=statistics.median(speed.decode_ms for speed in speeds))
+    one = replace(speeds[0], prefill=prefill, decode_ms=statistics.median(speed.decode_ms for speed in speeds))
+    turns = [speed.turns for speed in speeds if speed.turns is not None]
+    if not turns:
+        return one
+    theirs = {n: statistics.median(of["prefill"][n] for of in turns) for n in turns[0]["prefill"]}
+    blocks = [[ms for of in turns for ms in of["blocks"][who]] for who in range(2)]
+    return replace(one, decode_ms=statistics.median(blocks[0]), turns={"prefill": theirs, "blocks": blocks})
+
+
+def ratio(blocks: Sequence[Sequence[float]]) -> str:
+    """Of the second's times to the first's in the same turns: geometric mean, with its standard errors."""
+    logs_ = [math.log(of_theirs / of_ours) for of_ours, of_theirs in zip(*blocks)]
+    error = statistics.stdev(logs_) / math.sqrt(len(logs_)) if len(logs_) > 1 else math.inf
+    mean = statistics.mean(logs_)
+    low, high = (math.exp(mean + at * error) for at in (-_ERRORS, _ERRORS))
+    return f"{math.exp(mean):.2f} [{low:.2f}, {high:.2f}]"
 
 
 def cells(texts: Sequence[str]) -> str:
@@ -419,11 +439,10 @@ def turns(report: Report, model: ModelMap, arguments: argparse.Namespace) -> Non
     setups = [replace(stock_setup(model, lengths, share), who=BOTH, prefetch="auto") for share in arguments.shares]
     rows = []
     for setup, one in zip(setups, report.speeds(setups)):
-        beside = one.turns or {"prefill": one.prefill, "decode_ms": math.nan, "ratio": [math.nan] * 3}
-        ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*beside["ratio"])
+        beside = one.turns or {"prefill": one.prefill, "blocks": [[math.nan], [math.nan]]}
         for by, name, prefill, ms, last in (
-            (STOCK, setup.name, beside["prefill"], beside["decode_ms"], ("", "")),
-            (OURS, f"{setup.share} %", one.prefill, one.decode_ms, (ratio, percent(one.hit_rate))),
+            (STOCK, setup.name, beside["prefill"], statistics.median(beside["blocks"][1]), ("", "")),
+            (OURS, f"{setup.share} %", one.prefill, one.decode_ms, (ratio(beside["blocks"]), percent(one.hit_rate))),
         ):
             rows.append((by, name, *(f"{prefill[str(n)]:.0f}" for n in lengths), f"{ms:.2f}", *last))
     report.table("By turns in one process, all experts in host memory", (
@@ -564,7 +583,11 @@ def main() -> None:
     unknown = set(arguments.only) - set(TABLES)
     if unknown:
         parser.error(f"there is no table {', '.join(sorted(unknown))}: use {', '.join(TABLES)}")
-    model, report = ModelMap(arguments.model), Report(arguments)
+    try:
+        model = ModelMap(arguments.model)
+    except PyorchError as error:
+        parser.error(str(error))
+    report = Report(arguments)
     for name in arguments.only:
         TABLES[name](report, model, arguments)
 

@@ -83,6 +83,8 @@ class CountingWire:
     GET = 8  # RPC_CMD_GET_TENSOR
     SET = 6  # RPC_CMD_SET_TENSOR
     COPY = 9  # RPC_CMD_COPY_TENSOR
+    COMPUTE = 10  # RPC_CMD_GRAPH_COMPUTE
+    RECOMPUTE = 16  # RPC_CMD_GRAPH_RECOMPUTE: the latest graph of whoever asked, without saying which
 
     def __init__(self, device: DeviceProcess) -> None:
         self._to = ("127.0.0.1", device.port)

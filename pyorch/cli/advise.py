@@ -127,7 +127,13 @@ def run(args: argparse.Namespace) -> int:
         if args.plot is not None:
             pictures.check(args.plot)
         args.ctx = args.ctx or model_map.default_ctx
-        advice = _advise(args, model_map, memory, wanted, progress)
+        try:
+            advice = _advise(args, model_map, memory, wanted, progress)
+        except PyorchError as error:
+            if wanted is None or args.device is not None or wanted.name is None:
+                raise
+            advice = _advise(args, model_map, memory, None, progress)  # nobody asked for that GPU
+            advice = replace(advice, notes=[*advice.notes, f"a GPU was left out: {error}"])
     if args.json:
         print_json(advice)
     else:
@@ -166,8 +172,8 @@ def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
     from pyorch.settings.device import NONE
 
     options = (args.vram, args.vram_budget, args.link_bandwidth, args.vram_bandwidth)
-    any_gpu = args.device is None and not any(options) and has_gpu()
-    name = ANY_GPU if any_gpu else OPTIONS["device"].parse(args.device)
+    unasked = args.device is None and not any(options) and has_gpu()
+    name = ANY_GPU if unasked else OPTIONS["device"].parse(args.device)
     if name == NONE and not any(options):
         return None
     if args.vram and args.vram_budget:

@@ -118,5 +118,5 @@ def _sentence(profile) -> str:
     whole = f", {profile.n_records} in the trace" if profile.n_records > n else ""
     sample = f", router inputs of {profile.n_inputs}" if profile.n_inputs else ""
     return (f"{profile.path}: {n} tokens of {counted(profile.n_requests, 'request')}{whole}{sample}, "
-            f"{format_bytes(profile.file_bytes)}, {seconds:.1f} s; {phases}; hit rate {profile.experts.hit_rate:.1%}, "
+            f"{format_bytes(profile.file_bytes)}, {seconds:.1f} s; {phases}; {profile.experts.in_memory}, "
             f"{format_bytes(profile.experts.bytes_read)} read")

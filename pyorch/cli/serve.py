@@ -95,10 +95,14 @@ def run(args: argparse.Namespace) -> int:
     if args.while_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
 
+    from pyorch.serve.llama_server import DEVICE, GPU_LAYERS, Flags
     from pyorch.serve.server import serve
 
+    told = Flags(flags)
+    if not (told.has(DEVICE) or told.has(GPU_LAYERS)):
+        settings = with_device(settings)
     return serve(args.model, flags=flags, verbose=args.verbose, stats_every=args.stats_every, as_json=args.json,
-                 grace=args.grace, prompt_cache=args.prompt_cache, **with_device(settings))
+                 grace=args.grace, prompt_cache=args.prompt_cache, **settings)
 
 
 def _end_with_stdin() -> None:

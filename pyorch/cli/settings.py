@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pyorch.errors import PyorchError
+from pyorch.settings.budget import RESIDENT
 from pyorch.settings.device import AUTO
 from pyorch.settings.option import DEVICE, EXPERTS, GROUPS, LONG, LOSSY, Option, options
 from pyorch.settings.settings import Settings
@@ -96,10 +97,12 @@ DEFAULT_DEVICE = "auto where there is a GPU, else none"  # of with_device()
 
 
 def with_device(values: dict[str, Any]) -> dict[str, Any]:
-    """Given settings of a command that uses a GPU unless it is told not to."""
+    """Given settings of a command that uses a GPU unless it is told not to, or that llama.cpp keeps all experts."""
     from pyorch.runtime.devices import has_gpu
 
-    return values if "device" in values or not has_gpu() else {**values, "device": AUTO}
+    if "device" in values or values.get("budget") == RESIDENT or not has_gpu():
+        return values
+    return {**values, "device": AUTO}
 
 
 def settings_arguments(args: argparse.Namespace) -> list[str]:

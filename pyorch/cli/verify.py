@@ -64,9 +64,10 @@ def sentence(comparison) -> str:
     managed = f"; {experts.misses} misses, {experts.evictions} evictions" if experts is not None else ""
     resident = "the resident model's"
     if comparison.device and experts is not None:
+        who = comparison.device if experts.device_experts > 0 else "the processor"
         shared = (f"the processor computed {comparison.by_processor} of {experts.device_hits + experts.device_misses} "
                   f"uses of experts, {comparison.device} the others") if comparison.by_processor else (
-                  f"{comparison.device} computed all experts")
+                  f"{who} computed all experts")
         where += f" and {format_bytes(experts.device_used_bytes)} of {comparison.device}'s memory"
         resident = f"those of the model wholly on {comparison.device}"
         managed = (f"; {shared}; {experts.device_loads} uploads into slots; in host memory {experts.misses} misses, "

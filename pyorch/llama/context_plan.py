@@ -8,7 +8,7 @@ from collections.abc import Callable
 import llama_cpp.llama_cpp as llama
 
 from pyorch.llama import measure, memory
-from pyorch.llama.device import bias_bytes, host_dense_bytes, margin_bytes
+from pyorch.llama.device import device_dense_bytes, host_dense_bytes, margin_bytes
 from pyorch.llama.managed import ManagedModel, lock, models
 from pyorch.llama.measure import LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH
 from pyorch.runtime import fatal
@@ -72,7 +72,7 @@ def plan_device(managed: ManagedModel, params: llama.llama_context_params, is_lo
         sizes = measure.sizes_of(managed.map, managed.params, params, device)
     needed = sizes.device + measure.chain_bytes(managed.map, params.n_ubatch)
     if not is_loaded:
-        needed += info.dense_bytes - host_dense_bytes(managed.map, device, managed.params) + bias_bytes(managed.map)
+        needed += device_dense_bytes(managed.map, managed.params.n_gpu_layers)
     left = device.free_bytes() - needed
     if budget == AUTO:
         managed.engine.set_device_budget(max(0, left - margin_bytes(device.total_bytes())))

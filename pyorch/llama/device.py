@@ -40,16 +40,18 @@ def choose(
     PyorchError for a device that there is not.
     """
     device, note = _named(settings, model_map)
-    chosen = params.n_gpu_layers != 0
+    chosen = params.n_gpu_layers not in (0, -1)  # which llama.cpp takes for nothing said
+    if device is None and settings.device == AUTO:
+        params.n_gpu_layers = 0
     place(params, device)
     if device is None or chosen:
         return device, note
     n, n_blocks = _layers_that_fit(device, model_map, params, context), model_map.info.n_layers
-    params.n_gpu_layers = n if 0 < n <= n_blocks else -1
-    if n == 0 and settings.device == AUTO:
+    if n <= 1 and settings.device == AUTO:
         params.n_gpu_layers = 0
         place(params, None)
         return None, f"{device.name} has no room for a layer beside its part of the context, and is not used"
+    params.n_gpu_layers = n if 0 < n <= n_blocks else -1
     if 0 < n <= n_blocks:
         note += (f"{'; ' if note else ''}{device.name} has room for {n - 1} of {n_blocks} layers beside their part of "
                  "the context: the processor computes the others")
@@ -79,22 +81,18 @@ def _layers_that_fit(
 ) -> int:
     """As llama.cpp counts them: what comes behind the blocks is the first one. Leaves params with another number."""
     info = model_map.info
+    if info.slim:  # of which llama.cpp knows nothing without an engine
+        return info.n_layers + 1
     left = device.free_bytes() - margin_bytes(device.total_bytes())
     if info.dense_bytes + model_map.kv_bytes(context.n_ctx or model_map.trained_ctx) + _ROOM_TO_SPARE <= left:
         return info.n_layers + 1
-    blocks = [model_map.dense_bytes(il) for il in range(info.n_layers)]
-    rest = info.dense_bytes - sum(blocks)
-    with contextlib.suppress(PyorchError):  # else the table of embeddings is the output's matrix, too
-        if model_map.tensor_range("output.weight").size > 0:
-            rest -= model_map.tensor_range("token_embd.weight").size  # which stays in host memory
 
     def fits(n: int) -> bool:
+        needed = device_dense_bytes(model_map, n) + measure.chain_bytes(model_map, context.n_ubatch)
         params.n_gpu_layers = n
-        sizes = measure.sizes_of(model_map, params, context, device)
-        beside = measure.chain_bytes(model_map, context.n_ubatch)
-        return rest + sum(blocks[len(blocks) - n + 1:]) + sizes.device + beside <= left
+        return needed < left and needed + measure.sizes_of(model_map, params, context, device).device <= left
 
-    fitting, not_fitting = 0, len(blocks) + 1
+    fitting, not_fitting = 0, info.n_layers + 1
     if fits(not_fitting):
         return not_fitting
     while not_fitting - fitting > 1:
@@ -114,6 +112,20 @@ def place(params: llama.llama_model_params, device: Device | None) -> None:
     device_list = (ctypes.c_void_p * (len(devices) + 1))(*devices, None)
     params.device_list = device_list  # which lives as long as what points to it
     params.devices = ctypes.addressof(device_list)  # type: ignore[assignment]
+
+
+def device_dense_bytes(model_map: ModelMap, n_layers: int) -> int:
+    """Of the dense weights, those that are on a device with so many layers, as llama.cpp counts them; below 0: all."""
+    info = model_map.info
+    if n_layers == 0:
+        return 0
+    blocks = [model_map.dense_bytes(il) for il in range(info.n_layers)]
+    first = 0 if n_layers < 0 else max(0, len(blocks) + 1 - n_layers)
+    rest = info.dense_bytes - sum(blocks)
+    with contextlib.suppress(PyorchError):  # else the table of embeddings is the output's matrix, too
+        if model_map.tensor_range("output.weight").size > 0:
+            rest -= model_map.tensor_range("token_embd.weight").size  # which stays in host memory
+    return rest + sum(blocks[first:])
 
 
 def host_dense_bytes(model_map: ModelMap, device: Device | None, params: llama.llama_model_params) -> int:

@@ -62,6 +62,7 @@ def find_device(name: str) -> Device:
     One of another process that has others to serve is waited for, and a line says so. PyorchError, with the names of
     those that there are, where there is none of this name, or none can be reached.
     """
+    fatal.show()  # what cannot be reached is a fatal error in ggml
     with _waiting_is_said(name):
         handle = call(lib.pyorch_find_device, name.encode(), out="void *")[0]
         info = call(lib.pyorch_get_device, handle, out="pyorch_device_info")

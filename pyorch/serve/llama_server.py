@@ -136,8 +136,9 @@ class Flags:
         self.default(METRICS, "--metrics")  # a part of ours
         self.default(THREADS, "-t", cores.physical_cores())
 
-    def place(self, name: str, device: Device | None) -> None:
-        """Dense layers on the device of this name, see pyorch.settings.device; None: on the processor."""
+    def place(self, name: str, device: Device | None, n_layers: int = -1) -> None:
+        """Dense layers on the device of this name, see pyorch.settings.device, so many, below 0 all; None: on the
+        processor."""
         self.arguments.append("--no-op-offload")  # a device would copy experts from where they are not
         if device is None:
             self.default(DEVICE, "--device", "none")
@@ -145,7 +146,13 @@ class Flags:
         if device.is_remote:
             self.arguments += ("--rpc", name.removeprefix(REMOTE))
         self.replace(DEVICE, device.name)
-        self.default(GPU_LAYERS, "-ngl", "all")
+        self.default(GPU_LAYERS, "-ngl", "all" if n_layers < 0 else n_layers)
+
+    @property
+    def n_gpu_layers(self) -> int:
+        """As it was given, 0 where nothing was: how many are on a device is decided then."""
+        text = self.value(GPU_LAYERS, "0")
+        return self.number(GPU_LAYERS, 0) if text not in ("all", "auto") else _ALL_LAYERS
 
     def leave_devices(self) -> None:
         """From now on: everything on the processor, whatever was given."""
@@ -178,6 +185,9 @@ class Flags:
         """What llama-server will allocate beside the model and its context: prompt cache, other models."""
         files = (self.value(option) for option in (DRAFT_MODEL, MMPROJ))
         return max(0, self.number(CACHE_RAM, 0)) * MiB + sum(os.path.getsize(f) for f in files if os.path.isfile(f))
+
+
+_ALL_LAYERS = 1 << 20  # more than a model has
 
 
 def _cache_type(name: str) -> int:

@@ -46,6 +46,13 @@ def test_a_device_that_cannot_be_reached_is_named(refused) -> None:
         assert f"no device can be reached at {address}" in refused("--device", f"rpc:{address}")
 
 
+@pytest.mark.parametrize("command", ["advise", "bench"])
+def test_that_is_one_sentence_where_nothing_was_loaded_before(small_moe: Path, command: str) -> None:
+    done = pyorch(command, small_moe, "--device", f"rpc:127.0.0.1:{ports.free()}")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+    assert "no device can be reached at 127.0.0.1:" in done.stderr
+
+
 def test_a_device_that_has_others_to_serve_is_waited_for_and_a_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = []
     with socket.create_server(("127.0.0.1", 0)) as busy:  # who connects is never answered

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from architectures import Zoo
 from buddy_lists import complete_buddies
+from devices import DeviceProcess
 from ggufs import split
 from models import CHECKPOINT, assert_same_bits, small_model
 from mutations import flip
@@ -28,6 +29,7 @@ from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import managed
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
+from pyorch.runtime.devices import Device
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container, packs
 
@@ -339,3 +341,17 @@ def test_its_pack_is_overwritten_by_no_command(
 def test_without_a_pack_nothing_slim_is_left(dense_model: Path, tmp_path: Path) -> None:
     assert main(["pack", str(dense_model), "--slim", str(tmp_path / "s.gguf")]) == 2
     assert not any(tmp_path.iterdir())
+
+
+def test_a_slim_model_goes_onto_a_device_with_little_memory(
+    slim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many of its layers fit cannot be asked before it has an engine."""
+    process = DeviceProcess(tmp_path / "log")
+    monkeypatch.setattr(Device, "total_bytes", lambda _: 4 << 30)
+    monkeypatch.setattr(Device, "free_bytes", lambda _: 268 << 20)
+    try:
+        with small_model(slim, "50%", device=process.name, vram_budget="50%") as model:
+            assert model.device and "".join(model.generate("import os", max_tokens=4))
+    finally:
+        process.stop()

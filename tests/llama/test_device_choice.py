@@ -11,6 +11,7 @@ import pytest
 from devices import DeviceProcess
 from models import assert_same_bits, small_model
 
+from pyorch.cli import main
 from pyorch.cli.settings import with_device
 from pyorch.llama import device as where
 from pyorch.llama import managed
@@ -19,6 +20,8 @@ from pyorch.llama.model import Model
 from pyorch.runtime import devices
 from pyorch.runtime.devices import Device, find_device
 from pyorch.runtime.model_map import ModelMap
+from pyorch.serve.llama_server import Flags
+from pyorch.settings.budget import RESIDENT
 from pyorch.sizes import GiB, MiB
 
 FASTER, SLOWER = [1e10, 1e9, 1e9, 7e9, 7e9], [1e10, 1e9, 1e9, 5e8, 5e8]  # than the processor
@@ -65,7 +68,9 @@ def test_a_gpu_is_used_where_it_computes_experts_sooner_and_a_line_says_what_was
 
 
 def test_a_gpu_is_the_default_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert with_device({"device": "none"}) == {"device": "none"}
+    monkeypatch.setattr(devices, "has_gpu", lambda: True)
+    for told in ({"device": "none"}, {"budget": RESIDENT}):  # of which llama.cpp would put all experts there
+        assert with_device(told) == told
     for there_is_one in (False, True):
         monkeypatch.setattr(devices, "has_gpu", lambda: there_is_one)
         assert with_device({"budget": "50%"}) == {"budget": "50%", **({"device": "auto"} if there_is_one else {})}
@@ -121,3 +126,22 @@ def test_a_gpu_without_room_for_a_layer_is_left_out_unless_it_was_named(
             assert (model.device != "") == used
             assert_same_bits(logits(model, prompt_tokens), expected)
     assert len([line for line in said if "has no room for a layer" in line]) == 1
+
+
+@pytest.mark.parametrize(("given", "n_layers", "told"), [
+    ((), -1, "all"), ((), 3, "3"), (("-ngl", "5"), 5, "5"), (("-ngl", "all"), -1, "all"),
+])
+def test_llama_server_is_told_how_many_layers_were_planned(
+    only_device: Device, given: tuple[str, ...], n_layers: int, told: str
+) -> None:
+    flags = Flags(given)
+    assert (flags.n_gpu_layers > 1000) == (given[1:] == ("all",)) and (flags.n_gpu_layers == 5) == (n_layers == 5)
+    flags.place("auto", only_device, n_layers)
+    assert flags.arguments[flags.arguments.index("-ngl") + 1] == told and flags.arguments.count("-ngl") == 1
+
+
+def test_what_has_room_for_no_expert_computes_none_and_verify_says_so(
+    small_moe: Path, device: DeviceProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(small_moe), "--device", device.name, "--vram-budget", "0%", "--threads", "1"]) == 0
+    assert "the processor computed all experts; 0 uploads" in capsys.readouterr().out

@@ -9,6 +9,7 @@ import parts
 import pytest
 from architectures import Zoo
 from batches import tokens
+from devices import CountingWire, DeviceProcess
 from ggufs import with_next_token_block
 
 import pyorch
@@ -51,3 +52,28 @@ def test_nothing_of_it_is_read(zoo: Zoo, longer: Path, name: str, prefetch: str)
     assert (layers[last].loads, layers[last].bytes_read, layers[last].hits, layers[last].misses) == (0, 0, 0, 0)
     assert all(layers[il].loads > 0 for il in without)
     assert not any(last in pair for pair in predicted)
+
+
+@pytest.mark.parametrize("longer_one", [False, True])
+def test_a_device_with_all_experts_is_told_each_graph_and_gets_none_of_it(
+    zoo: Zoo, longer: Path, tmp_path: Path, longer_one: bool
+) -> None:
+    """ggml's RPC keeps the latest graph of a device, and two contexts may ask for it again: so each has two parts."""
+    plain = zoo.path("glm4-moe", "F32")
+    if not longer.exists():
+        with_next_token_block(plain, longer)
+    process = DeviceProcess(tmp_path / "log")
+    wire = CountingWire(process)
+    try:
+        with pyorch.load(longer if longer_one else plain, budget="50%", device=wire.name, vram_budget="100%",
+                         prefetch="none", n_ctx=64, n_batch=64, n_threads=1) as model:
+            with Context(model.llama.model, n_ctx=64, n_batch=64, n_ubatch=64, n_threads=1) as context:
+                for token in tokens(3):
+                    wire.reset()
+                    context.decode([token])
+                assert (wire.commands[wire.COMPUTE], wire.commands[wire.RECOMPUTE]) == (2, 0)
+            there = [layer.stats().device_experts for layer in model.layers.values()]
+            assert there[-1] == (0 if longer_one else there[0]) and min(there[:-1]) > 0
+    finally:
+        wire.stop()
+        process.stop()

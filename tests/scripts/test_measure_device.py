@@ -70,7 +70,7 @@ def test_what_does_not_run_costs_its_own_row_only(
 
 def named(**options: object) -> argparse.Namespace:
     return argparse.Namespace(**{"rounds": 1, "model": Path("a.gguf"), "tokens": 2, "threads": 1, "results": None,
-                                 "minutes": math.inf, **options})
+                                 "minutes": math.inf, "device": "CUDA0", "data": "text", "blocks": 2, **options})
 
 
 def test_what_was_measured_is_kept_and_the_same_command_goes_on(
@@ -94,6 +94,18 @@ def test_what_was_measured_is_kept_and_the_same_command_goes_on(
     assert [one.decode_ms for one in speeds] == [25.0, 50.0] and ran == [25, 50]
     measure_device.Report(named(results=results, tokens=3)).speeds(setups[:1])  # of another command
     assert ran == [25, 50, 25]
+
+
+def test_turns_of_all_rounds_count() -> None:
+    def measured(ours: list[float], theirs: list[float], prefill: float) -> measure_device.Speed:
+        turns = {"prefill": {"8": 2 * prefill}, "blocks": [ours, theirs]}
+        return measure_device.Speed({"8": prefill}, 0.0, turns=turns)
+
+    one = measure_device.median([measured([1.0, 2.0], [2.0, 4.0], 1.0), measured([3.0], [3.0], 3.0)])
+    assert (one.decode_ms, one.prefill, one.turns["prefill"]) == (2.0, {"8": 2.0}, {"8": 4.0})
+    assert one.turns["blocks"] == [[1.0, 2.0, 3.0], [2.0, 4.0, 3.0]]
+    assert measure_device.ratio(one.turns["blocks"]) == "1.59 [1.00, 2.52]"
+    assert measure_device.ratio([[1.0], [2.0]]) == "2.00 [0.00, inf]"
 
 
 def test_what_was_reached_is_of_computing_or_of_the_link(small_moe: Path) -> None:

@@ -31,9 +31,10 @@ uint64_t largest_matrix(const MoeLayer & layer) {
 }
 
 int n_whole_layers(const ModelMap & map, double share) {
-    constexpr double PARTLY   = 0.6; // of the experts of each of the others
-    const double     n_layers = (double) map.layers.size();
-    return (int) (n_layers * std::max(0.0, share - PARTLY) / (1 - PARTLY));
+    constexpr double PARTLY = 0.6; // of the experts of each of the others
+    const int        most   = map.n_decoded();
+    const double     n      = (double) map.layers.size() * std::max(0.0, share - PARTLY) / (1 - PARTLY);
+    return share >= 1 ? most : std::min((int) n, most);
 }
 
 std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, int n_whole, std::vector<int> & pool_of) {
@@ -96,10 +97,6 @@ DeviceBank::DeviceBank(const ModelMap & map, ggml_backend_dev_t device, std::sha
 void DeviceBank::form_pools(double share) {
     pools.clear();
     n_whole = whole_layers ? n_whole_layers(map, share) : 0;
-    // ggml's RPC keeps a graph for each device, and takes another context's for it where a graph is not cut anywhere.
-    if (backend_of(device) == "RPC") {
-        n_whole = std::min(n_whole, (int) map.layers.size() - 1);
-    }
     for (const DevicePool & pool : form_device_pools(map, share, n_whole, pool_by_layer)) {
         pools.push_back({ pool, {} });
     }
@@ -273,9 +270,9 @@ bool DeviceBank::has_room_for_all() const {
     return std::all_of(pools.begin(), pools.end(), [](const Pool & pool) { return pool.n_slots == pool.n_experts; });
 }
 
-bool DeviceBank::has_whole(int layer) const {
-    const Pool & pool = pools[pool_of(layer)];
-    return pool.layers.size() == 1 && pool.n_slots == pool.n_experts;
+// ggml's RPC keeps a graph for each device, and takes another context's for it where a graph is not cut anywhere.
+bool DeviceBank::may_be_passed(int layer) const {
+    return has_whole(layer) && (layer > 0 || n_whole < map.n_decoded() || backend_of(device) != "RPC");
 }
 
 bool DeviceBank::upload(int layer, int slot, int role, const char * bytes) {

@@ -85,10 +85,10 @@ public:
     const std::vector<Pool> & all() const { return pools; }
     int                       pool_of(int layer) const { return pool_by_layer[layer]; }
     int                       n_slots(int layer) const { return pools[pool_of(layer)].n_slots; }
-    bool                      has_whole(int layer) const; // a slot for each expert of it, and of no other layer
-    bool     may_be_passed(int layer) const { return layer < n_whole; } // by graphs that do not ask, once all are there
-    uint64_t used() const { return used_bytes; }                        // of the device
-    bool     has_room_for_all() const;                                  // experts of all layers, at once
+    bool has_whole(int layer) const { return layer < n_whole; } // a slot for each expert of it, and of no other layer
+    bool may_be_passed(int layer) const;                        // by graphs that do not ask, once all are there
+    uint64_t used() const { return used_bytes; }                // of the device
+    bool     has_room_for_all() const;                          // experts of all layers, at once
 
     // The slots for one matrix of a layer's experts.
     ggml_tensor * slots(int layer, int role) const { return pools[pool_of(layer)].roles[role]; }

@@ -68,10 +68,12 @@ public:
             throw Failure(PYORCH_MEMORY, format("there is no memory to measure %s", ggml_backend_dev_name(device)));
         }
         memset(from.get(), 1, size);
-        PageLocks locks(device);
+        PageLocks  locks(device);
+        DeviceLink link(device, largest, &locks);
         locks.lock(from.get(), size);
-        DeviceLink   link(device, largest, &locks);
-        const double seconds = fastest([&] {
+        const auto                                    unlock = [&](char * begin) { locks.unlock(begin, size); };
+        const std::unique_ptr<char, decltype(unlock)> locked(from.get(), unlock); // which waits for the link
+        return fastest([&] {
             const char * next = from.get();
             for (ggml_tensor * t : weights) {
                 for (int e = 0; e < n_experts; ++e, next += t->nb[2]) {
@@ -81,8 +83,6 @@ public:
             link.wait();
             wait(weights.back());
         });
-        locks.unlock(from.get(), size);
-        return seconds;
     }
 
     double compute_seconds(bool many) {

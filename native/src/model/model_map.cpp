@@ -281,6 +281,13 @@ void ModelMap::check_heads(const std::string & path) const {
     }
 }
 
+int ModelMap::n_decoded() const {
+    int64_t n_further = 0;
+    get_int(arch + ".nextn_predict_layers", 0, n_further);
+    return (int) std::count_if(
+        layers.begin(), layers.end(), [&](const MoeLayer & layer) { return layer.il < n_layers - n_further; });
+}
+
 std::vector<int> ModelMap::n_experts() const {
     std::vector<int> n;
     for (const MoeLayer & layer : layers) {

@@ -156,6 +156,9 @@ public:
     // being read.
     int floor_experts(const MoeLayer & layer) const;
 
+    // Of the layers with experts, the first so many run for every token: all but those that only predict further ones.
+    int n_decoded() const;
+
     const MoeLayer * find(int il) const;
 
     // Null for a tensor that is not of routed experts.

@@ -35,8 +35,8 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
         seats->set_ahead(ahead);
     }
     for (int of = 0; of < n_whole; ++of) {
-        seats->take_whole(of);
-        send(0, table.map.layers[of].n_expert * table.map.layers[of].expert_bytes());
+        seats->take_whole(of); // before the first token comes
+        bytes += table.map.layers[of].n_expert * table.map.layers[of].expert_bytes();
     }
 }
 

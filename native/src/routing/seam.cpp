@@ -186,7 +186,7 @@ void on_route(llama_moe_route * route) {
     GraphLayer & layer   = context.at(m->layer, route->decode);
     layer.unasked        = is_unasked(*route, context, m->layer);
     if (layer.unasked) {
-        layer.batch.n_used = (int) route->selected->ne[0];
+        layer.batch.n_used = route->warmup ? 0 : (int) route->selected->ne[0];
         return;
     }
     if (!route->warmup) { // which selects another number of experts
