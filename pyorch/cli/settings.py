@@ -10,13 +10,14 @@ from typing import Any
 
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import RESIDENT
-from pyorch.settings.device import AUTO
+from pyorch.settings.device import AUTO, NONE
 from pyorch.settings.option import DEVICE, EXPERTS, GROUPS, LONG, LOSSY, Option, options
 from pyorch.settings.settings import Settings
 from pyorch.settings.substitution import PRESETS, Substitution
 
 OPTIONS = options(Settings)
 
+_OF_A_DEVICE = ("vram_budget", "device_misses", "device_ahead")
 _HANGING = 23  # columns before what a line of a list goes on with
 
 
@@ -85,6 +86,8 @@ def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:
         name: OPTIONS[name].parse(getattr(args, name), OPTIONS[name].long_flag) for name in args.settings_flags
         if name not in without and getattr(args, name) is not None
     }
+    if values.get("device") == NONE:  # what else is said of one, such as in a file of settings, is of no device
+        values = {name: value for name, value in values.items() if name not in _OF_A_DEVICE}
     _check_lossy(values)
     if "substitution" in values and not values["substitution"].lossy:
         values["substitution"] = None

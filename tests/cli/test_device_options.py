@@ -96,6 +96,14 @@ def test_options_that_cannot_mean_anything_are_refused(refused, options: tuple[s
     assert sentence in refused(*options)
 
 
+def test_no_device_is_none_whatever_else_is_said_of_one(small_moe: Path, tmp_path: Path) -> None:
+    """As a file of settings may."""
+    settings = tmp_path / "config.toml"
+    settings.write_text('[run]\ndevice = "CUDA0"\nvram-budget = "50%"\ndevice-misses = "upload"\n')
+    done = pyorch("--config", settings, "run", small_moe, "-p", "x", "-n", 2, "--device", "none")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("options", [{"device": 1}, {"device": b"CUDA0"}, {"device": ["CUDA0"]},
                                      {"device": "auto", "vram_budget": 0.5}, {"device": "auto", "vram_budget": []},
                                      {"device": "auto", "device_misses": True}], ids=str)

@@ -286,6 +286,8 @@ def test_what_is_on_the_device_costs_no_transfer(
 ) -> None:
     with small_model(small_moe, "50%", device=device.name, vram_budget="100%", device_misses="upload") as model:
         logits(model, prompt_tokens)
+        experts = model.stats().experts
+        assert experts.loads > 0 == experts.hits == experts.misses, "what is read first is no use of it"
         model.reset_stats()
         made = logits(model, prompt_tokens)
         experts = model.stats().experts
@@ -328,6 +330,22 @@ def test_a_layer_asks_the_device_for_its_choice_of_experts_and_for_the_inputs_of
         wire.reset()
         ctx.decode(prompt_tokens[1:2])
         assert wire.commands[wire.GET] <= len(model.layers) * 2 + 1
+    wire.stop()
+    process.stop()
+
+
+def test_lossy_settings_ask_nothing_where_no_expert_can_be_absent(
+    small_moe: Path, tmp_path: Path, prompt_tokens: list[int], expected: np.ndarray
+) -> None:
+    process = DeviceProcess(tmp_path / "log")
+    wire = CountingWire(process)
+    with small_model(small_moe, "50%", device=wire.name, vram_budget="100%", substitution="heaviest") as model:
+        assert_same_bits(logits(model, prompt_tokens), expected)
+        with context(model) as ctx:
+            for token in prompt_tokens[:3]:
+                wire.reset()
+                ctx.decode([token])
+            assert wire.commands[wire.GET] == 2, "the choice of the layer that asks, and the logits"
     wire.stop()
     process.stop()
 

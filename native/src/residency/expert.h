@@ -103,6 +103,7 @@ struct Demand {
     bool                     continues = false; // see Visit
     bool                     own       = true;  // its tokens are this server's: no other one asked
     bool                     learned   = false; // learn_visit() was told of it
+    bool                     counted   = true;  // as hits and misses
 
     bool scans() const { return n_tokens >= SCAN_TOKENS; }
 };

@@ -142,9 +142,10 @@ void Table::count_uses(int layer, const Demand & demand, const std::vector<int> 
         if (!scan) {
             count_seconds(l, e);
         }
-        e.resident() ? ++l.stats.hits : ++l.stats.misses;
+        l.stats.hits += demand.counted && e.resident();
+        l.stats.misses += demand.counted && !e.resident();
         ++e.uses;
-        if (!e.resident() && !std::binary_search(streamed.begin(), streamed.end(), id)) {
+        if (demand.counted && !e.resident() && !std::binary_search(streamed.begin(), streamed.end(), id)) {
             l.stats.compressed_hits += e.kept == Form::COMPRESSED;
             l.stats.sm_hits += e.kept == Form::SM_ONLY;
             l.stats.e_hits += e.kept == Form::E_ONLY;

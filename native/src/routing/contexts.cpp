@@ -160,10 +160,11 @@ unsigned graph_needs(const Routing & routing, bool predicted) {
         routing.speculation.mode() != PYORCH_SPECULATE_NONE) {
         return GRAPH_ALL | ghosts;
     }
-    const bool changes = routing.substitutions.active();
-    if (!changes && routing.device->has_room_for_all()) { // each expert comes once, and nothing is gained by a forecast
+    // Where each expert comes once, none is absent, and nothing is gained by a forecast.
+    if (routing.device->has_room_for_all() && !routing.simulated_cache) {
         return 0;
     }
+    const bool changes = routing.substitutions.active();
     unsigned needs = GRAPH_PROCESSOR | GRAPH_OTHERS;
     if (changes) {
         needs |= GRAPH_CHANGES | GRAPH_WEIGHTS | ghosts;

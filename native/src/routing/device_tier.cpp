@@ -83,7 +83,7 @@ bool DeviceTier::load_whole(int layer) {
     Owner            owner{ this };
     std::vector<int> all(table.map.layers[layer].n_expert);
     std::iota(all.begin(), all.end(), 0);
-    table.acquire(owner, layer, { all, {}, Demand::SCAN_TOKENS, false, false, true });
+    table.acquire(owner, layer, { all, {}, Demand::SCAN_TOKENS, false, false, true, false });
     const std::vector<uint8_t> came = bring_in_order(table, bank, owner, layer, all,
         [&](size_t i, int role, const char * bytes) { return bank.upload(layer, all[i], role, bytes); });
     bank.wait_for_uploads();
