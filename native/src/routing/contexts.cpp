@@ -165,7 +165,7 @@ unsigned graph_needs(const Routing & routing, bool predicted) {
         return 0;
     }
     const bool changes = routing.substitutions.active();
-    unsigned needs = GRAPH_PROCESSOR | GRAPH_OTHERS;
+    unsigned   needs   = GRAPH_PROCESSOR | GRAPH_OTHERS;
     if (changes) {
         needs |= GRAPH_CHANGES | GRAPH_WEIGHTS | ghosts;
         needs |= seen.probs ? GRAPH_PROBS : 0;
