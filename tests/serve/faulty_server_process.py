@@ -20,9 +20,13 @@ class FaultySource:
         self._fault = fault
 
     def read(self, file: int, offset: int, size: int) -> bytes:
-        if self._fault.exists():
-            if self._fault.read_text() == "broken":
-                raise OSError(errno.EIO, "the disk is gone")
+        try:
+            told = self._fault.read_text()  # nothing yet, of one that is being written
+        except FileNotFoundError:
+            told = ""
+        if told == "broken":
+            raise OSError(errno.EIO, "the disk is gone")
+        if told == "slow":
             self._fault.with_suffix(".reached").touch()
             while self._fault.exists():
                 time.sleep(0.01)
