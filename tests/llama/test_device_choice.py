@@ -20,8 +20,10 @@ from pyorch.llama.model import Model
 from pyorch.runtime import devices
 from pyorch.runtime.devices import Device, find_device
 from pyorch.runtime.model_map import ModelMap
-from pyorch.serve.llama_server import Flags
+from pyorch.serve.llama_server import DEVICE, Flags
+from pyorch.serve.server import planned
 from pyorch.settings.budget import RESIDENT
+from pyorch.settings.settings import Settings
 from pyorch.sizes import GiB, MiB
 
 FASTER, SLOWER = [1e10, 1e9, 1e9, 7e9, 7e9], [1e10, 1e9, 1e9, 5e8, 5e8]  # than the processor
@@ -145,3 +147,10 @@ def test_what_has_room_for_no_expert_computes_none_and_verify_says_so(
 ) -> None:
     assert main(["verify", str(small_moe), "--device", device.name, "--vram-budget", "0%", "--threads", "1"]) == 0
     assert "the processor computed all experts; 0 uploads" in capsys.readouterr().out
+
+
+def test_without_a_device_no_layer_is_planned_for_one_whatever_llama_server_is_told(small_moe: Path) -> None:
+    flags = Flags(["-ngl", "3"])
+    with planned(str(small_moe), Settings(budget="50%", n_threads=1), flags, False) as record:
+        assert (record.params.n_gpu_layers, record.device) == (0, None)
+    assert flags.value(DEVICE) == "none"
