@@ -140,7 +140,7 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
     logs.set_quiet(True)
     # The default parameters say "mapped", for which the planner counts dense weights as still to come.
     params = llama.llama_model_default_params()
-    # Without a device, and where nobody said how many, none: llama-server is told of no device then, whatever -ngl says.
+    # Without a device, and where nobody said how many, none: llama-server is told of no device then, whatever -ngl is.
     params.n_gpu_layers = server.n_gpu_layers if settings.device != NONE else 0
     with loading(path, ModelMap(path), settings, params, placed, server.context_params()) as record:
         server.place(settings.device, record.device, record.params.n_gpu_layers)
