@@ -14,6 +14,7 @@ What each part found is in DIR/PART.json at once, so that parts may be measured 
     costs        what computing, messages and reads take, for simulations
     placements   five placements, memory for 1.3 x the experts: latency and local ratio (DanceMoE, table II)
     disk         the same with memory for 0.8 x the experts: the others are read from disk
+                 (both: with `read` of cluster.toml as --read says)
     shift        each server gets the next one's task in the middle, with and without migration (figs. 6 and 7)
     scaling      tokens a second of 1, 2 and 3 servers that have as much to do as they can, and a third of the experts
     kill         one of three loses its power while all are asked
@@ -30,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.papers.dancemoe.measure_network import NoNetwork, check_possible
-from scripts.papers.dancemoe.measure_setups import ALGORITHMS, PARTS, prepare
+from scripts.papers.dancemoe.measure_setups import ALGORITHMS, PARTS, READS, prepare
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,6 +41,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("-o", "--output", type=Path, required=True, metavar="DIR", help="for traces, plans and what is found")
     add("--parts", default=",".join(PARTS), metavar="PART,...", help="what to measure (default: all)")
     add("--algorithms", default=",".join(ALGORITHMS), metavar="NAME,...", help="placements to compare (default: all)")
+    add("--read", default=READS[0], metavar="WHEN,...",
+        help="when the parts placements and disk read what another server has: last, faster (default: %(default)s)")
     add("--prepare", action="store_true", help="only write what the parts need, which takes no network")
     add("--report", type=Path, metavar="DIR", help="only write tables, CSV and pictures of what was found, there")
     add("--link", type=float, default=500.0, metavar="MBIT", help="of each server, each way (default: %(default)g)")
@@ -58,7 +61,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--json", action="store_true", help="print the results of the parts as one JSON object")
     args = parser.parse_args(words)
-    for option, known in (("parts", PARTS), ("algorithms", ALGORITHMS)):
+    for option, known in (("parts", PARTS), ("algorithms", ALGORITHMS), ("read", READS)):
         chosen = tuple(getattr(args, option).split(","))
         if wrong := [word for word in chosen if word not in known]:
             parser.error(f'--{option}: "{wrong[0]}" is not known: {", ".join(known)} are')

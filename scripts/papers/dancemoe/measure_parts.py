@@ -225,15 +225,15 @@ def _costs(lab: Lab, part: str) -> dict[str, Any]:
 
 def _placements(lab: Lab, part: str) -> dict[str, Any]:
     args = lab.args
-    clusters = lab.up(setups(part, args.algorithms))
-    results = {cluster.setup.algorithm: [] for cluster in clusters}
+    clusters = lab.up(setups(part, args.algorithms, args.read))
+    results = {cluster.setup.label: [] for cluster in clusters}
     for cluster in clusters:
         _warm(lab, cluster)
     for number in range(args.rounds):
         for cluster in clusters[number % len(clusters):] + clusters[: number % len(clusters)]:
-            say(f"round {number + 1} of {args.rounds}: {cluster.setup.algorithm}")
+            say(f"round {number + 1} of {args.rounds}: {cluster.setup.label}")
             answers, counts = lab.load(cluster, args.seed + number, args.seconds)
-            results[cluster.setup.algorithm].append(_round(answers, counts, args.seed + number))
+            results[cluster.setup.label].append(_round(answers, counts, args.seed + number))
     return {"clusters": results, "seconds": args.seconds}
 
 
@@ -252,14 +252,17 @@ def _round(answers: Sequence[Answered], counts: Sequence[dict], seed: int) -> di
 
 def _shift(lab: Lab, part: str) -> dict[str, Any]:
     args = lab.args
-    off, on = setups(part, args.algorithms)
-    results = {}
-    for setup in (off, on):  # one after the other, so that experts do not move before anybody asks
-        (cluster,) = lab.up([setup])
-        _warm(lab, cluster)
-        say(f"{cluster.setup.name}, {args.shift_seconds:g} s")
-        half = args.shift_seconds / 2
-        results[cluster.setup.name] = [_round(*lab.load(cluster, args.seed, args.shift_seconds, half), args.seed)]
+    both = setups(part, args.algorithms)
+    results: dict[str, list] = {setup.name: [] for setup in both}
+    for number in range(args.rounds):
+        for setup in both[:: -1 if number % 2 else 1]:  # one at a time, so that nothing moves before anybody asks
+            (cluster,) = lab.up([setup])
+            _warm(lab, cluster)
+            say(f"round {number + 1} of {args.rounds}: {setup.name}, {args.shift_seconds:g} s")
+            seed = args.seed + number
+            found = lab.load(cluster, seed, args.shift_seconds, args.shift_seconds / 2)
+            results[setup.name].append(_round(*found, seed))
+            lab.down()
     return {"clusters": results, "seconds": args.shift_seconds, "shift": args.shift_seconds / 2,
             "interval": args.interval}
 

@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pyorch import pictures
 from pyorch.files import write_text
 from scripts.papers.dancemoe.measure_load import TASKS
 from scripts.papers.dancemoe.measure_parts import PLACES
-from scripts.papers.dancemoe.measure_setups import PARTS, SERVERS, config_of, costs_of, plan_of, program, setups
+from scripts.papers.dancemoe.measure_setups import PARTS, READS, SERVERS, config_of, costs_of, plan_of, program, setups
 
 
 def report(args: argparse.Namespace) -> None:
@@ -35,17 +37,17 @@ def report(args: argparse.Namespace) -> None:
 def _placements(args: argparse.Namespace, found: dict[str, Any]) -> None:
     part = found["part"]
     rows = []
-    for setup in setups(part, args.algorithms):
-        rounds = found["clusters"].get(setup.algorithm)
-        if not rounds:
-            continue
+    chosen = [setup for setup in setups(part, args.algorithms, READS) if found["clusters"].get(setup.label)]
+    for setup in chosen:
+        rounds = found["clusters"][setup.label]
         answers = [answer for one in rounds for answer in one["answers"]]
         simulated = [_simulated(args, found, setup, one["seed"]) for one in rounds]
         n = [row["n_requests"] for row in simulated]
         mean = sum(row["latency_s"] * n for row, n in zip(simulated, n)) / sum(n)
         real = _mean(answers)
         rows.append({
-            "placement": setup.algorithm, "mean latency s": real,
+            "placement": setup.label, "mean latency s": real,
+            "the last / this": paired(found["clusters"][chosen[-1].label], rounds),
             **{name: _mean(_of(answers, name)) for name in SERVERS},
             "median": statistics.median(_seconds(answers)), "requests": len(answers), "failed": _failed(answers),
             "computed locally": _local_of_rounds(rounds), "read MB": _read(rounds) / 1e6,
@@ -62,7 +64,8 @@ def _simulated(args: argparse.Namespace, found: dict[str, Any], setup, seed: int
     settings = found["settings"]
     traces = [f"{name}={args.output / f'asked-{task}.trace'}" for name, task in zip(setup.servers, TASKS)]
     # What a peer has is never read: the servers that were measured read only what none has.
-    no_disk = ["--cost", "disk_bytes_per_second=0"] if found["part"] == "placements" else []
+    only_asks = found["part"] == "placements" and setup.read == "last"
+    no_disk = ["--cost", "disk_bytes_per_second=0"] if only_asks else []
     text = program("simulate", "--cluster", config_of(args, setup, "place"), "--trace", *traces, "--placement",
                   plan_of(args, setup), "--migration", "off", "--arrivals", f"poisson:{settings['every']:g}s",
                   "--duration", found["seconds"], "--seed", seed, "--places", PLACES, "--step-tokens", 2048,
@@ -72,18 +75,22 @@ def _simulated(args: argparse.Namespace, found: dict[str, Any], setup, seed: int
 
 def _shift(args: argparse.Namespace, found: dict[str, Any]) -> None:
     rows, curves = [], {}
-    for name, (one,) in found["clusters"].items():
-        after = [answer for answer in one["answers"] if answer["time"] >= found["shift"]]
-        settled = [answer for answer in after if answer["time"] >= found["shift"] + 2 * found["interval"]]
-        before = [answer for answer in one["answers"] if answer["time"] < found["shift"]]
-        rows.append({
-            "migration": name.removeprefix("shift-"), "mean latency s": _mean(one["answers"]),
-            "before the shift": _mean(before), "after": _mean(after), "from two intervals after it": _mean(settled),
-            "computed locally": _local(one["counts"]),
-            "locally at the end": _local(_from(one["counts"], found["seconds"] - 2 * found["interval"])),
-            "requests": len(one["answers"]), "failed": _failed(one["answers"]),
+    settled = found["shift"] + 2 * found["interval"]
+    off = next(iter(found["clusters"].values()))
+    for name, rounds in found["clusters"].items():
+        row: dict[str, Any] = {"migration": name.removeprefix("shift-")}
+        for what, begin, end in (("mean latency s", 0.0, math.inf), ("before the shift", 0.0, found["shift"]),
+                                 ("after", found["shift"], math.inf), ("settled", settled, math.inf)):
+            row[what] = _mean(answer for one in rounds for answer in one["answers"] if begin <= answer["time"] < end)
+            row[f"{what}, this / off"] = paired(rounds, off, begin, end)
+        answers = [answer for one in rounds for answer in one["answers"]]
+        end = found["seconds"] - 2 * found["interval"]
+        rows.append(row | {
+            "computed locally": _local_of_rounds(rounds),
+            "locally at the end": statistics.fmean(_local(_from(one["counts"], end)) for one in rounds),
+            "requests": len(answers), "failed": _failed(answers),
         })
-        curves[f"migration {name.removeprefix('shift-')}"] = (_over_time([one["counts"]]), one["answers"])
+        curves[row["migration"]] = (_over_time([one["counts"] for one in rounds]), answers)
     _table(rows)
     _csv(args.report / "shift.csv", rows)
     pictures.save_as(partial(_draw_shift, curves=curves, found=found), args.report / "shift.png")
@@ -137,6 +144,28 @@ def _seconds(answers: Iterable[dict]) -> list[float]:
 def _mean(answers: Iterable[dict]) -> float:
     seconds = _seconds(answers)
     return statistics.fmean(seconds) if seconds else math.nan
+
+
+def paired(
+    rounds: Sequence[dict], base: Sequence[dict], begin: float = 0.0, end: float = math.inf
+) -> tuple[float, float, float] | None:
+    """Mean latency by that of base, and the ends of its 95 % interval, of requests that both answered; None of none.
+
+    Those that arrive within ten seconds of a round delay each other: they are drawn together (a bootstrap by blocks).
+    """
+    blocks: dict[tuple[int, int], np.ndarray] = {}
+    for n, (one, other) in enumerate(zip(rounds, base)):
+        for answer, same in zip(one["answers"], other["answers"], strict=True):
+            if begin <= answer["time"] < end and not answer["error"] and not same["error"]:
+                block = blocks.setdefault((n, int(answer["time"] / _BLOCK_SECONDS)), np.zeros(2))
+                block += answer["seconds"], same["seconds"]
+    if not blocks:
+        return None
+    sums = np.array(list(blocks.values()))
+    drawn = np.random.default_rng(0).integers(len(sums), size=(_DRAWS, len(sums)))
+    ratios = np.divide(*sums[drawn].sum(axis=1).T)
+    ratio = float(np.divide(*sums.sum(axis=0)))
+    return ratio, *map(float, np.quantile(ratios, (0.025, 0.975)))
 
 
 def _of(answers: Iterable[dict], server: str) -> list[dict]:
@@ -196,10 +225,16 @@ def _table(rows: Sequence[dict[str, Any]]) -> None:
         print("| " + " | ".join(_cell(name, value) for name, value in row.items()) + " |")
 
 
+_BLOCK_SECONDS = 10.0
+_DRAWS = 4000
 _SHARES = ("computed locally", "differs", "locally, simulated", "locally at the end")
 
 
 def _cell(name: str, value: Any) -> str:
+    if isinstance(value, tuple):
+        return "{:.2f} ({:.2f} to {:.2f})".format(*value)
+    if value is None:
+        return "-"
     if isinstance(value, float) and not math.isfinite(value):
         return "-"
     if name in _SHARES:
@@ -210,8 +245,8 @@ def _cell(name: str, value: Any) -> str:
 
 def _csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     if rows:
-        lines = [[*rows[0]], *([f"{value:.6g}" if isinstance(value, float) else value for value in row.values()]
-                               for row in rows)]
+        lines = [[*rows[0]], *([f"{value:.6g}" if isinstance(value, float) else _cell(name, value)
+                                for name, value in row.items()] for row in rows)]
         write_text(path, "".join(_line(line) for line in lines))
 
 

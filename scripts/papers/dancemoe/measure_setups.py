@@ -17,6 +17,7 @@ from scripts.papers.dancemoe.measure_network import NoNetwork
 
 ALGORITHMS = ("uniform", "redundance", "smartmoe", "eplb", "dance")
 PARTS = ("costs", "placements", "disk", "shift", "scaling", "kill", "thirds")
+READS = ("last", "faster")
 SERVERS = ("a", "b", "c")
 SHARES = (1, 1, 2)
 
@@ -24,12 +25,18 @@ SHARES = (1, 1, 2)
 @dataclass(frozen=True)
 class Setup:
     """One cluster.toml and the plan for it. memory: of each server, a share of all experts. algorithm: of the plan, ""
-    without one. migrates: whether experts are placed anew every so often."""
+    without one. migrates: whether experts are placed anew every so often. read: as in cluster.toml."""
 
     name: str
     memory: tuple[float, ...]
     algorithm: str
     migrates: bool = False
+    read: str = "last"
+
+    @property
+    def label(self) -> str:
+        """Of a placement that is compared."""
+        return self.algorithm if self.read == "last" else f"{self.algorithm}, read = {self.read}"
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -41,13 +48,18 @@ def split(total: float) -> tuple[float, ...]:
     return tuple(total * share / sum(SHARES) for share in SHARES)
 
 
-def setups(part: str, algorithms: Sequence[str]) -> list[Setup]:
+def setups(part: str, algorithms: Sequence[str], reads: Sequence[str] = READS[:1]) -> list[Setup]:
     """The clusters of a part."""
     thirds = (1 / 3,) * 3
+
+    def compared(part: str, total: float) -> list[Setup]:
+        return [Setup(f"{part}-{name}" + (f"-{read}" if read != READS[0] else ""), split(total), name, read=read)
+                for name in algorithms for read in reads]
+
     return {
         "costs": [Setup("costs", split(1.3), "dance")],
-        "placements": [Setup(f"placements-{name}", split(1.3), name) for name in algorithms],
-        "disk": [Setup(f"disk-{name}", split(0.8), name) for name in algorithms],
+        "placements": compared("placements", 1.3),
+        "disk": compared("disk", 0.8),
         "shift": [Setup("shift-off", split(1.3), "dance"), Setup("shift-on", split(1.3), "dance", migrates=True)],
         "scaling": [Setup(f"scaling-{n}", thirds[:n], "dance") for n in (1, 2, 3)],
         "kill": [Setup("kill", split(1.3), "dance")],
@@ -71,7 +83,7 @@ def prepare(args: argparse.Namespace) -> None:
         info = model_map.info
         all_bytes, floor = info.slots_bytes, info.floor_bytes
     for part in PARTS:
-        for setup in setups(part, ALGORITHMS):
+        for setup in setups(part, ALGORITHMS, READS):
             # What a layer needs at once is beside what the plan gives a server: so it can keep all of that.
             for kind, beside in (("place", 0), ("run", floor)):
                 _write_config(args, setup, kind, [int(share * all_bytes) + beside for share in setup.memory])
@@ -83,7 +95,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def _write_config(args: argparse.Namespace, setup: Setup, kind: str, memory: Sequence[int]) -> None:
-    text = (f'model = "{args.model.resolve()}"\nread = "last"\n\n[network]\nplain = true\n'  # placements are compared
+    text = (f'model = "{args.model.resolve()}"\nread = "{setup.read}"\n\n[network]\nplain = true\n'
             f'bandwidth = "{args.link:g}Mbit/s"\nlatency = "20us"\n')
     for i, (name, n_bytes) in enumerate(zip(setup.servers, memory)):
         text += f'\n[[server]]\nname = "{name}"\naddress = "10.77.0.{i + 1}"\nmemory = {n_bytes}\n'

@@ -19,6 +19,8 @@ from scripts.papers.dancemoe import measure
 from scripts.papers.dancemoe import measure_network as network_of
 from scripts.papers.dancemoe.measure_load import TASKS, Requests, arrivals_of, write_prompts
 from scripts.papers.dancemoe.measure_network import Network, NoNetwork
+from scripts.papers.dancemoe.measure_report import paired
+from scripts.papers.dancemoe.measure_setups import setups
 from scripts.papers.dancemoe.simulator import Settings, Traffic, simulate
 from scripts.papers.dancemoe.workload import Recorded, Replay, arrival_times
 
@@ -83,6 +85,35 @@ def test_users_ask_what_the_simulator_simulates():
         source = simulated[server].later if arrival.time >= 30 else simulated[server].source
         expert = int(source.request(np.random.default_rng(), i)[0][0, 0, 0])
         assert arrival.prompt == f"{(server + (arrival.time >= 30)) % 3} {expert}"
+
+
+def _answers(seconds: list[float], failed: int = -1) -> dict:
+    """A round with a request every 10 seconds."""
+    return {"answers": [{"time": 10.0 * i, "seconds": each, "error": "gone" if i == failed else ""}
+                        for i, each in enumerate(seconds)]}
+
+
+def test_latencies_are_compared_request_by_request():
+    base = [_answers([1.0, 2.0, 4.0, 8.0]), _answers([8.0, 4.0, 2.0, 1.0])]
+    half = [_answers([0.5, 1.0, 2.0, 4.0]), _answers([4.0, 2.0, 1.0, 0.5])]
+    # All requests gain alike, so whichever are drawn the ratio is the same: without pairs it would range widely.
+    assert paired(half, base) == pytest.approx((0.5, 0.5, 0.5))
+    mixed = [_answers([0.5, 2.0, 4.0, 4.0]), _answers([8.0, 2.0, 2.0, 0.5])]
+    ratio, low, high = paired(mixed, base)
+    assert ratio == pytest.approx(23 / 30) and 0.5 < low < ratio < high < 1.0
+
+
+def test_what_one_of_both_did_not_answer_is_not_compared():
+    base, other = _answers([1.0, 1.0, 1.0], failed=1), _answers([3.0, 100.0, 2.0], failed=2)
+    assert paired([other], [base]) == pytest.approx((3, 3, 3))
+    assert paired([other], [base], begin=5.0) is None
+
+
+def test_clusters_that_are_compared_have_names_of_their_own():
+    compared = setups("placements", ["eplb", "dance"], ["last", "faster"])
+    assert [(setup.algorithm, setup.read) for setup in compared] == [
+        ("eplb", "last"), ("eplb", "faster"), ("dance", "last"), ("dance", "faster")]
+    assert len({setup.name for setup in compared}) == len({setup.label for setup in compared}) == 4
 
 
 def _costs(n: int) -> Costs:
