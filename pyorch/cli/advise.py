@@ -174,7 +174,7 @@ def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
     options = (args.vram, args.vram_budget, args.link_bandwidth, args.vram_bandwidth)
     unasked = args.device is None and not any(options) and has_gpu()
     name = ANY_GPU if unasked else OPTIONS["device"].parse(args.device)
-    if name == NONE and not any(options):
+    if name == NONE and (args.device is not None or not any(options)):  # none is none, whatever else is said of one
         return None
     if args.vram and args.vram_budget:
         raise PyorchError("--vram is all memory of a device, --vram-budget what experts get of it: give one of them")

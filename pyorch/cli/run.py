@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What --json prints."""
+    """What --json prints. device: that computes, null for the processor alone."""
 
     text: str
+    device: str | None
     stats: ModelStats
 
 
@@ -105,6 +106,8 @@ def _prompt(args: argparse.Namespace) -> str:
 
 def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.Namespace) -> bool:
     """False: Ctrl-C ended it; what came until then is printed all the same."""
+    from pyorch.llama.managed import find
+
     if args.system is not None:
         messages = [{"role": "system", "content": args.system}, {"role": "user", "content": prompt}]
         pieces = model.chat(messages, **chosen)
@@ -121,7 +124,8 @@ def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.
     except KeyboardInterrupt:
         complete = False
     if args.json:
-        print_json(RunResult(text, model.stats()))
+        device = find(model.llama.model).plan.device
+        print_json(RunResult(text, None if device is None else device.name, model.stats()))
     else:
         print(flush=True)
         show([Facts(model.stats().facts)], sys.stderr)

@@ -320,6 +320,8 @@ def test_command_advises_from_a_trace_and_draws(
     assert [row.split()[:2] for row in table] == [["VRAM", "budget"], ["none", "auto"], *[["12", "MiB"]] * 2]
     assert "device of another process" not in out and out.endswith("--device auto -p TEXT\n")
     assert "uploads 12 GB/s" in out and "(given)" in out and max(map(len, table)) <= 80
+    assert main([*begin, "--budget", "30%", "--device", "none", "--vram-budget", "50%", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["device"] is None
     assert main([*begin, "--budget", "30%", "--vram", "1GiB"]) == 0
     out = capsys.readouterr().out
     assert "uploads 25 GB/s" in out and "(assumed)" in out and "(PCIe 4 with 16 lanes), weights read at 250 GB/s" in out
@@ -339,7 +341,7 @@ def test_command_advises_from_a_trace_and_draws(
     (["--vram", "8GiB", "--link-bandwidth", "pcie9"], '--link-bandwidth: "pcie9" is not understood'),
     (["--link-bandwidth", "1GB/s"], "of which device?"),
     (["--device", "CUDA7"], "there is no device CUDA7"),
-    (["--device", "none", "--vram-budget", "auto"], "is known of a device that --device names"),
+    (["--vram-budget", "auto"], "is known of a device that --device names"),
 ])
 def test_mistakes_are_told_before_anything_is_measured(
     small_moe: Path, options: list[str], sentence: str, cache: Path, capsys: pytest.CaptureFixture[str]
