@@ -19,7 +19,7 @@ from pyorch import pictures
 from pyorch.files import write_text
 from scripts.papers.dancemoe.measure_load import TASKS
 from scripts.papers.dancemoe.measure_parts import PLACES
-from scripts.papers.dancemoe.measure_setups import PARTS, READS, SERVERS, config_of, costs_of, plan_of, program, setups
+from scripts.papers.dancemoe.measure_setups import PARTS, SERVERS, config_of, costs_of, plan_of, program, setups
 
 
 def report(args: argparse.Namespace) -> None:
@@ -37,7 +37,7 @@ def report(args: argparse.Namespace) -> None:
 def _placements(args: argparse.Namespace, found: dict[str, Any]) -> None:
     part = found["part"]
     rows = []
-    chosen = [setup for setup in setups(part, args.algorithms, READS) if found["clusters"].get(setup.label)]
+    chosen = [setup for setup in setups(part, args.algorithms, args.read) if found["clusters"].get(setup.label)]
     for setup in chosen:
         rounds = found["clusters"][setup.label]
         answers = [answer for one in rounds for answer in one["answers"]]
@@ -63,13 +63,13 @@ def _simulated(args: argparse.Namespace, found: dict[str, Any], setup, seed: int
     """The same requests at the same times."""
     settings = found["settings"]
     traces = [f"{name}={args.output / f'asked-{task}.trace'}" for name, task in zip(setup.servers, TASKS)]
-    # What a peer has is never read: the servers that were measured read only what none has.
-    only_asks = found["part"] == "placements" and setup.read == "last"
-    no_disk = ["--cost", "disk_bytes_per_second=0"] if only_asks else []
+    of_disk = ["--cost", f"disk_bytes_per_second={1e6 * settings['disk']:g}"] if settings["disk"] else []
+    if found["part"] == "placements" and setup.read == "last":  # the servers that were measured read nothing then
+        of_disk = ["--cost", "disk_bytes_per_second=0"]
     text = program("simulate", "--cluster", config_of(args, setup, "place"), "--trace", *traces, "--placement",
                   plan_of(args, setup), "--migration", "off", "--arrivals", f"poisson:{settings['every']:g}s",
                   "--duration", found["seconds"], "--seed", seed, "--places", PLACES, "--step-tokens", 2048,
-                  "--costs", costs_of(args), *no_disk, "--json")
+                  "--costs", costs_of(args), *of_disk, "--json")
     return json.loads(text)["rows"][0]
 
 
