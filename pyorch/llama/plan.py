@@ -191,7 +191,6 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
     expert_bytes, device_bytes = model_map.info.expert_bytes, 0
     if plan.device is not None and settings.vram_budget != AUTO:
         device_bytes = min(settings.vram_budget.amount.of(expert_bytes), expert_bytes)
-    no_room = _no_room(settings.vram_budget, device_bytes, model_map)
     return replace(
         plan,
         division=plan.division.at(plan.budget),
@@ -203,16 +202,8 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         history=_history(plan),
         kept=kept,
         uses=_uses(plan),
-        notes=(*plan.notes, refusal, no_room, _without_effect(settings.substitution, model_map.info.n_expert_used)),
+        notes=(*plan.notes, refusal, _without_effect(settings.substitution, model_map.info.n_expert_used)),
     )
-
-
-def _no_room(wanted: Budget, device_bytes: int, model_map: ModelMap) -> str:
-    """That a device gets so little memory that no expert fits, which "100" for "100%" means; or ""."""
-    an_expert = model_map.info.expert_bytes // max(1, sum(layer.n_expert for layer in model_map.layers))
-    if not 0 < device_bytes < an_expert:
-        return ""
-    return f"--vram-budget {wanted} is {device_bytes} bytes, less than one expert takes: the device gets none"
 
 
 def _without_effect(substitution: Substitution | None, n_used: int) -> str:

@@ -119,15 +119,6 @@ def test_logits_are_those_of_the_model_that_is_wholly_on_the_device(
         assert (experts.device_evictions > 0) == (experts.device_misses > 0) == scarce
 
 
-def test_a_device_without_room_for_one_expert_is_told(small_moe: Path, device: Device) -> None:
-    with small_model(small_moe, "50%", device=device.name, vram_budget="100") as model:
-        assert "--vram-budget 100 is 100 bytes, less than one expert takes: the device gets none" in \
-            find(model.llama.model).plan.notes
-        assert model.stats().experts.device_budget_bytes < 1000
-    with small_model(small_moe, "50%", device=device.name, vram_budget="100%") as model:
-        assert not any("less than one expert" in note for note in find(model.llama.model).plan.notes)
-
-
 def test_with_forecasts_that_upload_ahead_logits_are_those_of_the_model_that_is_wholly_on_the_device(
     small_moe: Path, device: Device, prompt_tokens: list[int], expected: np.ndarray
 ) -> None:
