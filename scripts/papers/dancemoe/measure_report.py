@@ -90,7 +90,7 @@ def _shift(args: argparse.Namespace, found: dict[str, Any]) -> None:
             "locally at the end": statistics.fmean(_local(_from(one["counts"], end)) for one in rounds),
             "requests": len(answers), "failed": _failed(answers),
         })
-        curves[row["migration"]] = (_over_time([one["counts"] for one in rounds]), answers)
+        curves[f"migration {row['migration']}"] = (_over_time([one["counts"] for one in rounds]), answers)
     _table(rows)
     _csv(args.report / "shift.csv", rows)
     pictures.save_as(partial(_draw_shift, curves=curves, found=found), args.report / "shift.png")
