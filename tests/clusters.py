@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -32,7 +33,7 @@ def write_config(directory: Path, model: Path, more: str = "", **others: Path) -
     """A cluster of two servers on this machine, a and b, which ask each other whatever their disks do. more: tables of
     the file. others: the model of one of them, where it is another."""
     text = f'model = "{model}"\nread = "last"\n{more}'
-    for name, memory in (("a", "40%"), ("b", "60%")):
+    for name, memory in (("a", "40%"), ("b", "65%")):
         text += f'[[server]]\nname = "{name}"\nmemory = "{memory}"\n'
         text += f'model = "{others[name]}"\n' if name in others else ""
     config = directory / "cluster.toml"
@@ -64,6 +65,7 @@ class Cluster:
 
     def __init__(self, config: Path, *options: object) -> None:
         self.config = config
+        self.key, self.authority = "", ""  # of endpoints: an API key, and whose certificates are believed
         self.up = self.run("up", *map(str, options))
         assert self.up.returncode == 0, self.up.stderr
         self.running = state.find(config)
@@ -128,8 +130,11 @@ class Cluster:
     def complete(self, url: str, prompt: object = PROMPT) -> str:
         asked = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "cache_prompt": False}
         body = json.dumps(asked).encode()
-        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self.key}"} if self.key else {})
+        request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+        tls = ssl.create_default_context(cafile=self.authority) if self.authority else None
+        with urllib.request.urlopen(request, timeout=HANG_SECONDS, context=tls) as answer:
             return json.load(answer)["choices"][0]["text"]
 
 

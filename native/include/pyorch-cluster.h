@@ -26,8 +26,10 @@ typedef struct pyorch_endpoint {
     int32_t      port;  // where one listens, 0: a free one
 } pyorch_endpoint;
 
-// Answers other servers from now on. n_threads: that compute for them. port: where it listens. A layer is computed once a context of the model was made.
-// Experts are held under the engine's budget. PYORCH_INVALID if it listens already.
+// Answers other servers from now on. n_threads: that compute for them. port: where it listens. A layer is computed once
+// a context of the model was made. Experts are held under the engine's budget, of which an eighth, or what requests and
+// answers of 4096 rows times experts take if that is less, is set aside for those that wait: as far as layers can run
+// with the rest. PYORCH_INVALID if it listens already.
 pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_endpoint * at, int32_t n_threads, int32_t * port);
 
 // Ends that, and all connections; nothing where it does not listen.
@@ -41,15 +43,22 @@ typedef struct pyorch_served {
     uint64_t slots;  // rows times experts that were computed
     uint64_t compute_ns;
     char     error[256];   // why somebody was refused last, "" if nobody was
-    uint64_t buffer_bytes; // of memory beside the engine's budget: to compute in, and of requests and answers that wait
+    uint64_t buffer_bytes; // of memory to compute in, beside the budget, and of requests and answers that wait
 } pyorch_served;
 
 // Since it listens. PYORCH_INVALID if it does not.
 pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served);
 
+// What rows of numbers travel as, there and back. By BF16 they take half the bytes, and results are not the same.
+typedef enum pyorch_rows {
+    PYORCH_ROWS_F32  = 0,
+    PYORCH_ROWS_BF16 = 1,
+} pyorch_rows;
+
 // Joins a server that listens, and whenever it is lost, again. timeout_ms: a server that is silent for so long is lost.
-// peer: its number, from 0. PYORCH_IO with the reason where it cannot be joined now.
-pyorch_status pyorch_connect(pyorch_engine * engine, const pyorch_endpoint * at, int32_t timeout_ms, int32_t * peer);
+// rows: of pyorch_rows. peer: its number, from 0. PYORCH_IO with the reason where it cannot be joined now.
+pyorch_status pyorch_connect(
+    pyorch_engine * engine, const pyorch_endpoint * at, int32_t timeout_ms, int32_t rows, int32_t * peer);
 
 // What it had a place for is computed here from now on. Its number is not used again.
 pyorch_status pyorch_disconnect(pyorch_engine * engine, int32_t peer);

@@ -25,12 +25,14 @@ from pyorch import ports
 from pyorch.cluster.members import Counters, Job, Work
 from pyorch.cluster.peers import Peers
 from pyorch.cluster.placement.placement import Move, Placement
+from pyorch.cluster.tunnel import Tunnel
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import cores
 from pyorch.runtime.disk import MEASURE_SECONDS, measure_bandwidth
-from pyorch.runtime.engine import Engine
+from pyorch.runtime.engine import LOOPBACK, Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve.address import Address
+from pyorch.serve.llama_server import Flags
 from pyorch.serve.server import serve
 from pyorch.sidecars.container import fingerprint
 
@@ -62,6 +64,7 @@ class Serving:
         self._peers: Peers | None = None
         self._engine: Engine | None = None
         self._address: Address | None = None
+        self._key = ""  # of the endpoint
         self._pinned: set[tuple[int, int]] = set()  # il and expert
         self._unmet: dict[str, str] = {}  # who does not compute for this server yet, and why not
         self._ending = threading.Event()
@@ -72,7 +75,8 @@ class Serving:
     def attached(self, engine: Engine | None, address: Address) -> Iterator[None]:
         """While the server answers requests. engine: None of a model without experts."""
         self._engine, self._address = engine, address
-        self.say("ready", address.url)
+        self.say("ready", address.url if not self._job.https else
+                 Address(self._job.address, self._job.port, address.prefix, "https").url)
         try:
             yield
         finally:
@@ -80,6 +84,10 @@ class Serving:
             with self._used:
                 self._used.wait_for(lambda: self._n_using == 0)
                 self._engine = None
+
+    def set_key(self, key: str) -> None:
+        """Of the endpoint, by which this process asks it how it does."""
+        self._key = key
 
     def obey(self) -> None:
         """Until the connection ends, with the actor. Then this process does, in order if that is soon done."""
@@ -196,7 +204,7 @@ class Serving:
         job = self._job
         if self._engine is None:
             raise PyorchError("a model without experts has none to place")
-        peers = Peers(self._engine, job.name, job.token, job.fingerprint, job.tls)
+        peers = Peers(self._engine, job.name, job.token, job.fingerprint, job.tls, job.rows)
         self._engine.allow_reads(job.reads)
         peers.follow(job.placement)
         peers.listen(job.address, job.peer_port, job.settings.get("n_threads") or cores.physical_cores())
@@ -256,7 +264,7 @@ class Serving:
 
     def _metrics(self) -> dict[str, Any]:
         """Of llama-server, by the names of Counters; nothing where it does not answer soon."""
-        text = (self._address.get("/metrics") if self._address is not None else None) or ""
+        text = (self._address.get("/metrics", self._key) if self._address is not None else None) or ""
         found = dict(re.findall(r"^llamacpp:(\w+) ([0-9.e+-]+)$", text, re.MULTILINE))
         return {
             ours: float(found[theirs]) if ours.endswith("seconds") else int(float(found[theirs]))
@@ -282,12 +290,31 @@ def main() -> int:
         if restarted:
             for port in (job.port, job.peer_port):
                 _wait_for_port(job.address, port)
-        flags = ["--host", job.address, "--port", str(job.port), "--metrics", *job.flags]
-        return serve(job.model, job.budget, flags, grace=_GRACE_SECONDS, beside=serving.attached,
-                     placed=job.placement is not None, **job.settings)
-    except PyorchError as error:
+        flags = ["--metrics", *job.flags, *(["--api-key-file", job.keys] if job.keys else [])]
+        serving.set_key(next(iter(Flags(flags).api_keys), ""))
+        with contextlib.ExitStack() as behind:
+            host, port = job.address, job.port
+            if job.https:
+                host, port = LOOPBACK, behind.enter_context(_secured(job))
+            return serve(job.model, job.budget, ["--host", host, "--port", str(port), *flags], grace=_GRACE_SECONDS,
+                         beside=serving.attached, placed=job.placement is not None, **job.settings)
+    except (PyorchError, OSError) as error:
         serving.say("failed", str(error))
         return 2
+
+
+@contextlib.contextmanager
+def _secured(job: Job) -> Iterator[int]:
+    """Users speak HTTPS to the address of a server. Gives the port of the loopback interface where it is to listen. The
+    process that speaks TLS is another one than that for servers: users cannot fill it up for these."""
+    with ports.held(LOOPBACK, 0) as inner:
+        pass
+    tunnel = Tunnel(job.tls)
+    try:
+        tunnel.listen(job.address, job.port, inner, public=True)
+        yield inner
+    finally:
+        tunnel.close()
 
 
 def _wait_for_port(host: str, port: int) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 from pyorch.cluster.tls import Tls
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import read_toml
+from pyorch.settings.rows import ROW_TYPES
 from pyorch.sizes import Amount
 
 READS = ("faster", "last")
@@ -76,10 +77,19 @@ class Scheduler:
 
 
 @dataclass(frozen=True)
+class Endpoints:
+    """Of users. keys: a file of API keys, a line each, of which who asks must know one; None: anybody may ask. tls:
+    they speak HTTPS, with the certificates of their servers."""
+
+    keys: Path | None = None
+    tls: bool = False
+
+
+@dataclass(frozen=True)
 class Cluster:
     """What a cluster.toml says. links: those that differ from the network, by two names in alphabetical order.
     plain: what servers send each other may be read by whoever is between them. reads: servers read experts that others
-    have where that is faster than to ask."""
+    have where that is faster than to ask. rows: what the numbers of rows travel as."""
 
     path: Path
     servers: tuple[Server, ...]
@@ -89,6 +99,8 @@ class Cluster:
     scheduler: Scheduler = Scheduler()
     plain: bool = False
     reads: bool = True
+    rows: str = "f32"
+    endpoints: Endpoints = Endpoints()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -148,16 +160,22 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
         raise FormatError(f'{path}: read is {_show(read)}, not {" or ".join(map(_show, READS))}')
     table = _Table(top.take("network", dict, {}), f"{path}: [network]")
     plain = table.take("plain", bool, False)
+    rows = table.take("rows", str, ROW_TYPES[0])
+    if rows not in ROW_TYPES:
+        raise FormatError(f'{table.where}: rows is {_show(rows)}, not {" or ".join(map(_show, ROW_TYPES))}')
     network = _link(table, Link())
     files = _tls_files(top.take("tls", dict, {}), f"{path}: [tls]", path.parent)
     servers = tuple(_server(value, f"{path}: [[server]] {i + 1}", path.parent, files)
                     for i, value in enumerate(top.take("server", list)))
     _check(servers, path)
     links = _links(top.take("link", list, []), network, servers, path)
+    endpoints = _endpoints(_Table(top.take("endpoints", dict, {}), f"{path}: [endpoints]"), path.parent)
+    if endpoints.tls and servers[0].tls is None:
+        raise FormatError(f"{path}: [endpoints] says tls = true, without certificates: name them under [tls]")
     scheduler = _scheduler(_Table(top.take("scheduler", dict, {}), f"{path}: [scheduler]"), path.parent)
     top.finish()
     return Cluster(path, servers, None if model is None else path.parent / model, network, links, scheduler,
-                   plain=plain, reads=read == READS[0])
+                   plain=plain, reads=read == READS[0], rows=rows, endpoints=endpoints)
 
 
 class _Table:
@@ -296,6 +314,15 @@ def _scheduler(table: _Table, directory: Path) -> Scheduler:
     scheduler = Scheduler(table.take("enabled", bool, True), seconds, None if costs is None else directory / costs)
     table.finish()
     return scheduler
+
+
+def _endpoints(table: _Table, directory: Path) -> Endpoints:
+    keys, tls = table.take("keys", str, None), table.take("tls", bool, False)
+    table.finish()
+    if tls and keys is None:
+        raise FormatError(f"{table.where}: tls = true needs keys, a file of API keys: without them whoever asks on a "
+                          "server's own machine may change its settings, and behind TLS all would seem to")
+    return Endpoints(None if keys is None else (directory / keys).absolute(), tls)
 
 
 def _check(servers: tuple[Server, ...], path: Path) -> None:

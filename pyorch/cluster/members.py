@@ -24,7 +24,7 @@ class Job:
     fingerprint: of the model. token: made by `up`, never shown. peers: where others compute for it, address and port by
     name. settings: texts, as pyorch.serve takes them. flags: of llama-server. placement: the plan that it begins with.
     tls: what it speaks to the others; None: plain TCP. reads: it reads experts that others have where that is faster
-    than to ask.
+    than to ask. rows: what numbers travel as. keys: a file of API keys; None: none is asked for. https: users speak it.
     """
 
     name: str
@@ -41,6 +41,9 @@ class Job:
     placement: Placement | None = None
     tls: Tls | None = None
     reads: bool = True
+    rows: str = "f32"
+    keys: str | None = None
+    https: bool = False
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,10 @@ def brought_up(
     for flag in ("--host", "--port"):
         if flag in flags:
             raise PyorchError(f"{flag} cannot be one for all servers: {cluster.path} has address and port of each")
+    for flag in ("--ssl-key-file", "--ssl-cert-file"):
+        if flag in flags:
+            raise PyorchError(f"llama-server speaks no TLS here: instead of {flag}, say `tls = true` under [endpoints] "
+                              f"in {cluster.path}")
     if placement is not None:
         cluster.check_privacy()
     setting = None
@@ -90,7 +94,8 @@ def brought_up(
                                   f"{cluster.path}` takes it down")
             running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
             if not ray_address:  # the servers are here: what cannot be is refused before anything starts
-                found = _examined(cluster, lambda server: examine(_model_of(cluster, server), server))
+                found = _examined(cluster, lambda server: examine(
+                    _model_of(cluster, server), server, _keys_of(cluster)))
             try:
                 if not ray_address:
                     say("starting Ray")
@@ -233,9 +238,11 @@ def statuses(ray: ModuleType, names: Sequence[str], seconds: float = STATUS_SECO
     return found
 
 
-def examine(model: str, server: Server) -> Examined | str:
-    """Looks whether a server could run here with a model: a sentence says why not."""
+def examine(model: str, server: Server, keys: str | None = None) -> Examined | str:
+    """Looks whether a server could run here with a model, and a file of API keys: a sentence says why not."""
     try:
+        if keys is not None:
+            _check_keys(keys)
         if server.tls is not None:
             server.tls.check(server.address)
         with ModelMap(model) as model_map:
@@ -248,6 +255,20 @@ def examine(model: str, server: Server) -> Examined | str:
             return Examined(fingerprint(model_map), *found, budget)
     except PyorchError as error:
         return str(error)
+
+
+def _check_keys(path: str) -> None:
+    """PyorchError where there is none in it."""
+    try:
+        found = any(line.strip() for line in Path(path).read_text().splitlines())
+    except (OSError, UnicodeError) as error:
+        raise PyorchError(f"the keys {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not found:
+        raise PyorchError(f"{path} has no key: it needs one in a line of its own, at least")
+
+
+def _keys_of(cluster: Cluster) -> str | None:
+    return None if cluster.endpoints.keys is None else str(cluster.endpoints.keys)
 
 
 def _model_of(cluster: Cluster, server: Server) -> str:
@@ -280,7 +301,7 @@ def _examine_there(ray: ModuleType, cluster: Cluster, server: Server, node: str)
     """On the machine of a server."""
     there = ray.remote(examine).options(num_cpus=0, max_retries=0, resources={f"node:{node}": 0.001})
     try:
-        return ray.get(there.remote(_model_of(cluster, server), server))
+        return ray.get(there.remote(_model_of(cluster, server), server, _keys_of(cluster)))
     except ray.exceptions.RayError as error:
         last_line = [type(error).__name__, *filter(None, map(str.strip, str(error).splitlines()))][-1]
         raise PyorchError(f"server {server.name}: pyorch does not run on {node}: {last_line}") from None
@@ -306,7 +327,7 @@ def _jobs(
             found[server.name].peer_port, str(found[server.name].budget_bytes),
             found[server.name].fingerprint, running.token,
             {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags),
-            placement, server.tls, cluster.reads,
+            placement, server.tls, cluster.reads, cluster.rows, _keys_of(cluster), cluster.endpoints.tls,
         )
         for server in cluster.servers
     ]

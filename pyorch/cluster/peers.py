@@ -35,10 +35,13 @@ class Peers:
         token: of the cluster. model: fingerprint of the model (pyorch.sidecars.container.fingerprint).
         tls: spoken to all others; None: plain TCP. PyorchError where a certificate cannot be used. close() ends the
             process that speaks it; so does the end of this one.
+        rows: what numbers travel as, see Engine.connect().
     """
 
-    def __init__(self, engine: Engine, name: str, token: str, model: str, tls: Tls | None = None) -> None:
-        self._engine, self._name, self._token, self._model = engine, name, token, model
+    def __init__(
+        self, engine: Engine, name: str, token: str, model: str, tls: Tls | None = None, rows: str = "f32"
+    ) -> None:
+        self._engine, self._name, self._token, self._model, self._rows = engine, name, token, model, rows
         self.tunnel = None if tls is None else Tunnel(tls)
         self._met: dict[str, _Met] = {}
         self._placement: Placement | None = None
@@ -115,11 +118,11 @@ class Peers:
 
     def _connect(self, address: str, port: int, timeout: float) -> int:
         if self.tunnel is None:
-            return self._engine.connect(address, port, self._token, self._model, timeout)
+            return self._engine.connect(address, port, self._token, self._model, timeout, self._rows)
         before = self.tunnel.n_errors
         try:
             inner = self.tunnel.port_to(address, port)
-            return self._engine.connect(LOOPBACK, inner, self._token, self._model, timeout)
+            return self._engine.connect(LOOPBACK, inner, self._token, self._model, timeout, self._rows)
         except PyorchError as error:
             why = self.tunnel.error_after(before) or str(error)
             raise PyorchError(f"server {address}:{port} cannot be joined by TLS: {why}") from None

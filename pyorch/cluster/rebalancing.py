@@ -20,6 +20,7 @@ from pyorch.cluster.placement.dance import place
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.placement.problem import Problem
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.rows import ROW_BYTES
 
 N_EMBD = 2048  # of a model that does not say it
 
@@ -55,7 +56,8 @@ class Setting:
         n_expert = max((layer.n_expert for layer in layers), default=1)
         problem = Problem.of_model(cluster, model_map, np.zeros((len(cluster.servers), len(layers), n_expert)))
         n_embd = model_map.hparam("embedding_length", N_EMBD)
-        costs = known.of(cluster.names, cluster.latencies, cluster.bandwidths, problem.sizes, 4.0 * n_embd)
+        costs = known.of(cluster.names, cluster.latencies, cluster.bandwidths, problem.sizes,
+                         float(ROW_BYTES[cluster.rows] * n_embd))
         return cls(problem, costs, scheduler.interval)
 
 

@@ -28,14 +28,15 @@ class Tls:
     key: Path
     authority: Path
 
-    def context(self, *, listens: bool) -> ssl.SSLContext:
-        """For connections that others open (listens), or for those to others.
+    def context(self, *, listens: bool, public: bool = False) -> ssl.SSLContext:
+        """For connections that others open (listens), or for those to others. public: who opens them need show no
+        certificate, and may speak TLS 1.2.
 
         PyorchError, by file, for what cannot be.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listens else ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.verify_mode = ssl.CERT_REQUIRED
+        context.minimum_version = ssl.TLSVersion.TLSv1_2 if public else ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_NONE if public else ssl.CERT_REQUIRED
         for what, path in asdict(self).items():
             try:
                 path.read_bytes()

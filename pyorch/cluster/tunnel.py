@@ -2,6 +2,8 @@
 
     engine --plain, loopback--> tunnel process --TLS--> tunnel process of another server --plain, loopback--> its engine
 
+and around a server's endpoint, where users come with TLS and show no certificate.
+
 It is a process of its own so that neither waits for the other's interpreter. It ends with the one that owns this. When
 it dies, its connections break, which engines notice at once; it is started again, with the same ports: those belong to
 the owner, so that nobody else can take them, and be told the token, meanwhile.
@@ -66,12 +68,13 @@ class Tunnel:
         with self._said:
             return self._error if self._said.wait_for(lambda: self._n_errors > n_errors, seconds) else ""
 
-    def listen(self, address: str, port: int, to_port: int) -> int:
-        """Others reach a port of the loopback interface through TLS there. Returns the port; for 0 a free one.
+    def listen(self, address: str, port: int, to_port: int, public: bool = False) -> int:
+        """Others reach a port of the loopback interface through TLS there. Returns the port; for 0 a free one. public:
+        they need no certificate.
 
         PyorchError where nobody can listen there.
         """
-        return self._open(address, port, Way(True, "", _LOOPBACK, to_port))
+        return self._open(address, port, Way(True, "", _LOOPBACK, to_port, public))
 
     def port_to(self, address: str, port: int) -> int:
         """The port of the loopback interface from which TLS leads to another server."""

@@ -33,13 +33,14 @@ _buffer = memoryview(bytearray(1 << 18))
 
 @dataclass(frozen=True)
 class Way:
-    """Where connections to a listening socket lead. secure: they come with TLS, and go on without. name: that the
-    certificate of who is there must bear."""
+    """Where connections to a listening socket lead. secure: they come with TLS, and go on without; public: from who
+    shows no certificate. name: that the certificate of who is there must bear."""
 
     secure: bool
     name: str
     address: str
     port: int
+    public: bool = False
 
 
 class End(asyncio.BufferedProtocol):
@@ -139,6 +140,7 @@ class Process:
         """seconds: from the beginning of a connection, in which who connects must have said who it is."""
         self._channel, self._seconds = channel, seconds
         self._server, self._client = tls.context(listens=True), tls.context(listens=False)
+        self._public = tls.context(listens=True, public=True)
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task] = set()  # which the loop does not keep
         self._n_from_others = 0
@@ -178,7 +180,7 @@ class Process:
         """A connection, from its beginning to its end."""
         name = "who connects from {}:{}".format(*peer[:2]) if way.secure else f"{way.name}:{way.port}"
         ends: list[End] = []
-        handshake = Handshake(self._server if way.secure else self._client)
+        handshake = Handshake(self._public if way.public else self._server if way.secure else self._client)
         try:
             await asyncio.wait_for(self._connect(connection, way, ends, handshake), self._seconds)
             accepted, reached = ends

@@ -32,6 +32,7 @@ from pyorch.settings.budget import Budget
 from pyorch.settings.device import DEVICE_MISSES, PROCESSOR
 from pyorch.settings.pools import Pools
 from pyorch.settings.reads import READERS, Reads
+from pyorch.settings.rows import ROW_TYPES
 
 FORKED = (
     "the model was loaded before this process was forked, and threads are not copied: load it in a process that starts "
@@ -425,7 +426,8 @@ class Engine:
         """Computes experts for other servers from now on, and returns the port; for 0 it is a free one.
 
         token: what they must know. model: the fingerprint that theirs must have
-        (pyorch.sidecars.container.fingerprint). A layer is computed once a context of the model was made.
+        (pyorch.sidecars.container.fingerprint). A layer is computed once a context of the model was made. An eighth of
+        the budget, or what 4096 rows take there and back, if that is less, is set aside for rows that wait.
         """
         return call(lib.pyorch_listen, self.handle, _endpoint(port, address=address, token=token, model=model),
                     n_threads, out="int32_t")[0]
@@ -438,11 +440,19 @@ class Engine:
         """PyorchError if it does not listen."""
         return read(Served, call(lib.pyorch_get_served, self.handle, out="pyorch_served"))
 
-    def connect(self, address: str, port: int, token: str, model: str, timeout: float = 2.0) -> int:
+    def connect(
+        self, address: str, port: int, token: str, model: str, timeout: float = 2.0, rows: str = "f32"
+    ) -> int:
         """Joins a server that listens, and returns its number, for set_placement(). One that is silent for so many
-        seconds is lost, and joined again. PyorchError with the reason where it cannot be joined now."""
+        seconds is lost, and joined again. PyorchError with the reason where it cannot be joined now.
+
+        rows: what numbers travel as, there and back. With "bf16" they take half the bytes, and results are others.
+        """
+        if rows not in ROW_TYPES:
+            raise PyorchError(f'rows travel as {" or ".join(ROW_TYPES)}, not as {rows}')
         at, peer = _endpoint(port, address=address, token=token, model=model), ffi.new("int32_t *")
-        if lib.pyorch_connect(self.handle, at, round(timeout * 1000), peer) != lib.PYORCH_OK:
+        how = round(timeout * 1000), ROW_TYPES.index(rows)
+        if lib.pyorch_connect(self.handle, at, *how, peer) != lib.PYORCH_OK:
             raise PyorchError(string(lib.pyorch_last_error()))  # that it cannot be reached is no fault of a file
         return peer[0]
 

@@ -15,18 +15,19 @@ _SECONDS = 1.0  # that an answer has
 
 @dataclass(frozen=True)
 class Address:
-    """Port 0: a Unix socket, whose path is the host."""
+    """Port 0: a Unix socket, whose path is the host. scheme: https where something in front of it speaks TLS."""
 
     host: str
     port: int
     prefix: str
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
         if not self.port:
             return f"unix://{self.host}{self.prefix}"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}{self.prefix}"
+        return f"{self.scheme}://{host}:{self.port}{self.prefix}"
 
     def is_healthy(self) -> bool:
         """Whether the server answers that its model is loaded."""

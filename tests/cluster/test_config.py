@@ -59,6 +59,7 @@ def test_everything_that_can_be_said_of_a_cluster_is_read(tmp_path: Path) -> Non
     assert lab.device_bytes(1000) == (1 << 30, 100)
     assert ward.device_bytes(1000) == (100,) * 4
     assert cluster.index("lab") == 1
+    assert (cluster.rows, cluster.endpoints) == ("f32", config.Endpoints())
     np.testing.assert_array_equal(cluster.bandwidths, [[np.inf, 60e6, 62.5e6], [60e6, np.inf, 62.5e6],
                                                        [62.5e6, 62.5e6, np.inf]])
     np.testing.assert_array_equal(cluster.latencies, 1e-3 * (1 - np.eye(3)))
@@ -66,7 +67,9 @@ def test_everything_that_can_be_said_of_a_cluster_is_read(tmp_path: Path) -> Non
 
 def test_the_text_in_the_documentation_is_an_example_that_is_read(tmp_path: Path) -> None:
     example = (Path(__file__).parents[2] / "docs/cluster.md").read_text().partition("```toml\n")[2].partition("```")[0]
-    assert read_cluster(written(tmp_path, example)).names == ("clinic", "lab")
+    cluster = read_cluster(written(tmp_path, example))
+    assert cluster.names == ("clinic", "lab") and cluster.rows == "bf16"
+    assert cluster.endpoints == config.Endpoints(tmp_path / "keys.txt", True)
 
 
 def test_what_servers_say_to_each_other_is_private_or_said_not_to_be(tmp_path: Path) -> None:
@@ -129,7 +132,12 @@ def test_little_has_to_be_said(tmp_path: Path) -> None:
     ('[[link]]', '[[link]]\nbetween = ["clinic", "lab"]\n[[link]]', r"link\]\] 2: there is another link between"),
     ("[[server]]", "[server", "is not TOML"),
     ("[network]", "[net]",
-     r'"net" is not known: did you mean network\? model, read, network, tls, server, link, scheduler are'),
+     r'"net" is not known: did you mean network\? model, read, network, tls, server, link, endpoints, '
+                          'scheduler are'),
+    ("[network]", '[network]\nrows = "f16"', r'network\]: rows is "f16", not "f32" or "bf16"'),
+    ("[network]", "[endpoints]\ntls = true\n[network]", r"endpoints\]: tls = true needs keys, a file of API keys"),
+    ("[network]", '[endpoints]\nkeys = "keys"\ntls = true\n[network]', r"endpoints\] says tls = true, without certif"),
+    ("[network]", '[endpoints]\nkey = "keys"\n[network]', r'"key" is not known: did you mean keys\?'),
 ])
 def test_a_mistake_is_a_sentence_with_its_place(tmp_path: Path, old: str, new: str, sentence: str) -> None:
     assert old in WHOLE

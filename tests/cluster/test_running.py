@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.error
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -52,15 +54,17 @@ def is_alive(pid: int) -> bool:
 @pytest.fixture(scope="module")
 def cluster(small_moe: Path, private_state: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """One with a plan that gives each server half of each layer's experts, more than the memory of a holds, and with
-    TLS between servers."""
+    TLS between servers and to users, who need a key."""
     config = write_config(tmp_path_factory.mktemp("cluster"), small_moe)
-    config.write_text(config.read_text() + tls())
+    config.write_text(config.read_text() + tls() + '[endpoints]\nkeys = "keys"\ntls = true\n')
+    config.with_name("keys").write_text("first key\nsecond key\n")
     device = np.full((2, 8, 64), ABSENT, np.int16)
     device[0, :, :32] = device[1, :, 32:] = 0
     plan = config.with_name("plan.json")
     with ModelMap(small_moe) as model_map:
         write_placement(plan, Placement(("a", "b"), tuple(range(8)), (64,) * 8, device, "halves"), model_map)
     cluster = Cluster(config, "--plan", plan)
+    cluster.key, cluster.authority = "second key", str(CERTIFICATES / "authority.pem")
     try:
         yield cluster
     finally:
@@ -83,7 +87,7 @@ def test_status_shows_what_every_server_does(cluster: Cluster) -> None:
     for name, peer in (("a", ["b"]), ("b", ["a"])):
         server = servers[name]
         assert (server["state"], server["peers"], server["restarted"]) == ("serving", peer, False), server["reason"]
-        assert server["url"].startswith("http://127.0.0.1:") and server["url"] in cluster.up.stdout
+        assert server["url"].startswith("https://127.0.0.1:") and server["url"] in cluster.up.stdout
         counters = server["counters"]
         assert 0 < counters["used_bytes"] <= counters["budget_bytes"] < counters["memory_bytes"]
     assert servers["a"]["counters"]["budget_bytes"] < servers["b"]["counters"]["budget_bytes"]
@@ -124,6 +128,20 @@ def test_every_endpoint_gives_the_same_answer_and_counts_it(cluster: Cluster) ->
     # llama-server's own counters are not there while it does not answer within a second.
     wait_until(lambda: all(server["counters"]["generated_tokens"] >= 15 for server in cluster.status().values()))
     assert all(server["counters"]["hits"] > 0 for server in cluster.status().values())
+
+
+@needs_ray
+def test_users_need_a_key_and_tls(cluster: Cluster) -> None:
+    url = cluster.serving()["a"]["url"]
+    for key, authority, error in (("no key", cluster.authority, "401"), (cluster.key, "", "certificate verify failed")):
+        other = copy.copy(cluster)
+        other.key, other.authority = key, authority
+        with pytest.raises(urllib.error.URLError, match=error):
+            other.complete(url)
+    with pytest.raises((urllib.error.URLError, OSError)):  # HTTP to HTTPS
+        cluster.complete(url.replace("https", "http"))
+    assert cluster.complete(url)
+    wait_until(lambda: cluster.status()["a"]["counters"]["prompt_tokens"] is not None)  # asked with a key, too
 
 
 @needs_ray
@@ -311,6 +329,11 @@ def test_what_cannot_serve_is_refused_before_ray_starts(
     assert "server b has another model than server a: its fingerprint is " in \
         refused(f'{a}[[server]]\nname = "b"\nmemory = "50%"\nmodel = "{small_moe_q4}"\n')
     assert "--port cannot be one for all servers" in refused(a, "--port", "8080")
+    assert "instead of --ssl-key-file, say `tls = true`" in refused(a, "--ssl-key-file", "server.key")
+    keys = tmp_path / "keys"
+    assert f"server a: the keys {keys} cannot be read: No such file" in refused(a + '[endpoints]\nkeys = "keys"\n')
+    keys.write_text(" \n")
+    assert f"server a: {keys} has no key" in refused(a + '[endpoints]\nkeys = "keys"\n')
     assert "server b: its memory of 1 KiB is below what the model needs at once" in \
         refused(f'{a}[[server]]\nname = "b"\nmemory = "1KiB"\n')
     assert "server b: cannot listen on 192.0.2.77 port 0: " in \

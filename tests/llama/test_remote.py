@@ -122,6 +122,45 @@ def test_a_wide_prompt_is_computed_in_parts_with_the_same_bits_and_counts_as_the
             assert server.engine.stats().misses > 0
 
 
+def test_rows_of_two_bytes_a_number_give_nearly_the_same_and_say_so(small_moe, resident, prompt_tokens):
+    expected = decoded(resident, prompt_tokens)
+    with small_model(small_moe, "40%") as client, small_model(small_moe, "40%") as server:
+        port = server.engine.listen(TOKEN, fingerprint(server.map))
+        found = {}
+        for rows in ("f32", "bf16"):
+            peer = client.engine.connect("127.0.0.1", port, TOKEN, fingerprint(client.map), timeout=60, rows=rows)
+            for layer in client.layers.values():
+                client.engine.set_placement(layer.il, [peer] * layer.n_expert)
+            logits = decoded(client, prompt_tokens)
+            found[rows] = client.engine.peer(peer)
+            assert found[rows].same_kernels == (rows == "f32") and found[rows].slots > 0
+            same = all(np.array_equal(one, other) for one, other in zip(logits, expected))
+            assert same == (rows == "f32")
+            for one, other in zip(logits, expected):
+                assert np.abs(one - other).max() < 0.05 * np.abs(other).max()
+        assert found["bf16"].slots == found["f32"].slots
+        assert 0.5 < found["bf16"].bytes_received / found["f32"].bytes_received < 0.6
+        server.engine.stop_listening()
+
+
+def test_rows_that_wait_take_their_memory_out_of_the_budget(small_moe, prompt_tokens):
+    with small_model(small_moe, "50%") as model:
+        before = model.engine.stats().budget_bytes
+        model.engine.listen(TOKEN, fingerprint(model.map))
+        assert model.engine.stats().budget_bytes == before - before // 8
+        model.engine.set_budget(before // 2)
+        assert model.engine.stats().budget_bytes == before // 2 - before // 8
+        model.engine.set_budget(model.map.info.floor_bytes)
+        assert model.engine.stats().budget_bytes == model.map.info.floor_bytes
+        model.engine.set_budget(2 * model.map.info.slots_bytes)
+        assert model.engine.stats().budget_bytes == model.map.info.slots_bytes
+        model.engine.set_budget(before)
+        with pytest.raises(PyorchError, match="below the floor|below the"):
+            model.engine.set_budget(1)
+        model.engine.stop_listening()
+        assert model.engine.stats().budget_bytes == before
+
+
 @contextlib.contextmanager
 def adapted(model: Model, path: Path) -> Iterator[Context]:
     """A context with a LoRA adapter."""
@@ -268,6 +307,7 @@ def test_bad_arguments_are_sentences(small_moe):
             (lambda: engine.peer(0), "no server 0"),
             (lambda: engine.connect("127.0.0.1", 1, TOKEN, model_is), "cannot be reached"),
             (lambda: engine.connect("127.0.0.1", 70000, TOKEN, model_is), "is no port"),
+            (lambda: engine.connect("127.0.0.1", 9, TOKEN, model_is, rows="f16"), "f32 or bf16, not as f16"),
         ):
             with pytest.raises(PyorchError, match=sentence):
                 call()

@@ -49,9 +49,11 @@ class Server:
 
 @contextlib.contextmanager
 def server_process(path: Path, budget: str = "50%", token: str = TOKEN) -> Iterator[Server]:
-    # With one heap, which takes address space when it grows: those of threads have theirs reserved.
+    # With one heap, which takes address space when it grows: those of threads have theirs reserved. What is larger than
+    # so many bytes is no part of it.
+    heap = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
     process = subprocess.Popen([sys.executable, PROGRAM, path, budget, token], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, text=True, env=os.environ | {"MALLOC_ARENA_MAX": "1"})
+                               stdout=subprocess.PIPE, text=True, env=os.environ | heap)
     try:
         yield Server(process, int(process.stdout.readline()))
     finally:
@@ -199,7 +201,7 @@ def test_who_does_not_belong_is_refused_in_a_sentence(small_moe, small_moe_q4, c
 
 # Rubbish on the wire: native/src/cluster/frames.h
 
-MAGIC, VERSION = 0x58455950, 1
+MAGIC, VERSION = 0x58455950, 2
 HELLO, WELCOME, REFUSED, COMPUTE, COMPUTED, FAILED, PING, PONG = range(1, 9)
 HEADER = struct.Struct("<IHHQQ")
 
@@ -227,11 +229,12 @@ def receive_frame(connection: socket.socket) -> tuple[int, int, bytes]:
 
 
 def compute(layer: int = 0, n_embd: int = 128, rows: tuple[int, ...] = (0,), experts: tuple[int, ...] = (0,),
-            n_rows: int = 1, n_slots: int | None = None, inputs: int | None = None) -> bytes:
+            n_rows: int = 1, n_slots: int | None = None, inputs: int | None = None, row_type: int = 0) -> bytes:
     n_slots = len(experts) if n_slots is None else n_slots
     inputs = n_rows * n_embd if inputs is None else inputs
-    return (struct.pack("<4i", layer, n_embd, n_rows, n_slots) + np.int32(rows).tobytes() + np.int32(experts).tobytes()
-            + np.ones(len(experts), np.float32).tobytes() + np.zeros(inputs, np.float32).tobytes())
+    return (struct.pack("<5i", layer, n_embd, n_rows, n_slots, row_type)
+            + np.int32(rows).tobytes() + np.int32(experts).tobytes() + np.ones(len(experts), np.float32).tobytes()
+            + np.zeros(inputs, np.float32).tobytes())
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +256,7 @@ def hello(small_moe_q4: Path) -> bytes:
 
 HOSTILE = {
     "no frame": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "no frames"),
-    "another version": (frame(COMPUTE, version=2), "version 2"),
+    "another version": (frame(COMPUTE, version=1), "version 1"),
     "a frame for clients": (frame(COMPUTED, b"1234"), "kind 5"),
     "an unknown kind": (frame(77), "kind 77"),
     "a second greeting": (frame(HELLO, bytes(392)), "kind 1"),
@@ -268,6 +271,8 @@ HOSTILE = {
     "more rows than slots": (frame(COMPUTE, compute(n_rows=2)), "2 rows for 1 slots"),
     "negative counts": (frame(COMPUTE, compute(n_slots=-5)), "for -5 slots"),
     "very many slots": (frame(COMPUTE, compute(n_slots=2**31 - 1)), "2147483647 slots"),
+    "rows of a type that is none": (frame(COMPUTE, compute(row_type=2)), "rows of type 2"),
+    "half a row of four bytes": (frame(COMPUTE, compute(inputs=64)), "bytes for 1 rows"),
     "a row too few": (frame(COMPUTE, compute(inputs=127)), "bytes for 1 rows"),
     "a row too many": (frame(COMPUTE, compute(inputs=129)), "bytes for 1 rows"),
     "an expert too high": (frame(COMPUTE, compute(experts=(64,))), "expert 64 of 64"),
@@ -310,7 +315,7 @@ def test_who_sends_what_cannot_be_is_cut_off_in_a_sentence(small_moe_q4, hello):
 
 
 def test_a_request_that_memory_has_no_room_for_is_refused_and_the_server_goes_on(small_moe_q4, hello):
-    with server_process(small_moe_q4) as server:
+    with server_process(small_moe_q4, "100%") as server:
         def joined() -> socket.socket:
             connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANG_SECONDS)
             connection.sendall(frame(HELLO, hello))
@@ -321,8 +326,8 @@ def test_a_request_that_memory_has_no_room_for_is_refused_and_the_server_goes_on
             status = Path(f"/proc/{server.process.pid}/status").read_text()
             in_use = int(status.partition("VmSize:")[2].split()[0]) << 10
             before = resource.prlimit(server.process.pid, resource.RLIMIT_AS)
-            resource.prlimit(server.process.pid, resource.RLIMIT_AS, (in_use + (2 << 20), before[1]))
-            connection.sendall(frame(COMPUTE, bytes(16 << 20)))
+            resource.prlimit(server.process.pid, resource.RLIMIT_AS, (in_use, before[1]))
+            connection.sendall(frame(COMPUTE, bytes(1 << 18)))
             kind, _, why = receive_frame(connection)
             assert (kind, why) == (REFUSED, b"there is no memory for a request as large as its")
         resource.prlimit(server.process.pid, resource.RLIMIT_AS, before)
@@ -352,7 +357,7 @@ def test_a_server_that_lies_is_cut_off_and_the_request_goes_on(client, prompt_to
             connection, _ = listening.accept()
             with connection:
                 receive_frame(connection)
-                connection.sendall(frame(WELCOME, bytes(8)))
+                connection.sendall(frame(WELCOME, struct.pack("<2Q", 0, 1 << 12)))
                 kind = PING
                 while kind == PING:
                     kind, number, payload = receive_frame(connection)

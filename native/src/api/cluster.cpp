@@ -2,9 +2,16 @@
 #include "cluster/replicas.h"
 #include "pyorch-cluster.h"
 
+#include <algorithm>
+
 using namespace pyorch;
 
 namespace {
+
+// Of requests and answers that wait at a listener: a part of the budget, but room for so many slots, which are the rows
+// of one expert in a ubatch of 512 tokens that all use it.
+constexpr uint64_t QUOTA_OF_BUDGET = 8;
+constexpr uint64_t QUOTA_SLOTS     = 512;
 
 Endpoint endpoint_of(const pyorch_engine * engine, const pyorch_endpoint & at) {
     if (engine->simulated) {
@@ -19,7 +26,7 @@ extern "C" {
 
 pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_endpoint * at, int32_t n_threads, int32_t * port) {
     return guarded_outside_callbacks(__func__, [&] {
-        const ListenerConfig listens = { endpoint_of(engine, *at), engine->remote.layers };
+        ListenerConfig listens = { endpoint_of(engine, *at), engine->remote.layers };
         if (n_threads < 1 || n_threads > 512) {
             throw Failure(
                 PYORCH_INVALID, format("%d threads cannot compute for other servers: 1 to 512 can", n_threads));
@@ -28,8 +35,18 @@ pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_endpoint * at, 
         if (engine->server) {
             throw Failure(PYORCH_INVALID, format("it listens already, at port %d", engine->server->listener.port()));
         }
-        engine->server = std::make_unique<pyorch_engine::Server>(engine->routing, n_threads, listens);
-        *port          = engine->server->listener.port();
+        const auto & layers = listens.layers;
+        listens.quota       = engine->table.set_aside([&](uint64_t budget) {
+            return std::clamp(
+                budget / QUOTA_OF_BUDGET, largest_with_answer(layers, QUOTA_SLOTS), largest_with_answer(layers));
+        });
+        try {
+            engine->server = std::make_unique<pyorch_engine::Server>(engine->routing, n_threads, listens);
+        } catch (...) {
+            engine->table.set_aside([](uint64_t) { return 0; });
+            throw;
+        }
+        *port = engine->server->listener.port();
     });
 }
 
@@ -38,6 +55,7 @@ pyorch_status pyorch_stop_listening(pyorch_engine * engine) {
         std::unique_ptr<pyorch_engine::Server> ended;
         std::lock_guard<std::mutex>            lock(engine->serving);
         ended.swap(engine->server); // it goes without the mutex: it may take as long as what it computes
+        engine->table.set_aside([](uint64_t) { return 0; });
     });
 }
 
@@ -54,13 +72,17 @@ pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served) 
     });
 }
 
-pyorch_status pyorch_connect(pyorch_engine * engine, const pyorch_endpoint * at, int32_t timeout_ms, int32_t * peer) {
+pyorch_status pyorch_connect(
+    pyorch_engine * engine, const pyorch_endpoint * at, int32_t timeout_ms, int32_t rows, int32_t * peer) {
     return guarded_outside_callbacks(__func__, [&] {
         if (timeout_ms < 100 || timeout_ms > 3600 * 1000) {
             throw Failure(
                 PYORCH_INVALID, format("a server cannot be lost after %d ms: 100 to 3600000 can be", timeout_ms));
         }
-        *peer = engine->remote.connect({ endpoint_of(engine, *at), timeout_ms });
+        if (rows != PYORCH_ROWS_F32 && rows != PYORCH_ROWS_BF16) {
+            throw Failure(PYORCH_INVALID, format("rows cannot travel as type %d", rows));
+        }
+        *peer = engine->remote.connect({ endpoint_of(engine, *at), timeout_ms, (RowType) rows });
     });
 }
 
@@ -73,7 +95,7 @@ pyorch_status pyorch_get_peer(pyorch_engine * engine, int32_t peer, pyorch_peer_
         const auto       asked = engine->remote.peer(peer);
         pyorch_peer_info out   = asked->counts();
         out.joined             = asked->joined();
-        out.same_kernels       = asked->same_kernels();
+        out.same_kernels       = asked->same_bits();
         copy_text(out.error, asked->error());
         *info = out;
     });

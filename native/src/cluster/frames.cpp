@@ -2,6 +2,8 @@
 
 #include "base/status.h"
 
+#include "ggml.h"
+
 #include <algorithm>
 #include <cstring>
 
@@ -28,8 +30,8 @@ Frame begin_frame(FrameKind kind, uint64_t id, uint64_t bytes) {
     return frame;
 }
 
-uint64_t compute_bytes(uint64_t n_rows, uint64_t n_slots, uint64_t n_in) {
-    return sizeof(ComputeHead) + n_slots * (2 * sizeof(int32_t) + sizeof(float)) + n_rows * n_in * sizeof(float);
+uint64_t compute_bytes(uint64_t n_rows, uint64_t n_slots, uint64_t n_in, RowType type) {
+    return sizeof(ComputeHead) + n_slots * (2 * sizeof(int32_t) + sizeof(float)) + n_rows * n_in * bytes_of(type);
 }
 
 } // namespace
@@ -67,7 +69,7 @@ Frame make_frame(FrameKind kind, uint64_t id, const std::string & sentence) {
 }
 
 Frame make_compute(int layer, int n_used, int n_embd, const std::vector<int> & slots, const int32_t * experts,
-    const float * weights, const float * inputs) {
+    const float * weights, const float * inputs, RowType type) {
     std::vector<int32_t> row, expert;
     std::vector<float>   weight;
     std::vector<int>     tokens;
@@ -80,24 +82,58 @@ Frame make_compute(int layer, int n_used, int n_embd, const std::vector<int> & s
         expert.push_back(experts[slot]);
         weight.push_back(weights[slot]);
     }
-    const ComputeHead head  = { layer, n_embd, (int32_t) tokens.size(), (int32_t) slots.size() };
-    Frame             frame = begin_frame(FrameKind::COMPUTE, 0, compute_bytes(tokens.size(), slots.size(), n_embd));
+    const ComputeHead head = { layer, n_embd, (int32_t) tokens.size(), (int32_t) slots.size(), (int32_t) type };
+    Frame frame = begin_frame(FrameKind::COMPUTE, 0, compute_bytes(tokens.size(), slots.size(), n_embd, type));
     put(frame, &head, 1);
     put(frame, row.data(), row.size());
     put(frame, expert.data(), expert.size());
     put(frame, weight.data(), weight.size());
+    std::vector<ggml_bf16_t> narrowed(type == RowType::BF16 ? n_embd : 0);
     for (int token : tokens) {
-        put(frame, inputs + (size_t) token * n_embd, n_embd);
+        const float * input = inputs + (size_t) token * n_embd;
+        if (type == RowType::F32) {
+            put(frame, input, n_embd);
+        } else {
+            ggml_fp32_to_bf16_row_ref(input, narrowed.data(), n_embd);
+            put(frame, narrowed.data(), narrowed.size());
+        }
     }
     return frame;
 }
 
-uint64_t max_compute_bytes(const std::vector<LayerShape> & layers) {
+uint64_t max_compute_bytes(const std::vector<LayerShape> & layers, uint64_t n_slots) {
     uint64_t most = 0;
     for (const LayerShape & layer : layers) {
-        most = std::max(most, compute_bytes(ExpertRows::MAX_SLOTS, ExpertRows::MAX_SLOTS, layer.n_in));
+        most = std::max(most, compute_bytes(n_slots, n_slots, layer.n_in, RowType::F32));
     }
     return most;
+}
+
+void narrow(Frame & frame) {
+    char * const payload = frame.data() + sizeof(FrameHeader);
+    const size_t n       = (frame.size() - sizeof(FrameHeader)) / sizeof(float);
+    for (size_t i = 0; i < n; ++i) { // each number is read before its place is written
+        float number;
+        memcpy(&number, payload + i * sizeof(float), sizeof(number));
+        const ggml_bf16_t narrowed = ggml_fp32_to_bf16(number);
+        memcpy(payload + i * sizeof(narrowed), &narrowed, sizeof(narrowed));
+    }
+    FrameHeader header;
+    memcpy(&header, frame.data(), sizeof(header));
+    set_header(frame, header.id, n * sizeof(ggml_bf16_t));
+}
+
+void widen(const char * bytes, std::vector<float> & to) {
+    ggml_bf16_to_fp32_row((const ggml_bf16_t *) bytes, to.data(), (int64_t) to.size());
+}
+
+void ExpertRows::copy_inputs(int slot, float * to) const {
+    const char * from = inputs + (size_t) row[slot] * n_in * bytes_of(type);
+    if (type == RowType::F32) {
+        memcpy(to, from, n_in * sizeof(float));
+    } else {
+        ggml_bf16_to_fp32_row((const ggml_bf16_t *) from, to, n_in);
+    }
 }
 
 ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers) {
@@ -116,18 +152,24 @@ ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<
     if (head.n_slots < 1 || head.n_slots > ExpertRows::MAX_SLOTS || head.n_rows < 1 || head.n_rows > head.n_slots) {
         throw Failure(PYORCH_FORMAT, format("%d rows for %d slots", head.n_rows, head.n_slots));
     }
-    if (bytes != compute_bytes(head.n_rows, head.n_slots, layer.n_in)) {
+    const auto type = (RowType) head.type;
+    if (type != RowType::F32 && type != RowType::BF16) {
+        throw Failure(PYORCH_FORMAT, format("rows of type %d", head.type));
+    }
+    if (bytes != compute_bytes(head.n_rows, head.n_slots, layer.n_in, type)) {
         throw Failure(PYORCH_FORMAT,
             format("%llu bytes for %d rows and %d slots", (unsigned long long) bytes, head.n_rows, head.n_slots));
     }
     ExpertRows rows;
     rows.layer   = head.layer;
+    rows.n_in    = head.n_embd;
+    rows.type    = type;
     rows.n_rows  = head.n_rows;
     rows.n_slots = head.n_slots;
     rows.row     = (const int32_t *) (payload + sizeof(head));
     rows.expert  = rows.row + head.n_slots;
     rows.weight  = (const float *) (rows.expert + head.n_slots);
-    rows.inputs  = rows.weight + head.n_slots;
+    rows.inputs  = (const char *) (rows.weight + head.n_slots);
     for (int s = 0; s < rows.n_slots; ++s) {
         if (rows.row[s] < 0 || rows.row[s] >= rows.n_rows) {
             throw Failure(PYORCH_FORMAT, format("row %d of %d", rows.row[s], rows.n_rows));

@@ -25,7 +25,7 @@ enum class FrameKind : uint16_t { HELLO = 1, WELCOME, REFUSED, COMPUTE, COMPUTED
 
 struct FrameHeader {
     static constexpr uint32_t MAGIC   = 0x58455950; // "PYEX"
-    static constexpr uint16_t VERSION = 1;
+    static constexpr uint16_t VERSION = 2;
 
     uint32_t magic   = MAGIC;
     uint16_t version = VERSION;
@@ -58,14 +58,21 @@ struct Endpoint {
 Hello hello_of(const Endpoint & endpoint);
 
 struct Welcome {
-    uint64_t kernels; // checksum of what decides about bits: version, processor, order of weights
+    uint64_t kernels;   // checksum of what decides about bits: version, processor, order of weights
+    uint64_t max_slots; // of a request
 };
+
+// What rows travel as, and their answers. By BF16 the bits are others.
+enum class RowType : int32_t { F32, BF16 };
+
+constexpr uint64_t bytes_of(RowType type) { return type == RowType::F32 ? 4 : 2; }
 
 struct ComputeHead {
     int32_t layer; // index into the layers with experts
     int32_t n_embd;
     int32_t n_rows;
     int32_t n_slots;
+    int32_t type; // RowType
 };
 
 // How the experts of a layer look from outside.
@@ -78,15 +85,20 @@ struct LayerShape {
 // Rows for experts of a layer: what follows a ComputeHead. A slot is one row for one expert; slots of an expert are
 // those of the whole ubatch, because kernels depend on how many there are.
 struct ExpertRows {
-    static constexpr int MAX_SLOTS = 1 << 15;
+    static constexpr int MAX_SLOTS = 1 << 12; // those of a ubatch of 512 tokens with eight experts each
 
     int             layer;
+    int             n_in;
     int             n_rows;
     int             n_slots;
+    RowType         type;
     const int32_t * row;    // [n_slots] whose inputs
     const int32_t * expert; // [n_slots]
     const float *   weight; // [n_slots] with which the model multiplies, for those that do it before the experts
-    const float *   inputs; // [n_rows][n_in]
+    const char *    inputs; // [n_rows][n_in] of the type
+
+    // The inputs of a slot. to: [n_in]
+    void copy_inputs(int slot, float * to) const;
 };
 
 // A whole frame, as it is sent.
@@ -101,13 +113,19 @@ void set_header(Frame & frame, uint64_t id, uint64_t bytes);
 // The slots of a ubatch that go to one server. slots: ascending, of [n_tokens][n_used]; a row that several of them have
 // is in it once. REQUIRES: at most MAX_SLOTS.
 Frame make_compute(int layer, int n_used, int n_embd, const std::vector<int> & slots, const int32_t * experts,
-    const float * weights, const float * inputs);
+    const float * weights, const float * inputs, RowType type = RowType::F32);
 
 // What a payload of COMPUTE says; points into it. Throws Failure for what cannot be.
 ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers);
 
-// A payload of COMPUTE of this length cannot be right, whatever is in it.
-uint64_t max_compute_bytes(const std::vector<LayerShape> & layers);
+// A payload of COMPUTE for so many slots has at most so many bytes.
+uint64_t max_compute_bytes(const std::vector<LayerShape> & layers, uint64_t n_slots = ExpertRows::MAX_SLOTS);
+
+// From 32-bit floats, in place.
+void narrow(Frame & frame);
+
+// To those. bytes: of BF16.
+void widen(const char * bytes, std::vector<float> & to);
 
 // Why a header cannot be right, "" if it can.
 std::string fault_of(const FrameHeader & header);

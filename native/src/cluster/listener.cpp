@@ -37,12 +37,9 @@ uint64_t ns_since(Clock::time_point begin) {
 
 bool is_over(Clock::time_point begin, int ms) { return Clock::now() - begin > milliseconds(ms); }
 
-uint64_t largest_with_answer(const std::vector<LayerShape> & layers) {
-    uint64_t n_out = 0;
-    for (const LayerShape & layer : layers) {
-        n_out = std::max(n_out, (uint64_t) layer.n_out);
-    }
-    return max_compute_bytes(layers) + ExpertRows::MAX_SLOTS * n_out * sizeof(float);
+int most_slots(const std::vector<LayerShape> & layers, uint64_t quota) {
+    const uint64_t none = largest_with_answer(layers, 0), slot = largest_with_answer(layers, 1) - none;
+    return (int) std::clamp<uint64_t>((quota - std::min(quota, none)) / slot, 1, ExpertRows::MAX_SLOTS);
 }
 
 size_t half_of_descriptors() {
@@ -53,8 +50,17 @@ size_t half_of_descriptors() {
 
 } // namespace
 
+uint64_t largest_with_answer(const std::vector<LayerShape> & layers, uint64_t n_slots) {
+    uint64_t n_out = 0;
+    for (const LayerShape & layer : layers) {
+        n_out = std::max(n_out, (uint64_t) layer.n_out);
+    }
+    return max_compute_bytes(layers, n_slots) + n_slots * n_out * sizeof(float) + 2 * sizeof(FrameHeader);
+}
+
 Listener::Listener(ListenerConfig config_, Compute compute) :
-        quota(largest_with_answer(config_.layers)), config(std::move(config_)), compute(std::move(compute)),
+        quota(std::min(config_.quota, largest_with_answer(config_.layers))),
+        max_slots(most_slots(config_.layers, quota)), config(std::move(config_)), compute(std::move(compute)),
         max_sessions(half_of_descriptors()), expected(hello_of(config)) {
     if (config.token.empty()) {
         throw Failure(PYORCH_INVALID, "servers that listen need a token, by which others are known");
@@ -228,8 +234,9 @@ std::string Listener::accept_header(Session & session) {
     if (!session.joined) {
         return kind == FrameKind::HELLO && header.bytes == sizeof(Hello) ? "" : NOBODY;
     }
-    if (kind == FrameKind::PING ? header.bytes > 0 :
-                                  kind != FrameKind::COMPUTE || header.bytes > max_compute_bytes(config.layers)) {
+    if (kind == FrameKind::PING ?
+            header.bytes > 0 :
+            kind != FrameKind::COMPUTE || header.bytes > max_compute_bytes(config.layers, max_slots)) {
         return format(
             "a frame of kind %d with %llu bytes was not to come", header.kind, (unsigned long long) header.bytes);
     }
@@ -277,7 +284,7 @@ std::string Listener::join(Session & session) {
         return "its model is another one";
     }
     session.joined        = true;
-    const Welcome welcome = { config.kernels };
+    const Welcome welcome = { config.kernels, (uint64_t) max_slots };
 
     std::lock_guard<std::mutex> lock(mutex);
     hold(session, -(int64_t) session.payload.capacity());
@@ -419,6 +426,9 @@ void Listener::compute_all() {
         try {
             set_header(frame, request.id, bytes);
             compute(rows, (float *) (frame.data() + sizeof(FrameHeader)));
+            if (rows.type == RowType::BF16) {
+                narrow(frame);
+            }
         } catch (const std::exception & failure) {
             failed = true;
             frame  = make_frame(FrameKind::FAILED, request.id, failure.what());

@@ -23,7 +23,11 @@ namespace pyorch {
 
 struct ListenerConfig : Endpoint {
     std::vector<LayerShape> layers;
+    uint64_t                quota = UINT64_MAX; // bytes; what the largest request takes with its answer is enough
 };
+
+// What the largest request takes with its answer, of so many slots.
+uint64_t largest_with_answer(const std::vector<LayerShape> & layers, uint64_t n_slots = ExpertRows::MAX_SLOTS);
 
 class Listener {
 public:
@@ -39,9 +43,12 @@ public:
     Listener(ListenerConfig config, Compute compute);
     ~Listener();
 
-    // Of what waits, of all connections: as much as the largest request takes with its answer. One more of each is
+    // Of what waits, of all connections: at most what the largest request takes with its answer. One more of each is
     // computed meanwhile.
     const uint64_t quota;
+
+    // Of a request, so that it fits in there with its answer.
+    const int max_slots;
 
     int           port() const { return port_of(listening); }
     pyorch_served counts(); // buffer_bytes: of the quota

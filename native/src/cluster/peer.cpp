@@ -62,7 +62,7 @@ std::shared_ptr<Answer> Peer::ask(std::shared_ptr<Frame> frame, int n_slots, int
     }
     set_header(*frame, ++last_id, frame->size() - sizeof(FrameHeader));
     auto asked         = std::make_shared<Answer>();
-    questions[last_id] = { asked, (uint64_t) n_slots * n_out * sizeof(float), n_slots, Clock::now() };
+    questions[last_id] = { asked, (uint64_t) n_slots * n_out, n_slots, Clock::now() };
     ++counters.requests;
     counters.slots += n_slots;
     push(std::move(frame));
@@ -269,13 +269,18 @@ std::string Peer::live() {
     return "is not asked any more";
 }
 
+// Rows that are received where they are wanted.
+bool Peer::is_as_it_is(const FrameHeader & of) const {
+    return of.kind == (uint16_t) FrameKind::COMPUTED && config.rows == RowType::F32;
+}
+
 // What has arrived. Returns why the connection cannot go on, "" if it can.
 std::string Peer::receive() {
     for (;;) {
         char *   to   = (char *) &header;
         uint64_t size = sizeof(header);
         if (in_payload) {
-            to = header.kind == (uint16_t) FrameKind::COMPUTED ? (char *) question.answer->rows.data() : payload.data();
+            to   = is_as_it_is(header) ? (char *) question.answer->rows.data() : payload.data();
             size = header.bytes;
         }
         if (received < size) {
@@ -326,17 +331,16 @@ std::string Peer::accept_header() {
             return rubbish("it answers what it was not asked");
         }
         question = found->second;
-        bytes    = question.bytes;
+        bytes    = question.n_numbers * bytes_of(config.rows);
         questions.erase(found);
     }
     if (says_why ? header.bytes > MAX_SENTENCE : header.bytes != bytes) {
         return rubbish(format("a frame of kind %d with %llu bytes", header.kind, (unsigned long long) header.bytes));
     }
     if (kind == FrameKind::COMPUTED) {
-        question.answer->rows.resize(bytes / sizeof(float));
-    } else {
-        payload.resize(header.bytes);
+        question.answer->rows.resize(question.n_numbers);
     }
+    payload.resize(is_as_it_is(header) ? 0 : header.bytes);
     return "";
 }
 
@@ -346,6 +350,7 @@ std::string Peer::accept_payload() {
         Welcome welcome;
         memcpy(&welcome, payload.data(), sizeof(welcome));
         has_same_kernels = welcome.kernels == config.kernels;
+        most_slots       = (int) std::min<uint64_t>(welcome.max_slots, ExpertRows::MAX_SLOTS);
         {
             std::lock_guard<std::mutex> lock(mutex);
             is_joined = true;
@@ -359,6 +364,9 @@ std::string Peer::accept_payload() {
         (is_joined ? overloaded : cut_off) = true;
         return "refuses: " + sentence_of(payload.data(), header.bytes);
     case FrameKind::COMPUTED: {
+        if (!is_as_it_is(header)) {
+            widen(payload.data(), question.answer->rows);
+        }
         {
             std::lock_guard<std::mutex> lock(mutex);
             note_pace(question);

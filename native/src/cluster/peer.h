@@ -26,8 +26,9 @@
 namespace pyorch {
 
 struct PeerConfig : Endpoint {
-    int timeout_ms;
-    int answer_ms = 60000; // an answer that takes longer is none, and the server is lost
+    int     timeout_ms;
+    RowType rows      = RowType::F32;
+    int     answer_ms = 60000; // an answer that takes longer is none, and the server is lost
 };
 
 // What comes of a question.
@@ -77,14 +78,17 @@ public:
     // Of all its answers; all 0 but for what is pending where that is forgotten.
     pyorch_pace pace();
 
-    bool             same_kernels() const { return has_same_kernels; }
+    // Of a request that it takes, while it is joined.
+    int max_slots() const { return most_slots; }
+
+    bool             same_bits() const { return has_same_kernels && config.rows == RowType::F32; }
     pyorch_peer_info counts(); // without the rest
     std::string      error();  // why it was lost last, "" if it never was
 
 private:
     struct Question {
         std::shared_ptr<Answer> answer;
-        uint64_t                bytes; // of the answer
+        uint64_t                n_numbers; // of the answer
         int                     n_slots;
         Clock::time_point       since;
     };
@@ -101,6 +105,7 @@ private:
     std::function<void()> changed;
     std::atomic<bool>     is_joined{ false };
     std::atomic<bool>     has_same_kernels{ false };
+    std::atomic<int>      most_slots{ 0 };
     std::atomic<bool>     stopping{ false };
     Waker                 waker;
 
@@ -110,7 +115,7 @@ private:
     std::deque<Outgoing>         out;
     std::map<uint64_t, Question> questions; // by id
     uint64_t                     last_id = 0;
-    std::array<Pace, 17>         paces; // by the binary logarithm of their slots, of which there are MAX_SLOTS at most
+    std::array<Pace, 13>         paces; // by the binary logarithm of their slots, of which there are MAX_SLOTS at most
     pyorch_pace                  overall = {};
     Clock::time_point            answered; // the last question
     pyorch_peer_info             counters = {};
@@ -137,6 +142,7 @@ private:
     void          lose(const std::string & why);
     void          push(std::shared_ptr<Frame> frame);
     void          flush();
+    bool          is_as_it_is(const FrameHeader & of) const;
     std::string   receive();
     std::string   accept_header();
     std::string   accept_payload();

@@ -70,23 +70,30 @@ void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
 }
 
 // Takes from each server what would be read before it answers, fewest experts first: reads queue up. Returns the slots.
-// n_read: experts that are read in any case.
-size_t RemoteBank::keep_for_reading(const ReadCost & read, int n_read, const std::vector<int> & n_experts_at,
-    std::vector<std::vector<int>> & slots_at) const {
+// n_read: experts that are read in any case. A read of s seconds from a disk that others want for a share r of the time
+// delays them by r / (1 - r) s, which counts as if this layer waited for it: s / (1 - r) in all.
+size_t RemoteBank::keep_for_reading(const ReadCost & read, int n_read, const std::vector<std::vector<int>> & slots_of,
+    std::vector<std::vector<int>> & experts_at) const {
     std::vector<size_t> order;
-    for (size_t peer = 0; peer < slots_at.size(); ++peer) {
-        if (!slots_at[peer].empty()) {
+    for (size_t peer = 0; peer < experts_at.size(); ++peer) {
+        if (!experts_at[peer].empty()) {
             order.push_back(peer);
         }
     }
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return n_experts_at[a] < n_experts_at[b]; });
+    std::stable_sort(
+        order.begin(), order.end(), [&](size_t a, size_t b) { return experts_at[a].size() < experts_at[b].size(); });
     size_t n_kept = 0;
     for (size_t peer : order) {
-        const double seconds = read.queued + (n_read + n_experts_at[peer]) * read.expert;
-        if (seconds < peers[peer]->answer_seconds((int) slots_at[peer].size())) {
-            n_read += n_experts_at[peer];
-            n_kept += slots_at[peer].size();
-            slots_at[peer].clear();
+        size_t n_slots = 0;
+        for (int e : experts_at[peer]) {
+            n_slots += slots_of[e].size();
+        }
+        const auto   n_experts = (int) experts_at[peer].size();
+        const double seconds   = read.queued + n_read * read.expert + n_experts * read.expert / (1 - read.busy);
+        if (seconds < peers[peer]->answer_seconds((int) n_slots)) {
+            n_read += n_experts;
+            n_kept += n_slots;
+            experts_at[peer].clear();
         }
     }
     return n_kept;
@@ -152,26 +159,28 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
                 [&](int peer) { return computes(peer); });
         }
         const std::vector<int>        chosen = choose_replicas(places, n_slots, paces);
-        std::vector<std::vector<int>> slots_at(peers.size());
-        std::vector<int>              n_experts_at(peers.size());
+        std::vector<std::vector<int>> experts_at(peers.size());
         for (size_t i = 0; i < wanted.size(); ++i) {
-            const int e = wanted[i], peer = chosen[i];
-            absent[e] = peer < 0;
-            if (peer >= 0) {
-                ++n_experts_at[peer];
-                slots_at[peer].insert(slots_at[peer].end(), slots_of[e].begin(), slots_of[e].end());
+            const int  e = wanted[i], peer = chosen[i];
+            const bool asks = peer >= 0 && slots_of[e].size() <= (size_t) peers[peer]->max_slots();
+            absent[e]       = !asks;
+            if (asks) {
+                experts_at[peer].push_back(e);
             }
         }
         if (read.known()) {
             const auto n_absent = (int) std::count(absent.begin(), absent.end(), 1);
-            counters.read += keep_for_reading(read, n_absent, n_experts_at, slots_at);
+            counters.read += keep_for_reading(read, n_absent, slots_of, experts_at);
         }
         for (size_t peer = 0; peer < peers.size(); ++peer) {
-            if (!slots_at[peer].empty()) {
-                std::sort(slots_at[peer].begin(), slots_at[peer].end());
-                asked.push_back(peers[peer]);
-                rows.emplace_back();
-                rows.back().slots = std::move(slots_at[peer]);
+            const size_t first = rows.size();
+            for (int e : experts_at[peer]) { // all rows of an expert in one request, and as few requests as that takes
+                if (rows.size() == first ||
+                    rows.back().slots.size() + slots_of[e].size() > (size_t) peers[peer]->max_slots()) {
+                    asked.push_back(peers[peer]);
+                    rows.emplace_back();
+                }
+                rows.back().slots.insert(rows.back().slots.end(), slots_of[e].begin(), slots_of[e].end());
             }
         }
     }
@@ -179,11 +188,10 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
     elsewhere.assign(layers[layer].n_expert, 0);
     for (size_t i = 0; i < rows.size(); ++i) {
         RemoteRows & r = rows[i];
-        if (r.slots.size() <= (size_t) ExpertRows::MAX_SLOTS) {
-            r.frame = std::make_shared<Frame>(
-                make_compute(layer, n_used, layers[layer].n_in, r.slots, experts, weights, inputs));
-            r.answer = asked[i]->ask(r.frame, (int) r.slots.size(), layers[layer].n_out);
-        }
+        std::sort(r.slots.begin(), r.slots.end());
+        r.frame = std::make_shared<Frame>(
+            make_compute(layer, n_used, layers[layer].n_in, r.slots, experts, weights, inputs, asked[i]->config.rows));
+        r.answer = asked[i]->ask(r.frame, (int) r.slots.size(), layers[layer].n_out);
         if (r.answer) {
             n_slots += r.slots.size();
             for (int slot : r.slots) {

@@ -23,6 +23,7 @@ struct RemoteRows {
 struct ReadCost {
     double queued = 0; // before they are
     double expert = 0; // each; 0: unknown
+    double busy   = 0; // share of the time in which layers wait for that disk, whatever is read for this one
 
     bool known() const { return expert > 0; }
 };
@@ -86,8 +87,8 @@ private:
     void   tell(int layer);
     void   tell_all();
     bool   computes(int peer) const { return peers[peer] && peers[peer]->joined(); }
-    size_t keep_for_reading(const ReadCost & read, int n_read, const std::vector<int> & n_experts_at,
-        std::vector<std::vector<int>> & slots_at) const;
+    size_t keep_for_reading(const ReadCost & read, int n_read, const std::vector<std::vector<int>> & slots_of,
+        std::vector<std::vector<int>> & experts_at) const;
 };
 
 } // namespace pyorch

@@ -222,6 +222,11 @@ bool Loader::pop(ReadRequest & request) {
     }
     --request.load->queued;
     ++request.load->in_flight;
+    request.waited_for = request.load->urgent && request.reads();
+    if (request.waited_for && n_waited_for++ == 0) {
+        began = clock_ns();
+        ended = ended ? ended : began;
+    }
     ++n_reading;
     ++n_in_flight;
     return true;
@@ -322,17 +327,33 @@ static const char * reason(int64_t result) {
     return result == -ESTALE ? CHANGED : result < 0 ? strerror((int) -result) : "the file ends before it";
 }
 
+// Of what is known of reads, with each one.
+static constexpr double FADING = 0.02;
+
+double Loader::busy_share() const {
+    const uint64_t now  = clock_ns();
+    const double   busy = recent_busy + (n_waited_for > 0 ? (double) (now - began) : 0);
+    const double   time = recent_time + (ended ? (double) (now - ended) : 0);
+    return time > 0 ? std::min(1.0, busy / time) : 0;
+}
+
 bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t cpu_ns) {
     Load &                      load = *request.load;
     std::lock_guard<std::mutex> lock(mutex);
     --n_reading;
+    if (request.waited_for && --n_waited_for == 0) {
+        const uint64_t now = clock_ns();
+        recent_busy += (double) (now - began) - FADING * recent_busy;
+        recent_time += (double) (now - ended) - FADING * recent_time;
+        ended = now;
+    }
     ns_read += ns;
     if (result > 0) {
         read_by_layer[load.layer] += (uint64_t) result;
         load.read += (uint64_t) result;
-        recent_bytes += (double) result - 0.02 * recent_bytes;
-        recent_ns += (double) ns - 0.02 * recent_ns;
-        recent_cpu += (double) cpu_ns - 0.02 * recent_cpu;
+        recent_bytes += (double) result - FADING * recent_bytes;
+        recent_ns += (double) ns - FADING * recent_ns;
+        recent_cpu += (double) cpu_ns - FADING * recent_cpu;
     }
     request.complete    = 0;
     const bool is_short = result < (int64_t) request.needed;

@@ -97,6 +97,8 @@ struct ReadRequest {
 
     // Of a compressed expert whose stored parts are there: nothing is to be read, only to be decoded.
     bool reads() const { return size > 0; }
+
+    bool waited_for = false; // by a layer, when a reader took it
 };
 
 // What comes of a load's wish for memory.
@@ -249,6 +251,9 @@ public:
     // Lately; 0 before the first read.
     double bytes_per_second() const { return recent_ns > 0 ? recent_bytes / recent_ns * 1e9 : 0; }
 
+    // Of the time, the share in which a reader read what a layer waited for, lately.
+    double busy_share() const;
+
     // Of demand that no reader works on yet.
     uint64_t bytes_demanded() const {
         uint64_t bytes = 0;
@@ -309,6 +314,11 @@ private:
     double                recent_bytes = 0; // fading sums
     double                recent_ns    = 0;
     double                recent_cpu   = 0;     // ns
+    int                   n_waited_for = 0;     // of n_reading
+    uint64_t              began        = 0;     // when there was first one of them
+    uint64_t              ended        = 0;     // and when there was none any more
+    double                recent_busy  = 0;     // ns of the time between the two, a fading sum
+    double                recent_time  = 0;     // ns of all of it
     bool                  said         = false; // that a pack is damaged
 
     void         start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);

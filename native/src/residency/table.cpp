@@ -28,8 +28,9 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
                     stored.set_keys(residents.expert(layer, id));
                 }
             }),
-        residents(map, *bank, values, order), stored(residents), room(residents, stored, loads, shares_of(config)),
-        ahead(residents, room, loads), streams(residents, loads), learning(map, values, mutex) {
+        residents(map, *bank, values, order), stored(residents),
+        room(residents, stored, loads, shares_of(config), config.budget_bytes), ahead(residents, room, loads),
+        streams(residents, loads), learning(map, values, mutex) {
     for (size_t i = 0; i < map.layers.size(); ++i) {
         layer_by_il[map.layers[i].il] = (int) i;
         for (const auto & t : map.layers[i].tensors) {
@@ -371,7 +372,7 @@ void Table::resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t
     }
 }
 
-bool Table::read_time(int layer, double & queued, double & expert) {
+bool Table::read_time(int layer, double & queued, double & expert, double & busy) {
     std::lock_guard<std::mutex> lock(mutex);
     const double                rate = loads.bytes_per_second();
     if (!(rate > 0)) {
@@ -379,6 +380,7 @@ bool Table::read_time(int layer, double & queued, double & expert) {
     }
     queued = (double) loads.bytes_demanded() / rate;
     expert = (double) residents[layer].read_bytes / rate;
+    busy   = loads.busy_share();
     return true;
 }
 

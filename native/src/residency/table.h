@@ -89,9 +89,9 @@ public:
     // mask[n_expert]: 1 for each expert of the layer that is resident; loading[n_expert]: for each that is on its way.
     void resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading = nullptr);
 
-    // For an absent expert of the layer, in seconds: until what is demanded is read, and for the expert itself. False
-    // before the first read.
-    bool read_time(int layer, double & queued, double & expert);
+    // For an absent expert of the layer, in seconds: until what is demanded is read, and for the expert itself; and the
+    // share of the time in which layers lately waited for reads. False before the first read.
+    bool read_time(int layer, double & queued, double & expert, double & busy);
 
     // For the readers.
     Loader & loader() { return loads; }
@@ -156,6 +156,14 @@ public:
     void evict(int il, const int32_t * experts, int n);
     void set_budget(uint64_t bytes) {
         change([&] { room.set_budget(bytes); });
+    }
+
+    // See Room::set_aside. bytes: of the budget that was asked for, which it is told.
+    template <typename Share>
+    uint64_t set_aside(Share share) {
+        uint64_t bytes = 0;
+        change([&] { room.set_aside(bytes = share(room.asked_for())); });
+        return bytes;
     }
 
     // Whether there is room for all experts, here and above, and nearly all are there.

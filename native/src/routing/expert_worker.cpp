@@ -152,8 +152,7 @@ void ExpertWorker::compute_at_once(const ExpertRows & rows, float * outputs) {
         }
         n_bytes = ggml_gallocr_get_buffer_size(memory.get(), 0);
         for (int s = 0; s < rows.n_slots; ++s) {
-            memcpy((char *) inputs->data + s * inputs->nb[2], rows.inputs + (size_t) rows.row[s] * inputs->ne[0],
-                inputs->ne[0] * sizeof(float));
+            rows.copy_inputs(s, (float *) ((char *) inputs->data + s * inputs->nb[2]));
         }
         if (weights) {
             memcpy(weights->data, rows.weight, rows.n_slots * sizeof(float));

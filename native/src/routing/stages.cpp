@@ -131,7 +131,7 @@ void place(Context & context, RoutedBatch & batch) {
         }
         ReadCost read;
         if (remote.reads_allowed()) {
-            context.routing.table.read_time(batch.layer, read.queued, read.expert);
+            context.routing.table.read_time(batch.layer, read.queued, read.expert, read.busy);
         }
         batch.remote = remote.send(batch.layer, batch.n_tokens, batch.n_used, batch.experts, batch.weights,
             batch.inputs, resident, read, batch.elsewhere);

@@ -24,12 +24,13 @@ static float output_of(int layer, int expert, float input, float weight, int i) 
 
 static void compute(const ExpertRows & rows, float * outputs) {
     const LayerShape & shape = LAYERS[rows.layer];
+    std::vector<float> inputs(shape.n_in);
     for (int s = 0; s < rows.n_slots; ++s) {
+        rows.copy_inputs(s, inputs.data());
         for (int i = 0; i < shape.n_out; ++i) {
-            outputs[s * shape.n_out + i] =
-                output_of(rows.layer, rows.expert[s], rows.inputs[rows.row[s] * shape.n_in + i], rows.weight[s], i);
+            outputs[s * shape.n_out + i] = output_of(rows.layer, rows.expert[s], inputs[i], rows.weight[s], i);
         }
-        if (rows.inputs[rows.row[s] * shape.n_in] == 0) {
+        if (inputs[0] == 0) {
             throw Failure(PYORCH_IO, "this cannot be read");
         }
     }
@@ -181,7 +182,7 @@ static void test_what_is_read_sooner_than_a_server_answers_is_not_asked_for() {
     RemoteBank bank(LAYERS);
     const int  peer = bank.connect(peer_config(listener.port()));
     bank.place(0, std::vector<int>(8, peer), 1);
-    const ReadCost unknown = {}, fast = { 0, 1e-9 }, slow = { 0, 1e9 }, busy = { 1e9, 1e-9 };
+    const ReadCost unknown = {}, fast = { 0, 1e-9 }, slow = { 0, 1e9 }, busy = { 1e9, 1e-9 }, wanted = { 0, 1e-9, 1 };
 
     CHECK(!send_some(bank, 4, 2, fast).empty()); // nobody knows yet how long it takes
     double few = 0, many = 0;
@@ -191,7 +192,7 @@ static void test_what_is_read_sooner_than_a_server_answers_is_not_asked_for() {
         many = bank.peer(peer)->answer_seconds(1000);
     }
     CHECK(few >= 0.002 && many >= 0.002);
-    for (const ReadCost & read : { unknown, slow, busy }) {
+    for (const ReadCost & read : { unknown, slow, busy, wanted }) {
         CHECK(!send_some(bank, 4, 2, read).empty());
     }
     CHECK(bank.counts().read == 0);
@@ -210,7 +211,7 @@ static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
     const std::vector<LayerShape> layers = { { 2, 4096, 4096 } };
     Listener listener({ "127.0.0.1", 0, "token", "model", 7, 9, layers }, [](const ExpertRows & rows, float * outputs) {
         for (int s = 0; s < rows.n_slots; ++s) {
-            memcpy(outputs + s * 4096, rows.inputs + rows.row[s] * 4096, 4096 * sizeof(float));
+            rows.copy_inputs(s, outputs + s * 4096);
         }
     });
     RemoteBank bank(layers);
@@ -235,6 +236,68 @@ static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
     const pyorch_peer_info counts = bank.peer(peer)->counts();
     CHECK(counts.bytes_sent < n_tokens * 4096 * sizeof(float) * 1.01); // a row that two experts want is in it once
     CHECK(counts.bytes_received > 2 * n_tokens * 4096 * sizeof(float));
+}
+
+static void test_rows_of_two_bytes_a_number() {
+    Listener   listener(listener_config(0), compute);
+    RemoteBank bank(LAYERS);
+    PeerConfig config     = peer_config(listener.port());
+    config.rows           = RowType::BF16;
+    const int peer        = bank.connect(config);
+    const int exactly     = bank.connect(peer_config(listener.port()));
+    const int n_tokens    = 50;
+    uint64_t  sent[2]     = {};
+    uint64_t  received[2] = {};
+    CHECK(!bank.peer(peer)->same_bits() && bank.peer(exactly)->same_bits());
+    std::vector<int32_t> experts(n_tokens, 2);
+    std::vector<float>   weights(n_tokens, 1.0f), inputs(n_tokens * LAYERS[0].n_in);
+    for (size_t i = 0; i < inputs.size(); ++i) {
+        inputs[i] = 1.001f + (float) i;
+    }
+    for (int number : { peer, exactly }) {
+        bank.place(0, std::vector<int>(8, number), 1);
+        const pyorch_peer_info before = bank.peer(number)->counts();
+        std::vector<uint8_t>   elsewhere;
+        auto                   rows = bank.send(
+            0, n_tokens, 1, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {}, elsewhere);
+        CHECK(rows.size() == 1 && rows[0].answer->wait());
+        const std::vector<float> & answer = rows[0].answer->rows;
+        bool                       exact  = true;
+        for (int slot = 0; slot < n_tokens; ++slot) {
+            for (int i = 0; i < LAYERS[0].n_out; ++i) {
+                const float right = output_of(0, 2, inputs[slot * LAYERS[0].n_in + i], 1, i);
+                const float found = answer[slot * LAYERS[0].n_out + i];
+                exact             = exact && found == right;
+                CHECK(std::abs(found - right) <= right / 128); // 8 bits, twice
+            }
+        }
+        CHECK(exact == (number == exactly));
+        sent[number]     = bank.peer(number)->counts().bytes_sent - before.bytes_sent;
+        received[number] = bank.peer(number)->counts().bytes_received - before.bytes_received;
+    }
+    CHECK(sent[exactly] - sent[peer] == n_tokens * LAYERS[0].n_in * 2ull);
+    CHECK(received[exactly] - received[peer] == n_tokens * LAYERS[0].n_out * 2ull);
+}
+
+static void test_what_one_request_has_no_room_for_is_in_several() {
+    ListenerConfig small = listener_config(0);
+    small.quota          = largest_with_answer(LAYERS, 10);
+    Listener   listener(small, compute);
+    RemoteBank bank(LAYERS);
+    const int  peer = bank.connect(peer_config(listener.port()));
+    bank.place(0, std::vector<int>(8, peer), 1);
+    const std::vector<int32_t> experts = { 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3 };
+    const auto                 n       = (int) experts.size();
+    std::vector<float>         weights(n, 1.0f), inputs(n * LAYERS[0].n_in, 1.0f);
+    std::vector<uint8_t>       elsewhere;
+    auto                       rows =
+        bank.send(0, n, 1, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {}, elsewhere);
+    CHECK(rows.size() == 2 && elsewhere[0] && elsewhere[1] && elsewhere[2]);
+    CHECK(!elsewhere[3]); // its rows must be together, and are too many
+    CHECK(rows[0].slots == std::vector<int>({ 0, 1, 3, 4, 6, 7, 9, 10 }));
+    CHECK(rows[1].slots == std::vector<int>({ 2, 5, 8, 11 }));
+    CHECK(rows[0].answer->wait() && rows[1].answer->wait());
+    CHECK(listener.counts().refused == 0);
 }
 
 // Every expert is at both servers.
@@ -346,6 +409,8 @@ int main() {
     test_who_is_expected_to_answer_first_is_asked();
     test_what_is_read_sooner_than_a_server_answers_is_not_asked_for();
     test_a_request_that_is_much_larger_than_what_the_system_buffers();
+    test_rows_of_two_bytes_a_number();
+    test_what_one_request_has_no_room_for_is_in_several();
     test_who_does_not_join_is_told_why();
     return 0;
 }

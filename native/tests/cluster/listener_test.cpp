@@ -14,7 +14,7 @@
 
 using namespace pyorch;
 
-static const LayerShape              SHAPE  = { 2, 512, 512 };
+static const LayerShape              SHAPE  = { 2, 2048, 2048 };
 static const std::vector<LayerShape> LAYERS = { SHAPE };
 
 static ListenerConfig config() { return { { "127.0.0.1", 0, "token", "model", 7, 9 }, LAYERS }; }
@@ -22,8 +22,7 @@ static ListenerConfig config() { return { { "127.0.0.1", 0, "token", "model", 7,
 // The answer is the input, and the weight of a request its name.
 static void compute(const ExpertRows & rows, float * outputs) {
     for (int s = 0; s < rows.n_slots; ++s) {
-        memcpy(outputs + (size_t) s * SHAPE.n_out, rows.inputs + (size_t) rows.row[s] * SHAPE.n_in,
-            SHAPE.n_out * sizeof(float));
+        rows.copy_inputs(s, outputs + (size_t) s * SHAPE.n_out);
     }
 }
 
@@ -120,7 +119,7 @@ static void test_headers_alone_take_no_memory() {
     for (Client * client : { &first, &second, &third }) {
         CHECK(client->put((const char *) &header, sizeof(header)));
     }
-    for (int i = 0; i < 500; ++i) { // by then all of it has been looked at
+    for (int i = 0; i < 100; ++i) { // by then all of it has been looked at
         CHECK(answers(honest, i));
     }
     CHECK(resident_bytes() < before + max_compute_bytes(LAYERS) / 2);
@@ -129,7 +128,7 @@ static void test_headers_alone_take_no_memory() {
 static void test_who_does_not_read_its_answer_delays_nobody() {
     Listener  listener(config(), compute);
     Client    slow(listener.port()), honest(listener.port());
-    const int n_slots = 16384; // 32 MiB: more than the system takes
+    const int n_slots = ExpertRows::MAX_SLOTS; // 32 MiB: more than the system takes
     CHECK(slow.put(request(1, n_slots)));
     while (listener.counts().requests == 0) {
         std::this_thread::yield();
@@ -143,7 +142,7 @@ static void test_who_holds_most_goes_where_memory_is_used_up() {
     Listener                             listener(config(), compute);
     Client                               honest(listener.port());
     std::vector<std::unique_ptr<Client>> halves; // of requests, together more than the quota
-    const Frame                          large = request(1, 8192);
+    const Frame                          large = request(1, ExpertRows::MAX_SLOTS / 2);
     for (uint64_t sent = 0; sent < listener.quota + 2 * large.size(); sent += large.size() / 2) {
         halves.push_back(std::make_unique<Client>(listener.port()));
         halves.back()->put(large.data(), large.size() / 2);
@@ -157,7 +156,7 @@ static void test_who_holds_most_goes_where_memory_is_used_up() {
 
     const uint64_t before = listener.counts().refused; // answers that are not read are of the same quota
     Client         greedy(listener.port());
-    const Frame    larger = request(2, 16384);
+    const Frame    larger = request(2, ExpertRows::MAX_SLOTS);
     halves.clear();
     while (listener.counts().refused == before && greedy.put(larger)) {
         CHECK(answers(honest, 7));
@@ -166,6 +165,24 @@ static void test_who_holds_most_goes_where_memory_is_used_up() {
     while (listener.counts().refused == before) {
         CHECK(answers(honest, 8));
     }
+}
+
+static void test_a_request_fits_the_quota_with_its_answer() {
+    ListenerConfig small = config();
+    small.quota          = largest_with_answer(LAYERS, 100);
+    Listener listener(small, compute);
+    CHECK(listener.quota == small.quota && listener.max_slots == 100);
+    Client  honest(listener.port()), greedy(listener.port());
+    Welcome welcome;
+    CHECK(honest.payload.size() == sizeof(welcome));
+    memcpy(&welcome, honest.payload.data(), sizeof(welcome));
+    CHECK(welcome.max_slots == 100);
+    for (int i = 0; i < 20; ++i) {
+        CHECK(answers(honest, i, 100));
+    }
+    CHECK(greedy.put(request(1, 101)) && greedy.next() == FrameKind::REFUSED && answers(honest, 1));
+    small.quota = UINT64_MAX;
+    CHECK(Listener(small, compute).max_slots == ExpertRows::MAX_SLOTS);
 }
 
 static void test_a_flood_of_requests_is_answered_in_turn_with_others() {
@@ -238,6 +255,7 @@ int main() {
     test_headers_alone_take_no_memory();
     test_who_does_not_read_its_answer_delays_nobody();
     test_who_holds_most_goes_where_memory_is_used_up();
+    test_a_request_fits_the_quota_with_its_answer();
     test_a_flood_of_requests_is_answered_in_turn_with_others();
     test_strangers_keep_nobody_out();
     test_a_request_that_comes_twice_is_answered_twice_and_an_old_hello_ends_the_connection();

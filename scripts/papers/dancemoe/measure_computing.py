@@ -18,6 +18,7 @@ import argparse
 import http.client
 import itertools
 import json
+import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +32,7 @@ import psutil
 
 from pyorch.cli.numbers import whole
 from pyorch.cluster import operations, state
-from pyorch.cluster.config import read_cluster
+from pyorch.cluster.config import Cluster, read_cluster
 from pyorch.cluster.costs import ServerCosts, read_costs, write_costs
 from pyorch.cluster.local_ray import connected
 from pyorch.cluster.members import Counters
@@ -251,7 +252,7 @@ def _run(args: argparse.Namespace) -> int:
                 raise PyorchError(f"server {absent[0]} does not answer: `pyorch cluster status` shows how it does")
             return found
 
-        works = Works(running.servers, n_layers, lambda name, *tokens: ask(urls[name], *tokens), counters)
+        works = Works(running.servers, n_layers, lambda name, *tokens: ask(urls[name], *tokens, cluster), counters)
         servers = {}
         for name in running.servers:
             print(f"computing of {name}", file=sys.stderr, flush=True)
@@ -266,15 +267,21 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def ask(url: str, n_tokens: int, n_output: int) -> float:
+def ask(url: str, n_tokens: int, n_output: int, cluster: Cluster) -> float:
     """Seconds that the steps of a request take, a prompt of so many tokens and so many decoded behind the first."""
-    where = urlsplit(url)
+    where, headers = urlsplit(url), {"Content-Type": "application/json"}
     tokens = np.random.default_rng(n_tokens).integers(_LOWEST, _HIGHEST, n_tokens).tolist()
-    connection = http.client.HTTPConnection(where.hostname, where.port, timeout=_PATIENCE)
+    if where.scheme == "https":
+        tls = ssl.create_default_context(cafile=cluster.servers[0].tls.authority)
+        connection = http.client.HTTPSConnection(where.hostname, where.port, timeout=_PATIENCE, context=tls)
+    else:
+        connection = http.client.HTTPConnection(where.hostname, where.port, timeout=_PATIENCE)
+    if cluster.endpoints.keys is not None:
+        headers["Authorization"] = f"Bearer {cluster.endpoints.keys.read_text().splitlines()[0]}"
     try:
         connection.request("POST", f"{where.path.rstrip('/')}/completion", json.dumps({
             "prompt": tokens, "n_predict": n_output + 1, "ignore_eos": True, "cache_prompt": False,
-        }), {"Content-Type": "application/json"})
+        }), headers)
         answer = connection.getresponse()
         text = answer.read()
         if answer.status != 200:
