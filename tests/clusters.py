@@ -33,7 +33,7 @@ def write_config(directory: Path, model: Path, more: str = "", **others: Path) -
     """A cluster of two servers on this machine, a and b, which ask each other whatever their disks do. more: tables of
     the file. others: the model of one of them, where it is another."""
     text = f'model = "{model}"\nread = "last"\n{more}'
-    for name, memory in (("a", "40%"), ("b", "65%")):
+    for name, memory in (("a", "40%"), ("b", "60%")):
         text += f'[[server]]\nname = "{name}"\nmemory = "{memory}"\n'
         text += f'model = "{others[name]}"\n' if name in others else ""
     config = directory / "cluster.toml"

@@ -426,8 +426,8 @@ class Engine:
         """Computes experts for other servers from now on, and returns the port; for 0 it is a free one.
 
         token: what they must know. model: the fingerprint that theirs must have
-        (pyorch.sidecars.container.fingerprint). A layer is computed once a context of the model was made. An eighth of
-        the budget, or what 4096 rows take there and back, if that is less, is set aside for rows that wait.
+        (pyorch.sidecars.container.fingerprint). A layer is computed once a context of the model was made. What waits
+        takes an eighth of the budget at most, beside it.
         """
         return call(lib.pyorch_listen, self.handle, _endpoint(port, address=address, token=token, model=model),
                     n_threads, out="int32_t")[0]

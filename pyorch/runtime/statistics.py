@@ -144,8 +144,8 @@ class RemoteStats(Counts, struct="pyorch_remote_counts"):
 class Served:
     """What was computed for others since the engine listens. The names are those of pyorch_served.
 
-    slots: rows times experts. error: why somebody was refused last, "" if nobody was. buffer_bytes: of memory in which
-    it is computed, beside the budget, and of requests and answers that wait.
+    slots: rows times experts. error: why somebody was refused last, "" if nobody was. buffer_bytes: of memory beside
+    the budget, in which it is computed, and of requests and answers that wait.
     """
 
     connections: int

@@ -143,24 +143,6 @@ def test_rows_of_two_bytes_a_number_give_nearly_the_same_and_say_so(small_moe, r
         server.engine.stop_listening()
 
 
-def test_rows_that_wait_take_their_memory_out_of_the_budget(small_moe, prompt_tokens):
-    with small_model(small_moe, "50%") as model:
-        before = model.engine.stats().budget_bytes
-        model.engine.listen(TOKEN, fingerprint(model.map))
-        assert model.engine.stats().budget_bytes == before - before // 8
-        model.engine.set_budget(before // 2)
-        assert model.engine.stats().budget_bytes == before // 2 - before // 8
-        model.engine.set_budget(model.map.info.floor_bytes)
-        assert model.engine.stats().budget_bytes == model.map.info.floor_bytes
-        model.engine.set_budget(2 * model.map.info.slots_bytes)
-        assert model.engine.stats().budget_bytes == model.map.info.slots_bytes
-        model.engine.set_budget(before)
-        with pytest.raises(PyorchError, match="below the floor|below the"):
-            model.engine.set_budget(1)
-        model.engine.stop_listening()
-        assert model.engine.stats().budget_bytes == before
-
-
 @contextlib.contextmanager
 def adapted(model: Model, path: Path) -> Iterator[Context]:
     """A context with a LoRA adapter."""

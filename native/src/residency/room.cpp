@@ -14,10 +14,8 @@ static constexpr int REBALANCE = 16;
 // What came at once within so many tokens says how much may come at once.
 static constexpr uint64_t WIDTH_TOKENS = 64;
 
-Room::Room(Residents & residents, StoredParts & stored, Loader & loads, const PoolShares & shares, uint64_t budget) :
-        residents(residents), stored(stored), loads(loads), shares(shares),
-        most(std::max(map.slots_bytes(), bank.budget())), budget(std::max(budget, bank.budget())),
-        displaced(residents.n_layers()) {
+Room::Room(Residents & residents, StoredParts & stored, Loader & loads, const PoolShares & shares) :
+        residents(residents), stored(stored), loads(loads), shares(shares), displaced(residents.n_layers()) {
     if (bank.budget() < map.floor_bytes()) {
         throw Failure(PYORCH_BUDGET,
             format("budget %s is below the floor of %s (twice the experts of a token, and one)",
@@ -27,7 +25,7 @@ Room::Room(Residents & residents, StoredParts & stored, Loader & loads, const Po
         size_class.push_back(residents[layer].size_class);
         pressure.resize(std::max(pressure.size(), (size_t) size_class.back() + 1));
     }
-    divide_budget();
+    divide_budget(bank.budget());
 }
 
 void Room::evict(Expert & e) {
@@ -166,7 +164,7 @@ void Room::widen(int layer, const Demand & demand) {
     const bool ends       = values.now() >= width.begin + WIDTH_TOKENS * residents.n_layers();
     if (width.next > width.most || (ends && width.next < width.most)) {
         width.most = width.next;
-        divide_budget();
+        divide_budget(bank.budget());
     }
     if (ends) {
         width = { width.most, 0, values.now() };
@@ -198,7 +196,7 @@ void Room::reserve() {
     for (int layer = 0; layer < residents.n_layers(); ++layer) {
         reserved_bytes += n[layer] * residents[layer].slot_bytes;
     }
-    divide_budget();
+    divide_budget(bank.budget());
 }
 
 // The budget that lets every layer run, whole or through its window, beside what is reserved.
@@ -250,31 +248,24 @@ void Room::set_limits(int layer, int min, int max) {
 }
 
 void Room::set_budget(uint64_t bytes) {
+    bytes               = std::min(bytes, map.slots_bytes());
     const uint64_t most = needed_budget(reserved()) + stored.least();
     if (bytes < most) {
         throw Failure(PYORCH_BUDGET,
             format("budget %s is below the %s that the largest layer needs beside what is reserved",
                 mebibytes(bytes).c_str(), mebibytes(most).c_str()));
     }
-    budget = bytes;
-    divide_budget();
-}
-
-void Room::set_aside(uint64_t bytes) {
-    aside = bytes;
-    divide_budget();
+    divide_budget(bytes);
 }
 
 void Room::set_shares(const PoolShares & wanted) {
     shares = wanted;
-    divide_budget();
+    divide_budget(bank.budget());
 }
 
 // REQUIRES: the budget is enough for what is reserved
-void Room::divide_budget() {
+void Room::divide_budget(uint64_t bytes) {
     const uint64_t needed  = needed_budget(reserved());
-    const uint64_t least   = std::min(budget, std::max(needed + stored.least(), map.floor_bytes()));
-    const uint64_t bytes   = std::min(most, std::max(least, budget - std::min(budget, aside)));
     const uint64_t at_once = std::max(needed, std::min(width.most, bytes - stored.least()));
     stored.pools.divide(bytes, at_once, shares, at_once);
     bank.set_budget(bytes, stored.pools.stored_limit());

@@ -21,9 +21,8 @@ namespace pyorch {
 
 class Room {
 public:
-    // budget: that was asked for, which may be more than the bank has use for. Throws Failure: PYORCH_BUDGET below the
-    // map's floor.
-    Room(Residents & residents, StoredParts & stored, Loader & loads, const PoolShares & shares, uint64_t budget);
+    // Throws Failure: PYORCH_BUDGET below the map's floor.
+    Room(Residents & residents, StoredParts & stored, Loader & loads, const PoolShares & shares);
 
     // Evicts until n experts of the layer fit, and only what goes before `below`. What was read ahead and not used yet
     // goes only for demand; what was used in the last pass of its layer not for a guess. False if what is left is in
@@ -60,13 +59,9 @@ public:
     double regret() const { return missed.value(); }
 
     // These throw Failure, and change nothing then, where a layer could not run any more.
-    void     set_budget(uint64_t bytes);
-    uint64_t asked_for() const { return budget; }
-    void     check_pins(int layer, int n_pins) const; // so many more in the layer
-    void     set_limits(int layer, int min, int max);
-
-    // Of the budget, for something else than experts, as far as layers can run with the rest.
-    void set_aside(uint64_t bytes);
+    void set_budget(uint64_t bytes);
+    void check_pins(int layer, int n_pins) const; // so many more in the layer
+    void set_limits(int layer, int min, int max);
 
     void set_shares(const PoolShares & wanted); // by form, their sum is 1; only compressed experts have forms
 
@@ -90,9 +85,6 @@ private:
     StoredParts &                 stored;
     Loader &                      loads;
     PoolShares                    shares;
-    const uint64_t                most; // that there is any use for
-    uint64_t                      budget;
-    uint64_t                      aside = 0;  // of that, not for experts
     Width                         width;      // of what comes: the pool of full experts has room for it
     std::vector<int>              size_class; // by layer
     std::vector<int>              pressure;   // by size class: see choose_victim
@@ -106,7 +98,7 @@ private:
     std::vector<int> reserved() const;
     uint64_t         needed_budget(const std::vector<int> & reserved) const;
     uint64_t         most_for_full() const;
-    void             divide_budget();
+    void             divide_budget(uint64_t bytes);
 };
 
 } // namespace pyorch

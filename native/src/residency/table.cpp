@@ -28,9 +28,8 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
                     stored.set_keys(residents.expert(layer, id));
                 }
             }),
-        residents(map, *bank, values, order), stored(residents),
-        room(residents, stored, loads, shares_of(config), config.budget_bytes), ahead(residents, room, loads),
-        streams(residents, loads), learning(map, values, mutex) {
+        residents(map, *bank, values, order), stored(residents), room(residents, stored, loads, shares_of(config)),
+        ahead(residents, room, loads), streams(residents, loads), learning(map, values, mutex) {
     for (size_t i = 0; i < map.layers.size(); ++i) {
         layer_by_il[map.layers[i].il] = (int) i;
         for (const auto & t : map.layers[i].tensors) {

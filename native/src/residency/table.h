@@ -158,14 +158,6 @@ public:
         change([&] { room.set_budget(bytes); });
     }
 
-    // See Room::set_aside. bytes: of the budget that was asked for, which it is told.
-    template <typename Share>
-    uint64_t set_aside(Share share) {
-        uint64_t bytes = 0;
-        change([&] { room.set_aside(bytes = share(room.asked_for())); });
-        return bytes;
-    }
-
     // Whether there is room for all experts, here and above, and nearly all are there.
     bool has_nearly_all();
 
