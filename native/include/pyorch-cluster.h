@@ -28,8 +28,8 @@ typedef struct pyorch_endpoint {
 
 // Answers other servers from now on. n_threads: that compute for them. port: where it listens. A layer is computed once
 // a context of the model was made. Experts are held under the engine's budget; beside it, what waits takes an eighth of
-// that at most, and no more than requests of 4096 rows times experts with their answers. PYORCH_INVALID if it listens
-// already.
+// that at most, or what four requests of 1024 rows times experts take with their answers, if that is more; and no more
+// than four of 4096. PYORCH_INVALID if it listens already.
 pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_endpoint * at, int32_t n_threads, int32_t * port);
 
 // Ends that, and all connections; nothing where it does not listen.

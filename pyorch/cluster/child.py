@@ -12,6 +12,7 @@ import re
 import secrets
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -25,11 +26,12 @@ from pyorch import ports
 from pyorch.cluster.members import Counters, Job, Work
 from pyorch.cluster.peers import Peers
 from pyorch.cluster.placement.placement import Move, Placement
+from pyorch.cluster.tls import check_keys
 from pyorch.cluster.tunnel import Tunnel
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import cores
 from pyorch.runtime.disk import MEASURE_SECONDS, measure_bandwidth
-from pyorch.runtime.engine import LOOPBACK, Engine
+from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve.address import Address
 from pyorch.serve.llama_server import Flags
@@ -237,7 +239,7 @@ class Serving:
     def disk_bytes_per_second(self) -> float:
         """That experts are read with, around the page cache, by as many requests at once as that takes."""
         with ModelMap(self._job.model) as model_map:
-            return measure_bandwidth(model_map, MEASURE_SECONDS).bytes_per_second
+            return measure_bandwidth(model_map, 2 * MEASURE_SECONDS).bytes_per_second
 
     def _following(self) -> Peers:
         if self._engine is None or self._peers is None:
@@ -290,31 +292,36 @@ def main() -> int:
         if restarted:
             for port in (job.port, job.peer_port):
                 _wait_for_port(job.address, port)
-        flags = ["--metrics", *job.flags, *(["--api-key-file", job.keys] if job.keys else [])]
-        serving.set_key(next(iter(Flags(flags).api_keys), ""))
-        with contextlib.ExitStack() as behind:
-            host, port = job.address, job.port
-            if job.https:
-                host, port = LOOPBACK, behind.enter_context(_secured(job))
-            return serve(job.model, job.budget, ["--host", host, "--port", str(port), *flags], grace=_GRACE_SECONDS,
-                         beside=serving.attached, placed=job.placement is not None, **job.settings)
-    except (PyorchError, OSError) as error:
+        flags = ["--metrics", *job.flags]
+        if job.keys is not None:  # which may have become another file since it was looked at
+            check_keys(job.keys)
+            flags += ["--api-key-file", job.keys]
+        serving.set_key(_first_key(flags))
+        with contextlib.ExitStack() as before:
+            where = ["--host", before.enter_context(_secured(job)) if job.https else job.address, "--port",
+                     str(job.port)]
+            return serve(job.model, job.budget, [*where, *flags], grace=_GRACE_SECONDS, beside=serving.attached,
+                         placed=job.placement is not None, **job.settings)
+    except PyorchError as error:
         serving.say("failed", str(error))
         return 2
 
 
-@contextlib.contextmanager
-def _secured(job: Job) -> Iterator[int]:
-    """Users speak HTTPS to the address of a server. Gives the port of the loopback interface where it is to listen. The
-    process that speaks TLS is another one than that for servers: users cannot fill it up for these."""
-    with ports.held(LOOPBACK, 0) as inner:
-        pass
-    tunnel = Tunnel(job.tls)
+def _first_key(flags: Sequence[str]) -> str:
     try:
-        tunnel.listen(job.address, job.port, inner, public=True)
+        return next(iter(Flags(flags).api_keys), "")
+    except OSError as error:
+        raise PyorchError(f"the API keys cannot be read: {error}") from None
+
+
+@contextlib.contextmanager
+def _secured(job: Job) -> Iterator[str]:
+    """Users speak HTTPS to the address of a server. Gives the socket at which it is to listen, which nobody else can
+    reach. The process that speaks TLS is another one than that for servers: users cannot fill it up for these."""
+    with tempfile.TemporaryDirectory() as directory, contextlib.closing(Tunnel(job.tls)) as tunnel:
+        inner = os.path.join(directory, "endpoint.sock")
+        tunnel.listen_to_users(job.address, job.port, inner)
         yield inner
-    finally:
-        tunnel.close()
 
 
 def _wait_for_port(host: str, port: int) -> None:

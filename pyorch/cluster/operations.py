@@ -27,6 +27,7 @@ from pyorch.cluster.rebalancing import Setting, Verdict
 from pyorch.cluster.scheduler import NAME as SCHEDULER
 from pyorch.cluster.scheduler import Report, start_scheduler
 from pyorch.cluster.state import Running
+from pyorch.cluster.tls import check_keys
 from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import fingerprint
@@ -242,7 +243,7 @@ def examine(model: str, server: Server, keys: str | None = None) -> Examined | s
     """Looks whether a server could run here with a model, and a file of API keys: a sentence says why not."""
     try:
         if keys is not None:
-            _check_keys(keys)
+            check_keys(keys)
         if server.tls is not None:
             server.tls.check(server.address)
         with ModelMap(model) as model_map:
@@ -255,16 +256,6 @@ def examine(model: str, server: Server, keys: str | None = None) -> Examined | s
             return Examined(fingerprint(model_map), *found, budget)
     except PyorchError as error:
         return str(error)
-
-
-def _check_keys(path: str) -> None:
-    """PyorchError where there is none in it."""
-    try:
-        found = any(line.strip() for line in Path(path).read_text().splitlines())
-    except (OSError, UnicodeError) as error:
-        raise PyorchError(f"the keys {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not found:
-        raise PyorchError(f"{path} has no key: it needs one in a line of its own, at least")
 
 
 def _keys_of(cluster: Cluster) -> str | None:

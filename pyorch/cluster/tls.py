@@ -1,18 +1,21 @@
 """Who servers are to each other: certificates, and what TLS demands of them.
 
 Each server has a certificate of its own, and all have that of one authority, which signed them: a private one, made for
-the cluster. Both ends of a connection show theirs. Who is asked must have one that names the address by which it is
-reached; who asks, any that the authority signed. Versions below TLS 1.3 are not spoken.
+the cluster. Both ends of a connection between servers show theirs. Who is asked must have one that names the address by
+which it is reached; who asks, any that the authority signed. Versions below TLS 1.3 are not spoken. Users show no
+certificate, but a key to the endpoint behind, and may speak TLS 1.2.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import ssl
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pyorch.errors import PyorchError
+from pyorch.serve.llama_server import keys_in
 
 _RECORD = 1 << 14
 
@@ -82,6 +85,20 @@ class Tls:
                               f"{reason_of(error)}") from None
 
 
+def check_keys(path: str) -> None:
+    """PyorchError where a file has no API keys, or one that no request could name."""
+    try:
+        keys = keys_in(path)
+    except OSError as error:
+        raise PyorchError(f"the keys {path} cannot be read: {error.strerror}") from None
+    if not keys:
+        raise PyorchError(f"{path} has no key: it needs one in a line of its own, at least")
+    for number, key in enumerate(keys, 1):
+        if not re.fullmatch(r"[!-~]+", key):
+            raise PyorchError(f"key {number} of {path} has characters that no request can name: letters, digits and "
+                              "signs of ASCII do, without spaces and ends of lines of Windows")
+
+
 def reason_of(error: OSError) -> str:
     """Why a handshake failed, in words."""
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -98,7 +115,7 @@ def reason_of(error: OSError) -> str:
 _REASONS = {
     "WRONG_VERSION_NUMBER": "what it sends is not TLS",
     "HTTP_REQUEST": "what it sends is not TLS",
-    "UNSUPPORTED_PROTOCOL": "it does not speak TLS 1.3",
+    "UNSUPPORTED_PROTOCOL": "it speaks too old a version of TLS",
     "TLSV1_ALERT_UNKNOWN_CA": "it does not believe our authority",
     "TLSV1_ALERT_DECRYPT_ERROR": "it does not believe our authority",  # but knows another one of the same name
     "SSLV3_ALERT_BAD_CERTIFICATE": "it does not believe our certificate",

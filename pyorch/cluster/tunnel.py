@@ -1,8 +1,9 @@
-"""TLS around the connections of a server's engine, which are plain: a process beside it, that nobody else can reach.
+"""TLS around the connections of a server's engine, which are plain: a process beside it.
 
     engine --plain, loopback--> tunnel process --TLS--> tunnel process of another server --plain, loopback--> its engine
 
-and around a server's endpoint, where users come with TLS and show no certificate.
+Another one does so for a server's endpoint, a socket in a directory that nobody else can read: users come with TLS, and
+show no certificate.
 
 It is a process of its own so that neither waits for the other's interpreter. It ends with the one that owns this. When
 it dies, its connections break, which engines notice at once; it is started again, with the same ports: those belong to
@@ -68,13 +69,16 @@ class Tunnel:
         with self._said:
             return self._error if self._said.wait_for(lambda: self._n_errors > n_errors, seconds) else ""
 
-    def listen(self, address: str, port: int, to_port: int, public: bool = False) -> int:
-        """Others reach a port of the loopback interface through TLS there. Returns the port; for 0 a free one. public:
-        they need no certificate.
+    def listen(self, address: str, port: int, to_port: int) -> int:
+        """Others reach a port of the loopback interface through TLS there. Returns the port; for 0 a free one.
 
         PyorchError where nobody can listen there.
         """
-        return self._open(address, port, Way(True, "", _LOOPBACK, to_port, public))
+        return self._open(address, port, Way(True, "", _LOOPBACK, to_port))
+
+    def listen_to_users(self, address: str, port: int, to: str) -> int:
+        """The same for who has no certificate, to a Unix socket."""
+        return self._open(address, port, Way(True, "", to, 0, public=True))
 
     def port_to(self, address: str, port: int) -> int:
         """The port of the loopback interface from which TLS leads to another server."""

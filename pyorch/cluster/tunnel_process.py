@@ -1,4 +1,4 @@
-"""The process of a tunnel: takes TLS from other servers and gives TLS to them, on one thread.
+"""The process of a tunnel: takes TLS from other servers, or from users, and gives TLS to servers, on one thread.
 
 Its argument is the descriptor of a socket of packets. The first one says which certificates to use and how long a
 connection may take to be made, and each other one brings a listening socket and its Way. It answers READY when it has
@@ -34,7 +34,7 @@ _buffer = memoryview(bytearray(1 << 18))
 @dataclass(frozen=True)
 class Way:
     """Where connections to a listening socket lead. secure: they come with TLS, and go on without; public: from who
-    shows no certificate. name: that the certificate of who is there must bear."""
+    shows no certificate. name: that the certificate of who is there must bear. port 0: address is a Unix socket."""
 
     secure: bool
     name: str
@@ -210,11 +210,13 @@ class Process:
         secured = handshake.of(connection) if way.secure else None
         ends.append((await self._loop.connect_accepted_socket(End, connection, ssl=secured))[1])
         if way.secure:
-            ends.append((await self._loop.create_connection(End, way.address, way.port))[1])
+            reached = (self._loop.create_connection(End, way.address, way.port) if way.port else
+                       self._loop.create_unix_connection(End, way.address))
+            ends.append((await reached)[1])
         else:
-            reached = await self._reach(way)
+            there = await self._reach(way)
             ends.append((await self._loop.create_connection(
-                End, sock=reached, ssl=handshake.of(reached), server_hostname=way.name))[1])
+                End, sock=there, ssl=handshake.of(there), server_hostname=way.name))[1])
         handshake.close()
 
     async def _reach(self, way: Way) -> socket.socket:

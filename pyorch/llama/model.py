@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
 import threading
@@ -111,7 +112,7 @@ class Model:
         Raises:
             ExpertReadError: an expert could not be read. The model stays usable.
             PyorchError: the prompt is longer than the context, or it is empty and the model has no token that begins a
-                text.
+                text; or what is computed is no number, as with damaged weights.
         """
         if len(prompt) == 0 and not self.llama.tokenize(b""):
             raise PyorchError("the prompt is empty, and this model has no token that begins a text: give some text")
@@ -157,9 +158,17 @@ class Model:
                     raise PyorchError("another text was begun with this model, and this one cannot go on: end one "
                                       "before the next, or load the model twice")
                 chunk = next(chunks, None)
-            if chunk is None:
-                return
+                if chunk is None:
+                    return
+                self._check_numbers()
             yield chunk
+
+    def _check_numbers(self) -> None:
+        """What is not a number becomes nothing else in any layer behind it, so one logit tells."""
+        logits = llama.llama_get_logits_ith(self.llama.ctx, -1)
+        if logits and not math.isfinite(logits[0]):
+            raise PyorchError(f"what {self._record.path} computes is no number any more: its weights are damaged, "
+                              "so copy or convert it again")
 
     def _refusal(self, error: ValueError) -> PyorchError:
         """What Llama says, with the remedy where a prompt is too long."""

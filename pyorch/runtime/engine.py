@@ -427,7 +427,7 @@ class Engine:
 
         token: what they must know. model: the fingerprint that theirs must have
         (pyorch.sidecars.container.fingerprint). A layer is computed once a context of the model was made. What waits
-        takes an eighth of the budget at most, beside it.
+        takes memory beside the budget, an eighth of that or what four requests of 1024 rows times experts do.
         """
         return call(lib.pyorch_listen, self.handle, _endpoint(port, address=address, token=token, model=model),
                     n_threads, out="int32_t")[0]

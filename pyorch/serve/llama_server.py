@@ -73,6 +73,13 @@ class Root(Enum):
     LIVE_VIEW = 3
 
 
+def keys_in(path: str) -> list[str]:
+    """The API keys of a file, a line each, without comments, as llama-server reads them. OSError where it cannot be
+    read."""
+    lines = Path(path).read_bytes().decode("ascii", "replace").split("\n")
+    return [line for line in lines if line and not line.startswith("#")]
+
+
 class Flags:
     """What llama-server is given: the user's flags, and defaults where the user said nothing."""
 
@@ -91,7 +98,7 @@ class Flags:
     def api_keys(self) -> list[str]:
         """Those of which requests need one. OSError where the file with them cannot be read."""
         keys, file = self.value(API_KEY).split(","), self.value(API_KEY_FILE)
-        return [key for key in keys + (Path(file).read_text().splitlines() if file else []) if key]
+        return [key for key in keys + (keys_in(file) if file else []) if key]
 
     @property
     def root(self) -> Root:

@@ -57,14 +57,14 @@ def cluster(small_moe: Path, private_state: None, tmp_path_factory: pytest.TempP
     TLS between servers and to users, who need a key."""
     config = write_config(tmp_path_factory.mktemp("cluster"), small_moe)
     config.write_text(config.read_text() + tls() + '[endpoints]\nkeys = "keys"\ntls = true\n')
-    config.with_name("keys").write_text("first key\nsecond key\n")
+    config.with_name("keys").write_text("# of tests\nfirst-key\nsecond-key\n")
     device = np.full((2, 8, 64), ABSENT, np.int16)
     device[0, :, :32] = device[1, :, 32:] = 0
     plan = config.with_name("plan.json")
     with ModelMap(small_moe) as model_map:
         write_placement(plan, Placement(("a", "b"), tuple(range(8)), (64,) * 8, device, "halves"), model_map)
     cluster = Cluster(config, "--plan", plan)
-    cluster.key, cluster.authority = "second key", str(CERTIFICATES / "authority.pem")
+    cluster.key, cluster.authority = "second-key", str(CERTIFICATES / "authority.pem")
     try:
         yield cluster
     finally:
@@ -332,8 +332,11 @@ def test_what_cannot_serve_is_refused_before_ray_starts(
     assert "instead of --ssl-key-file, say `tls = true`" in refused(a, "--ssl-key-file", "server.key")
     keys = tmp_path / "keys"
     assert f"server a: the keys {keys} cannot be read: No such file" in refused(a + '[endpoints]\nkeys = "keys"\n')
-    keys.write_text(" \n")
-    assert f"server a: {keys} has no key" in refused(a + '[endpoints]\nkeys = "keys"\n')
+    for text, why in (("\n", "has no key"), ("# none yet\n", "has no key"), ("one\ntwo words\n", "key 2 of"),
+                      ("# mine\nkey\r\n", "key 1 of"), ("clé\n", "key 1 of")):
+        keys.write_text(text)
+        found = refused(a + '[endpoints]\nkeys = "keys"\n')
+        assert str(keys) in found and why in found
     assert "server b: its memory of 1 KiB is below what the model needs at once" in \
         refused(f'{a}[[server]]\nname = "b"\nmemory = "1KiB"\n')
     assert "server b: cannot listen on 192.0.2.77 port 0: " in \

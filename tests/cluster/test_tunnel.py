@@ -226,6 +226,27 @@ def test_who_speaks_no_tls_or_shows_no_certificate_or_an_older_version_is_cut_of
         assert exactly(connection, 11) == b"still there"
 
 
+def test_users_need_no_certificate_and_reach_a_socket(tmp_path):
+    with tunnel() as users, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "endpoint.sock"))
+        listening.listen()
+        port = users.listen_to_users("127.0.0.1", 0, str(tmp_path / "endpoint.sock"))
+        for most in (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2):
+            context = ssl.create_default_context(cafile=str(CERTIFICATES / "authority.pem"))
+            context.maximum_version = most
+            with context.wrap_socket(connected(port), server_hostname="127.0.0.1") as secure:
+                secure.sendall(b"asked")
+                with listening.accept()[0] as behind:
+                    assert exactly(behind, 5) == b"asked"
+                    behind.sendall(b"answered")
+                assert everything(secure) == b"answered"
+        before = users.n_errors
+        with connected(port) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            assert b"HTTP" not in everything(connection)
+        assert "not TLS" in users.error_after(before, HANG_SECONDS)
+
+
 def test_who_says_nothing_holds_nobody_up_and_is_cut_off(pair):
     _, _, port, between = pair
     with connected(between), connected(port) as connection:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
+from gguf import GGUFReader
 from models import assert_same_bits, small_model
 from processes import HANG_SECONDS
 
@@ -82,3 +84,12 @@ print("ended")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_SECONDS)
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
+
+
+def test_a_model_that_computes_no_numbers_says_so(small_moe: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copy(small_moe, tmp_path / "damaged.gguf"))
+    next(one for one in GGUFReader(damaged, "r+").tensors if one.name == "output_norm.weight").data[:] = np.nan
+    with small_model(damaged, "50%") as model:
+        for _ in range(2):
+            with pytest.raises(PyorchError, match=r"damaged.gguf computes is no number any more: its weights are"):
+                next(model.generate("import os", max_tokens=2))

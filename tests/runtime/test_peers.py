@@ -272,7 +272,8 @@ HOSTILE = {
     "negative counts": (frame(COMPUTE, compute(n_slots=-5)), "for -5 slots"),
     "very many slots": (frame(COMPUTE, compute(n_slots=2**31 - 1)), "2147483647 slots"),
     "rows of a type that is none": (frame(COMPUTE, compute(row_type=2)), "rows of type 2"),
-    "half a row of four bytes": (frame(COMPUTE, compute(inputs=64)), "bytes for 1 rows"),
+    "four bytes a number where two are said": (frame(COMPUTE, compute(row_type=1)), "bytes for 1 rows"),
+    "more slots than it takes": (frame(COMPUTE, compute(rows=(0,) * 1025, experts=(0,) * 1025)), "for 1025 slots"),
     "a row too few": (frame(COMPUTE, compute(inputs=127)), "bytes for 1 rows"),
     "a row too many": (frame(COMPUTE, compute(inputs=129)), "bytes for 1 rows"),
     "an expert too high": (frame(COMPUTE, compute(experts=(64,))), "expert 64 of 64"),
@@ -311,6 +312,8 @@ def test_who_sends_what_cannot_be_is_cut_off_in_a_sentence(small_moe_q4, hello):
             number, payload = answers[COMPUTED]
             assert number == 5 and len(payload) == 2 * 128 * 4
             assert not np.frombuffer(payload, np.float32).any(), "an expert makes zeros of zeros"
+            connection.sendall(frame(COMPUTE, compute(row_type=1, inputs=64), number=6))
+            assert receive_frame(connection) == (COMPUTED, 6, bytes(128 * 2))
         server.engine.stop_listening()
 
 

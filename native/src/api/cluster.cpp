@@ -8,11 +8,11 @@ using namespace pyorch;
 
 namespace {
 
-// Of requests and answers that wait at a listener, beside the budget: so small a part of it, but room for so many slots,
-// which are the rows of one expert in a ubatch of 512 tokens that all use it. Within the budget it would be memory that
-// placements count on: an eighth less doubled the reads of servers that lack a fifth of the experts.
+// Of requests and answers that wait at a listener, beside the budget: so small a part of it, but room for requests of so
+// many slots, a quarter of those of a ubatch of 512 tokens with eight experts each. Within the budget it would be memory
+// that placements count on: an eighth less doubled the reads of servers that lack a fifth of the experts.
 constexpr uint64_t QUOTA_OF_BUDGET = 8;
-constexpr uint64_t QUOTA_SLOTS     = 512;
+constexpr uint64_t QUOTA_SLOTS     = 1024;
 
 Endpoint endpoint_of(const pyorch_engine * engine, const pyorch_endpoint & at) {
     if (engine->simulated) {
@@ -36,8 +36,8 @@ pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_endpoint * at, 
         if (engine->server) {
             throw Failure(PYORCH_INVALID, format("it listens already, at port %d", engine->server->listener.port()));
         }
-        listens.quota =
-            std::max(engine->config.budget_bytes / QUOTA_OF_BUDGET, largest_with_answer(listens.layers, QUOTA_SLOTS));
+        listens.quota  = std::max(engine->config.budget_bytes / QUOTA_OF_BUDGET,
+            Listener::MIN_REQUESTS * largest_with_answer(listens.layers, QUOTA_SLOTS));
         engine->server = std::make_unique<pyorch_engine::Server>(engine->routing, n_threads, listens);
         *port          = engine->server->listener.port();
     });

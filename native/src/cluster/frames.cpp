@@ -136,7 +136,7 @@ void ExpertRows::copy_inputs(int slot, float * to) const {
     }
 }
 
-ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers) {
+ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers, int max_slots) {
     ComputeHead head;
     if (bytes < sizeof(head)) {
         throw Failure(PYORCH_FORMAT, format("a request of %llu bytes", (unsigned long long) bytes));
@@ -149,7 +149,7 @@ ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<
     if (head.n_embd != layer.n_in) {
         throw Failure(PYORCH_FORMAT, format("rows of %d numbers, not %d", head.n_embd, layer.n_in));
     }
-    if (head.n_slots < 1 || head.n_slots > ExpertRows::MAX_SLOTS || head.n_rows < 1 || head.n_rows > head.n_slots) {
+    if (head.n_slots < 1 || head.n_slots > max_slots || head.n_rows < 1 || head.n_rows > head.n_slots) {
         throw Failure(PYORCH_FORMAT, format("%d rows for %d slots", head.n_rows, head.n_slots));
     }
     const auto type = (RowType) head.type;

@@ -115,8 +115,9 @@ void set_header(Frame & frame, uint64_t id, uint64_t bytes);
 Frame make_compute(int layer, int n_used, int n_embd, const std::vector<int> & slots, const int32_t * experts,
     const float * weights, const float * inputs, RowType type = RowType::F32);
 
-// What a payload of COMPUTE says; points into it. Throws Failure for what cannot be.
-ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers);
+// What a payload of COMPUTE says, of so many slots at most; points into it. Throws Failure for what cannot be.
+ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers,
+    int max_slots = ExpertRows::MAX_SLOTS);
 
 // A payload of COMPUTE for so many slots has at most so many bytes.
 uint64_t max_compute_bytes(const std::vector<LayerShape> & layers, uint64_t n_slots = ExpertRows::MAX_SLOTS);

@@ -39,7 +39,8 @@ bool is_over(Clock::time_point begin, int ms) { return Clock::now() - begin > mi
 
 int most_slots(const std::vector<LayerShape> & layers, uint64_t quota) {
     const uint64_t none = largest_with_answer(layers, 0), slot = largest_with_answer(layers, 1) - none;
-    return (int) std::clamp<uint64_t>((quota - std::min(quota, none)) / slot, 1, ExpertRows::MAX_SLOTS);
+    const uint64_t each = quota / Listener::MIN_REQUESTS;
+    return (int) std::clamp<uint64_t>((each - std::min(each, none)) / slot, 1, ExpertRows::MAX_SLOTS);
 }
 
 size_t half_of_descriptors() {
@@ -59,7 +60,7 @@ uint64_t largest_with_answer(const std::vector<LayerShape> & layers, uint64_t n_
 }
 
 Listener::Listener(ListenerConfig config_, Compute compute) :
-        quota(std::min(config_.quota, largest_with_answer(config_.layers))),
+        quota(std::min(config_.quota, MIN_REQUESTS * largest_with_answer(config_.layers))),
         max_slots(most_slots(config_.layers, quota)), config(std::move(config_)), compute(std::move(compute)),
         max_sessions(half_of_descriptors()), expected(hello_of(config)) {
     if (config.token.empty()) {
@@ -250,7 +251,7 @@ std::string Listener::accept_frame(Session & session) {
     const bool computes = session.header.kind == (uint16_t) FrameKind::COMPUTE;
     if (computes) {
         try {
-            read_compute(session.payload.data(), session.payload.size(), config.layers);
+            read_compute(session.payload.data(), session.payload.size(), config.layers, max_slots);
         } catch (const Failure & failure) {
             return format("a request cannot be: %s", failure.what());
         }

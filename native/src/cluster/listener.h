@@ -23,7 +23,7 @@ namespace pyorch {
 
 struct ListenerConfig : Endpoint {
     std::vector<LayerShape> layers;
-    uint64_t                quota = UINT64_MAX; // bytes; what the largest request takes with its answer is enough
+    uint64_t                quota = UINT64_MAX; // bytes; what MIN_REQUESTS of the largest ones take is enough
 };
 
 // What the largest request takes with its answer, of so many slots.
@@ -36,6 +36,7 @@ public:
     static constexpr int IDLE_MS       = 10000; // who is silent for so long is gone: signs of life come more often
     static constexpr int FRAME_MS      = 60000; // from a frame's beginning to its end: who asks waits no longer, either
     static constexpr int MAX_QUEUED    = 64;    // requests and answers of a connection that wait
+    static constexpr int MIN_REQUESTS  = 4;     // as large as any, with their answers: so many have room together
 
     // compute: outputs [n_slots][n_out] of rows, or throws Failure; called by one thread. Throws Failure where it
     // cannot listen.
@@ -43,11 +44,10 @@ public:
     Listener(ListenerConfig config, Compute compute);
     ~Listener();
 
-    // Of what waits, of all connections: at most what the largest request takes with its answer. One more of each is
-    // computed meanwhile.
+    // Of what waits, of all connections. One more of each is computed meanwhile.
     const uint64_t quota;
 
-    // Of a request, so that it fits in there with its answer.
+    // Of a request.
     const int max_slots;
 
     int           port() const { return port_of(listening); }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 #include <poll.h>
 
@@ -78,22 +79,38 @@ size_t Peer::pace_of(int n_slots) {
     while ((n_slots >> (log + 1)) > 0) {
         ++log;
     }
-    return log;
+    return std::min(log, N_PACES - 1);
+}
+
+// Of answers for alike many slots; for more, if need be: fewer say less than it takes, and are tried. Null: of none.
+const Peer::Pace * Peer::known_pace(int n_slots) const {
+    const size_t wanted = pace_of(n_slots);
+    for (size_t i = wanted; i < paces.size(); ++i) {
+        if (paces[i].seconds > 0) {
+            return &paces[i];
+        }
+    }
+    for (size_t i = wanted; i-- > 0;) {
+        if (paces[i].seconds > 0) {
+            return &paces[i];
+        }
+    }
+    return nullptr;
 }
 
 double Peer::answer_seconds(int n_slots) {
     std::lock_guard<std::mutex> lock(mutex);
-    const size_t                wanted = pace_of(n_slots);
-    const Pace * found = nullptr; // for more slots, if need be; fewer say less than it takes, and are tried
-    for (size_t i = wanted; i < paces.size() && !found; ++i) {
-        found = paces[i].seconds > 0 ? &paces[i] : nullptr;
+    const Pace *                found   = known_pace(n_slots);
+    double                      seconds = found ? found->seconds : 0;
+    if (!questions.empty()) { // which are answered before: the oldest has been waiting, and is overdue perhaps
+        const Question & oldest = questions.begin()->second;
+        const Pace *     usual  = known_pace(oldest.n_slots);
+        const double     waits  = seconds_since(oldest.since);
+        seconds += usual && usual->seconds > waits ? usual->seconds - waits : waits;
+    } else if (found && seconds_since(found->since) > FORGOTTEN * seconds) {
+        seconds = 0;
     }
-    for (size_t i = wanted; i-- > 0 && !found;) {
-        found = paces[i].seconds > 0 ? &paces[i] : nullptr;
-    }
-    const double waits   = questions.empty() ? 0 : seconds_since(questions.begin()->second.since);
-    const double seconds = std::max(found ? found->seconds : 0, waits);
-    return waits == 0 && found && seconds_since(found->since) > FORGOTTEN * seconds ? 0 : seconds;
+    return seconds;
 }
 
 pyorch_pace Peer::pace() {
@@ -113,7 +130,7 @@ void Peer::note_pace(const Question & last) {
     Pace &       pace    = paces[pace_of(last.n_slots)];
     const double seconds = seconds_since(last.since);
     pace.seconds         = pace.seconds > 0 && seconds_since(pace.since) <= FORGOTTEN * pace.seconds ?
-        pace.seconds + (seconds - pace.seconds) / 8 :
+        pace.seconds * std::pow(seconds / pace.seconds, 1.0 / 8) :
         seconds;
     pace.since           = Clock::now();
     answered             = pace.since;
@@ -350,7 +367,7 @@ std::string Peer::accept_payload() {
         Welcome welcome;
         memcpy(&welcome, payload.data(), sizeof(welcome));
         has_same_kernels = welcome.kernels == config.kernels;
-        most_slots       = (int) std::min<uint64_t>(welcome.max_slots, ExpertRows::MAX_SLOTS);
+        most_slots       = (int) std::clamp<uint64_t>(welcome.max_slots, 1, ExpertRows::MAX_SLOTS);
         {
             std::lock_guard<std::mutex> lock(mutex);
             is_joined = true;

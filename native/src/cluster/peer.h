@@ -71,8 +71,8 @@ public:
     // Null where it is lost. frame: of COMPUTE, for so many slots.
     std::shared_ptr<Answer> ask(std::shared_ptr<Frame> frame, int n_slots, int n_out);
 
-    // Until the answer for so many slots, as such answers came lately; 0 where that is not known: none has come, or it
-    // was not asked for much longer than that, and may have become faster.
+    // Until the answer for so many slots, as such answers came lately, behind what it was asked for before; 0 where that
+    // is not known: none has come, or it was not asked for much longer than that, and may have become faster.
     double answer_seconds(int n_slots);
 
     // Of all its answers; all 0 but for what is pending where that is forgotten.
@@ -94,9 +94,11 @@ private:
     };
     // Of answers for alike many slots.
     struct Pace {
-        double            seconds = 0; // fading mean
+        double            seconds = 0; // fading geometric mean: one late answer says little of the next
         Clock::time_point since;       // the last one came
     };
+    static constexpr size_t N_PACES = 13;
+
     struct Outgoing {
         std::shared_ptr<Frame> frame;
         uint64_t               sent;
@@ -105,7 +107,7 @@ private:
     std::function<void()> changed;
     std::atomic<bool>     is_joined{ false };
     std::atomic<bool>     has_same_kernels{ false };
-    std::atomic<int>      most_slots{ 0 };
+    std::atomic<int>      most_slots{ 1 };
     std::atomic<bool>     stopping{ false };
     Waker                 waker;
 
@@ -115,7 +117,7 @@ private:
     std::deque<Outgoing>         out;
     std::map<uint64_t, Question> questions; // by id
     uint64_t                     last_id = 0;
-    std::array<Pace, 13>         paces; // by the binary logarithm of their slots, of which there are MAX_SLOTS at most
+    std::array<Pace, N_PACES>    paces; // by the binary logarithm of their slots, of which there are MAX_SLOTS at most
     pyorch_pace                  overall = {};
     Clock::time_point            answered; // the last question
     pyorch_peer_info             counters = {};
@@ -136,6 +138,7 @@ private:
     std::thread thread;
 
     static size_t pace_of(int n_slots);
+    const Pace *  known_pace(int n_slots) const;
     void          note_pace(const Question & last);
     void          run();
     std::string   live();

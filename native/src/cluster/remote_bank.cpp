@@ -8,6 +8,9 @@
 
 namespace pyorch {
 
+// Of the slots that a server takes in one request: so many times as many wait there at once, of all that is asked here.
+static constexpr int MOST_WAITING = 2;
+
 RemoteBank::~RemoteBank() {
     std::vector<std::shared_ptr<Peer>> last; // end without the mutex, which their threads may take
     std::lock_guard<std::mutex>        lock(mutex);
@@ -70,8 +73,9 @@ void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
 }
 
 // Takes from each server what would be read before it answers, fewest experts first: reads queue up. Returns the slots.
-// n_read: experts that are read in any case. A read of s seconds from a disk that others want for a share r of the time
-// delays them by r / (1 - r) s, which counts as if this layer waited for it: s / (1 - r) in all.
+// n_read: experts that are read in any case. A read of s seconds from a disk for which layers wait for a share r of the
+// time delays them by r / (1 - r) s, which counts as if this layer waited for it: s / (1 - r) in all. Of one stream alone
+// all of r is its own waiting, and it asks where it might read.
 size_t RemoteBank::keep_for_reading(const ReadCost & read, int n_read, const std::vector<std::vector<int>> & slots_of,
     std::vector<std::vector<int>> & experts_at) const {
     std::vector<size_t> order;
@@ -89,8 +93,10 @@ size_t RemoteBank::keep_for_reading(const ReadCost & read, int n_read, const std
             n_slots += slots_of[e].size();
         }
         const auto   n_experts = (int) experts_at[peer].size();
+        const size_t n_parts   = (n_slots + peers[peer]->max_slots() - 1) / peers[peer]->max_slots();
         const double seconds   = read.queued + n_read * read.expert + n_experts * read.expert / (1 - read.busy);
-        if (seconds < peers[peer]->answer_seconds((int) n_slots)) {
+        const double answer    = (double) n_parts * peers[peer]->answer_seconds((int) (n_slots / n_parts));
+        if (seconds < answer) {
             n_read += n_experts;
             n_kept += n_slots;
             experts_at[peer].clear();
@@ -156,15 +162,14 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
             n_slots.push_back((int) slots_of[e].size());
             places.emplace_back();
             std::copy_if(of_layer[e].begin(), of_layer[e].end(), std::back_inserter(places.back()),
-                [&](int peer) { return computes(peer); });
+                [&](int peer) { return computes(peer) && n_slots.back() <= peers[peer]->max_slots(); });
         }
         const std::vector<int>        chosen = choose_replicas(places, n_slots, paces);
         std::vector<std::vector<int>> experts_at(peers.size());
         for (size_t i = 0; i < wanted.size(); ++i) {
-            const int  e = wanted[i], peer = chosen[i];
-            const bool asks = peer >= 0 && slots_of[e].size() <= (size_t) peers[peer]->max_slots();
-            absent[e]       = !asks;
-            if (asks) {
+            const int e = wanted[i], peer = chosen[i];
+            absent[e] = peer < 0;
+            if (peer >= 0) {
                 experts_at[peer].push_back(e);
             }
         }
@@ -173,10 +178,16 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
             counters.read += keep_for_reading(read, n_absent, slots_of, experts_at);
         }
         for (size_t peer = 0; peer < peers.size(); ++peer) {
-            const size_t first = rows.size();
-            for (int e : experts_at[peer]) { // all rows of an expert in one request, and as few requests as that takes
-                if (rows.size() == first ||
-                    rows.back().slots.size() + slots_of[e].size() > (size_t) peers[peer]->max_slots()) {
+            // All rows of an expert are in one request. What would be more than a server has room for beside what others
+            // ask it is computed here.
+            const size_t first = rows.size(), most = experts_at[peer].empty() ? 0 : peers[peer]->max_slots();
+            auto         left = (int64_t) (MOST_WAITING * most) - (int64_t) paces[peer].pending;
+            for (int e : experts_at[peer]) {
+                const size_t n = slots_of[e].size();
+                if ((left -= (int64_t) n) < 0) {
+                    break;
+                }
+                if (rows.size() == first || rows.back().slots.size() + n > most) {
                     asked.push_back(peers[peer]);
                     rows.emplace_back();
                 }

@@ -23,7 +23,7 @@ struct RemoteRows {
 struct ReadCost {
     double queued = 0; // before they are
     double expert = 0; // each; 0: unknown
-    double busy   = 0; // share of the time in which layers wait for that disk, whatever is read for this one
+    double busy   = 0; // share of the time in which layers of this server lately waited for that disk
 
     bool known() const { return expert > 0; }
 };

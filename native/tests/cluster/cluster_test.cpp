@@ -192,6 +192,9 @@ static void test_what_is_read_sooner_than_a_server_answers_is_not_asked_for() {
         many = bank.peer(peer)->answer_seconds(1000);
     }
     CHECK(few >= 0.002 && many >= 0.002);
+    while (!send_some(bank, 4, 2, unknown).empty() && bank.peer(peer)->answer_seconds(1 << 20) == 0) {
+    }
+    CHECK(bank.peer(peer)->answer_seconds(1 << 20) < 60); // of more than anybody takes
     for (const ReadCost & read : { unknown, slow, busy, wanted }) {
         CHECK(!send_some(bank, 4, 2, read).empty());
     }
@@ -281,7 +284,7 @@ static void test_rows_of_two_bytes_a_number() {
 
 static void test_what_one_request_has_no_room_for_is_in_several() {
     ListenerConfig small = listener_config(0);
-    small.quota          = largest_with_answer(LAYERS, 10);
+    small.quota          = Listener::MIN_REQUESTS * largest_with_answer(LAYERS, 10);
     Listener   listener(small, compute);
     RemoteBank bank(LAYERS);
     const int  peer = bank.connect(peer_config(listener.port()));
@@ -296,6 +299,17 @@ static void test_what_one_request_has_no_room_for_is_in_several() {
     CHECK(!elsewhere[3]); // its rows must be together, and are too many
     CHECK(rows[0].slots == std::vector<int>({ 0, 1, 3, 4, 6, 7, 9, 10 }));
     CHECK(rows[1].slots == std::vector<int>({ 2, 5, 8, 11 }));
+    CHECK(rows[0].answer->wait() && rows[1].answer->wait());
+    CHECK(listener.counts().refused == 0);
+
+    std::vector<int32_t> thirty(30); // of which two requests may wait
+    for (int i = 0; i < 30; ++i) {
+        thirty[i] = i / 10;
+    }
+    weights.assign(30, 1.0f);
+    inputs.assign(30 * LAYERS[0].n_in, 1.0f);
+    rows = bank.send(0, 30, 1, thirty.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {}, elsewhere);
+    CHECK(rows.size() == 2 && elsewhere[0] && elsewhere[1] && !elsewhere[2]);
     CHECK(rows[0].answer->wait() && rows[1].answer->wait());
     CHECK(listener.counts().refused == 0);
 }

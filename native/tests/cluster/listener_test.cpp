@@ -10,6 +10,7 @@
 #include <cstring>
 #include <fstream>
 #include <future>
+#include <numeric>
 #include <unistd.h>
 
 using namespace pyorch;
@@ -139,10 +140,13 @@ static void test_who_does_not_read_its_answer_delays_nobody() {
 }
 
 static void test_who_holds_most_goes_where_memory_is_used_up() {
-    Listener                             listener(config(), compute);
+    const int      n_slots = 1024;
+    ListenerConfig small   = config();
+    small.quota            = Listener::MIN_REQUESTS * largest_with_answer(LAYERS, n_slots);
+    Listener                             listener(small, compute);
     Client                               honest(listener.port());
     std::vector<std::unique_ptr<Client>> halves; // of requests, together more than the quota
-    const Frame                          large = request(1, ExpertRows::MAX_SLOTS / 2);
+    const Frame                          large = request(1, n_slots / 2);
     for (uint64_t sent = 0; sent < listener.quota + 2 * large.size(); sent += large.size() / 2) {
         halves.push_back(std::make_unique<Client>(listener.port()));
         halves.back()->put(large.data(), large.size() / 2);
@@ -156,7 +160,7 @@ static void test_who_holds_most_goes_where_memory_is_used_up() {
 
     const uint64_t before = listener.counts().refused; // answers that are not read are of the same quota
     Client         greedy(listener.port());
-    const Frame    larger = request(2, ExpertRows::MAX_SLOTS);
+    const Frame    larger = request(2, n_slots);
     halves.clear();
     while (listener.counts().refused == before && greedy.put(larger)) {
         CHECK(answers(honest, 7));
@@ -167,9 +171,9 @@ static void test_who_holds_most_goes_where_memory_is_used_up() {
     }
 }
 
-static void test_a_request_fits_the_quota_with_its_answer() {
+static void test_a_request_is_a_part_of_the_quota_with_its_answer() {
     ListenerConfig small = config();
-    small.quota          = largest_with_answer(LAYERS, 100);
+    small.quota          = Listener::MIN_REQUESTS * largest_with_answer(LAYERS, 100);
     Listener listener(small, compute);
     CHECK(listener.quota == small.quota && listener.max_slots == 100);
     Client  honest(listener.port()), greedy(listener.port());
@@ -181,6 +185,13 @@ static void test_a_request_fits_the_quota_with_its_answer() {
         CHECK(answers(honest, i, 100));
     }
     CHECK(greedy.put(request(1, 101)) && greedy.next() == FrameKind::REFUSED && answers(honest, 1));
+    Client                     sly(listener.port()); // in few bytes
+    const std::vector<int32_t> experts(101);
+    const std::vector<float>   weights(101, 1.0f), inputs(SHAPE.n_in, 1.0f);
+    std::vector<int>           slots(101);
+    std::iota(slots.begin(), slots.end(), 0);
+    CHECK(sly.put(make_compute(0, 101, SHAPE.n_in, slots, experts.data(), weights.data(), inputs.data())));
+    CHECK(sly.next() == FrameKind::REFUSED && answers(honest, 2));
     small.quota = UINT64_MAX;
     CHECK(Listener(small, compute).max_slots == ExpertRows::MAX_SLOTS);
 }
@@ -255,7 +266,7 @@ int main() {
     test_headers_alone_take_no_memory();
     test_who_does_not_read_its_answer_delays_nobody();
     test_who_holds_most_goes_where_memory_is_used_up();
-    test_a_request_fits_the_quota_with_its_answer();
+    test_a_request_is_a_part_of_the_quota_with_its_answer();
     test_a_flood_of_requests_is_answered_in_turn_with_others();
     test_strangers_keep_nobody_out();
     test_a_request_that_comes_twice_is_answered_twice_and_an_old_hello_ends_the_connection();

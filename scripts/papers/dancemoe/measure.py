@@ -42,7 +42,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--parts", default=",".join(PARTS), metavar="PART,...", help="what to measure (default: all)")
     add("--algorithms", default=",".join(ALGORITHMS), metavar="NAME,...", help="placements to compare (default: all)")
     add("--read", default=READS[0], metavar="WHEN,...",
-        help="when the parts placements and disk read what another server has: last, faster (default: %(default)s)")
+        help="when the parts placements and disk read what another server has, last or faster, and what rows travel "
+             "as, as in last:bf16 (default: %(default)s)")
     add("--prepare", action="store_true", help="only write what the parts need, which takes no network")
     add("--report", type=Path, metavar="DIR", help="only write tables, CSV and pictures of what was found, there")
     add("--link", type=float, default=500.0, metavar="MBIT", help="of each server, each way (default: %(default)g)")

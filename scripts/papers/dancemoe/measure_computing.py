@@ -39,6 +39,7 @@ from pyorch.cluster.members import Counters
 from pyorch.errors import PyorchError
 from pyorch.llama.cores import physical_cores
 from pyorch.runtime.model_map import ModelMap
+from pyorch.serve.llama_server import keys_in
 from scripts.papers import program
 
 # Tokens of the prompt, and those decoded behind the first, of each request that is sent. The longest fits any context.
@@ -277,7 +278,7 @@ def ask(url: str, n_tokens: int, n_output: int, cluster: Cluster) -> float:
     else:
         connection = http.client.HTTPConnection(where.hostname, where.port, timeout=_PATIENCE)
     if cluster.endpoints.keys is not None:
-        headers["Authorization"] = f"Bearer {cluster.endpoints.keys.read_text().splitlines()[0]}"
+        headers["Authorization"] = f"Bearer {keys_in(str(cluster.endpoints.keys))[0]}"
     try:
         connection.request("POST", f"{where.path.rstrip('/')}/completion", json.dumps({
             "prompt": tokens, "n_predict": n_output + 1, "ignore_eos": True, "cache_prompt": False,

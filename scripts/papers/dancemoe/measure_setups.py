@@ -17,7 +17,7 @@ from scripts.papers.dancemoe.measure_network import NoNetwork
 
 ALGORITHMS = ("uniform", "redundance", "smartmoe", "eplb", "dance")
 PARTS = ("costs", "placements", "disk", "shift", "scaling", "kill", "thirds")
-READS = ("last", "faster")
+READS = ("last", "faster", "last:bf16", "faster:bf16")
 SERVERS = ("a", "b", "c")
 SHARES = (1, 1, 2)
 
@@ -25,18 +25,20 @@ SHARES = (1, 1, 2)
 @dataclass(frozen=True)
 class Setup:
     """One cluster.toml and the plan for it. memory: of each server, a share of all experts. algorithm: of the plan, ""
-    without one. migrates: whether experts are placed anew every so often. read: as in cluster.toml."""
+    without one. migrates: whether experts are placed anew every so often. read, rows: as in cluster.toml."""
 
     name: str
     memory: tuple[float, ...]
     algorithm: str
     migrates: bool = False
     read: str = "last"
+    rows: str = "f32"
 
     @property
     def label(self) -> str:
         """Of a placement that is compared."""
-        return self.algorithm if self.read == "last" else f"{self.algorithm}, read = {self.read}"
+        return (self.algorithm + (f", read = {self.read}" if self.read != "last" else "")
+                + (f", rows = {self.rows}" if self.rows != "f32" else ""))
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -53,7 +55,8 @@ def setups(part: str, algorithms: Sequence[str], reads: Sequence[str] = READS[:1
     thirds = (1 / 3,) * 3
 
     def compared(part: str, total: float) -> list[Setup]:
-        return [Setup(f"{part}-{name}" + (f"-{read}" if read != READS[0] else ""), split(total), name, read=read)
+        return [Setup(f"{part}-{name}" + (f"-{read}" if read != READS[0] else "").replace(":", "-"), split(total), name,
+                      read=read.partition(":")[0], rows=read.partition(":")[2] or "f32")
                 for name in algorithms for read in reads]
 
     return {
@@ -96,7 +99,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 def _write_config(args: argparse.Namespace, setup: Setup, kind: str, memory: Sequence[int]) -> None:
     text = (f'model = "{args.model.resolve()}"\nread = "{setup.read}"\n\n[network]\nplain = true\n'
-            f'bandwidth = "{args.link:g}Mbit/s"\nlatency = "20us"\n')
+            f'rows = "{setup.rows}"\nbandwidth = "{args.link:g}Mbit/s"\nlatency = "20us"\n')
     for i, (name, n_bytes) in enumerate(zip(setup.servers, memory)):
         text += f'\n[[server]]\nname = "{name}"\naddress = "10.77.0.{i + 1}"\nmemory = {n_bytes}\n'
     if kind == "run":

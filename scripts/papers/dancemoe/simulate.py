@@ -22,6 +22,7 @@ from pyorch.cluster.placement.placement import read_placement
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_no_source, check_target, write_text
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.rows import ROW_BYTES
 from pyorch.traces.file import Trace
 from scripts.papers import program
 from scripts.papers.dancemoe import scenario
@@ -260,7 +261,8 @@ def _read(args: argparse.Namespace, cluster, costs, shift: float | None):
         recorded[later[name]] for name in names)
     workload = scenario.Workload(of_servers, layers, n_experts, of_later, math.inf if shift is None else shift,
                                  args.routing)
-    return workload, Sizes.of(costs).or_of(expert_bytes, first.header.n_embd or N_EMBD), placement
+    row = float(ROW_BYTES[cluster.rows] * (first.header.n_embd or N_EMBD))
+    return workload, Sizes.of(costs).or_of(expert_bytes, row), placement
 
 
 def _by_server(texts: list[str], option: str, cluster) -> dict[str, Path]:

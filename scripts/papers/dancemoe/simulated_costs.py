@@ -39,9 +39,8 @@ class Sizes:
                 sizes[field.name] = tuple(map(float, size)) if several else float(size)
         return cls(**sizes)
 
-    def or_of(self, expert: float | tuple[float, ...], n_embd: int) -> Sizes:
-        """What is None, of a model: a row is float32[n_embd]."""
-        row = 4.0 * n_embd
+    def or_of(self, expert: float | tuple[float, ...], row: float) -> Sizes:
+        """What is None, of a model. row: of one."""
         return replace(self, **{name: value for name, value in (("expert", expert), ("request", row), ("reply", row))
                                 if getattr(self, name) is None})
 
