@@ -129,11 +129,13 @@ pyorch_pace Peer::pace() {
 void Peer::note_pace(const Question & last) {
     Pace &       pace    = paces[pace_of(last.n_slots)];
     const double seconds = seconds_since(last.since);
-    pace.seconds         = pace.seconds > 0 && seconds_since(pace.since) <= FORGOTTEN * pace.seconds ?
+    // Not asked for long, and faster now: what was known before says nothing any more. Slower: that may be this once.
+    const double idle = std::chrono::duration<double>(last.since - pace.since).count();
+    pace.seconds      = pace.seconds > 0 && (seconds > pace.seconds || idle <= FORGOTTEN * pace.seconds) ?
         pace.seconds * std::pow(seconds / pace.seconds, 1.0 / 8) :
         seconds;
-    pace.since           = Clock::now();
-    answered             = pace.since;
+    pace.since        = Clock::now();
+    answered          = pace.since;
     note_answer(overall, last.n_slots, seconds);
 }
 

@@ -210,6 +210,41 @@ static void test_what_is_read_sooner_than_a_server_answers_is_not_asked_for() {
     CHECK(bank.counts().read == n_read && n_read > 4);
 }
 
+static void test_what_was_asked_before_is_answered_before() {
+    std::atomic<bool> waits{ false };
+    Listener          listener(listener_config(0), [&](const ExpertRows & rows, float * outputs) {
+        while (waits) {
+            std::this_thread::yield();
+        }
+        compute(rows, outputs);
+    });
+    RemoteBank        bank(LAYERS);
+    const int         peer = bank.connect(peer_config(listener.port()));
+    bank.place(0, std::vector<int>(8, peer), 1);
+    for (int i = 0; i < 20; ++i) {
+        CHECK(!send_some(bank, 4, 2, {}).empty());
+    }
+    double usual = 0;
+    while ((usual = bank.peer(peer)->answer_seconds(4)) == 0) { // forgotten, if this thread was away
+        send_some(bank, 4, 2, {});
+    }
+    waits = true;
+    const std::vector<int32_t> experts(4, 1);
+    const std::vector<float>   weights(4, 1.0f), inputs(4 * LAYERS[0].n_in, 1.0f);
+    std::vector<uint8_t>       elsewhere;
+    auto                       rows =
+        bank.send(0, 4, 1, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {}, elsewhere);
+    const auto   begin = Clock::now();
+    const double late  = std::max(0.1, 30 * usual);
+    while (std::chrono::duration<double>(Clock::now() - begin).count() < late) {
+    }
+    CHECK(bank.peer(peer)->answer_seconds(4) > late); // it is overdue: as long again, by all that is known
+    waits = false;
+    CHECK(rows.size() == 1 && rows[0].answer->wait());
+    const double next = bank.peer(peer)->answer_seconds(4); // one late answer says little of the next
+    CHECK(next > 0 && next < late / 8);
+}
+
 static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {
     const std::vector<LayerShape> layers = { { 2, 4096, 4096 } };
     Listener listener({ "127.0.0.1", 0, "token", "model", 7, 9, layers }, [](const ExpertRows & rows, float * outputs) {
@@ -301,6 +336,20 @@ static void test_what_one_request_has_no_room_for_is_in_several() {
     CHECK(rows[1].slots == std::vector<int>({ 2, 5, 8, 11 }));
     CHECK(rows[0].answer->wait() && rows[1].answer->wait());
     CHECK(listener.counts().refused == 0);
+
+    Listener         large(listener_config(0), compute);
+    const int        other = bank.connect(peer_config(large.port()));
+    std::vector<int> both;
+    for (int e = 0; e < 8; ++e) {
+        both.insert(both.end(), { peer, other });
+    }
+    bank.place(0, both, 2); // its replica takes as many
+    rows = bank.send(0, n, 1, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {}, elsewhere);
+    CHECK(elsewhere[3]);
+    for (RemoteRows & r : rows) {
+        CHECK(r.answer->wait());
+    }
+    bank.place(0, std::vector<int>(8, peer), 1);
 
     std::vector<int32_t> thirty(30); // of which two requests may wait
     for (int i = 0; i < 30; ++i) {
@@ -422,6 +471,7 @@ int main() {
     test_servers_that_have_the_same_experts_share_the_work();
     test_who_is_expected_to_answer_first_is_asked();
     test_what_is_read_sooner_than_a_server_answers_is_not_asked_for();
+    test_what_was_asked_before_is_answered_before();
     test_a_request_that_is_much_larger_than_what_the_system_buffers();
     test_rows_of_two_bytes_a_number();
     test_what_one_request_has_no_room_for_is_in_several();

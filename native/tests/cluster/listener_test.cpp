@@ -185,6 +185,11 @@ static void test_a_request_is_a_part_of_the_quota_with_its_answer() {
         CHECK(answers(honest, i, 100));
     }
     CHECK(greedy.put(request(1, 101)) && greedy.next() == FrameKind::REFUSED && answers(honest, 1));
+    Client      hoping(listener.port()); // that what is said to come is not looked at
+    FrameHeader header;
+    header.kind  = (uint16_t) FrameKind::COMPUTE;
+    header.bytes = max_compute_bytes(LAYERS, 100) + 1;
+    CHECK(hoping.put((const char *) &header, sizeof(header)) && hoping.next() == FrameKind::REFUSED);
     Client                     sly(listener.port()); // in few bytes
     const std::vector<int32_t> experts(101);
     const std::vector<float>   weights(101, 1.0f), inputs(SHAPE.n_in, 1.0f);

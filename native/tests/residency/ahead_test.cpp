@@ -20,6 +20,23 @@ static void a_pin_of_what_is_read_on_a_guess_survives_the_pass() {
     CHECK(house.resident(2, 7));
 }
 
+static void only_reads_that_layers_wait_for_keep_the_disk_from_others() {
+    House      house(3, 0.9);
+    const auto busy = [&] {
+        double queued, expert, share;
+        CHECK(house.table.read_time(1, queued, expert, share) && queued == 0 && expert > 0);
+        return share;
+    };
+    house.table.prefetch(house.map.layers[0].il, ALL.data(), (int) ALL.size());
+    house.reader.read_all();
+    CHECK(busy() == 0);
+    house.pass(1, { 3, 5 });
+    const double first = busy();
+    CHECK(first > 0 && first <= 1);
+    while (busy() > first / 2) { // time passes
+    }
+}
+
 static void a_pin_takes_memory_from_what_was_read_ahead() {
     House house(4, 0.5);
     for (int layer : { 0, 1 }) {
@@ -157,6 +174,7 @@ static void a_guess_takes_nothing_that_the_last_token_used() {
 int main(int argc, char ** argv) {
     return run(argc, argv,
         {
+            only_reads_that_layers_wait_for_keep_the_disk_from_others,
             a_pin_of_what_is_read_on_a_guess_survives_the_pass,
             a_pin_takes_memory_from_what_was_read_ahead,
             who_decodes_the_last_that_keeps_an_order_waiting_wakes_the_reader,
