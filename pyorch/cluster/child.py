@@ -318,8 +318,10 @@ def _first_key(flags: Sequence[str]) -> str:
 def _secured(job: Job) -> Iterator[str]:
     """Users speak HTTPS to the address of a server. Gives the socket at which it is to listen, which nobody else can
     reach. The process that speaks TLS is another one than that for servers: users cannot fill it up for these."""
-    with tempfile.TemporaryDirectory() as directory, contextlib.closing(Tunnel(job.tls)) as tunnel:
-        inner = os.path.join(directory, "endpoint.sock")
+    # Here, where Ray is the cluster's own, `down` also removes what a killed server leaves. Paths of sockets are short.
+    here = os.curdir if os.access(os.curdir, os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=here) as directory, contextlib.closing(Tunnel(job.tls)) as tunnel:
+        inner = os.path.relpath(os.path.join(directory, "endpoint.sock")) if here else f"{directory}/endpoint.sock"
         tunnel.listen_to_users(job.address, job.port, inner)
         yield inner
 

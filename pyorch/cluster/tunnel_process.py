@@ -185,6 +185,10 @@ class Process:
             await asyncio.wait_for(self._connect(connection, way, ends, handshake), self._seconds)
             accepted, reached = ends
             accepted.join(reached)
+            if way.public and not accepted.heard:  # whoever has no key could fill all places with silence
+                await asyncio.wait({accepted.over}, timeout=self._seconds)
+                if not accepted.heard:
+                    raise asyncio.TimeoutError
             error = await (accepted if way.secure else reached).over
             # Who connects was believed before it was carried; who is reached shows by a byte that it does believe us.
             if not way.secure and not reached.heard and not accepted.over.done():

@@ -245,6 +245,15 @@ def test_users_need_no_certificate_and_reach_a_socket(tmp_path):
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert b"HTTP" not in everything(connection)
         assert "not TLS" in users.error_after(before, HANG_SECONDS)
+    with tunnel(handshake_seconds=0.2) as users, socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "other.sock"))
+        listening.listen()
+        port = users.listen_to_users("127.0.0.1", 0, str(tmp_path / "other.sock"))
+        while not users.n_errors:  # a busy machine may need longer than that for TLS
+            with contextlib.suppress(OSError):
+                with context.wrap_socket(connected(port), server_hostname="127.0.0.1") as silent:
+                    assert everything(silent) == b""
+        assert "nothing came of the connection in 0.2 s" in users.error_after(0)
 
 
 def test_who_says_nothing_holds_nobody_up_and_is_cut_off(pair):
