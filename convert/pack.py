@@ -22,7 +22,7 @@ import numpy as np
 from pyorch import files
 from pyorch.convert import compression
 from pyorch.convert.compression import KindReport, Scheme
-from pyorch.convert.pack_plan import Experts, Plan, UnfitError, aligned, chunks_of, forget, layouts_of
+from pyorch.convert.pack_plan import Experts, Plan, Share, UnfitError, aligned, chunks_of, forget, layouts_of
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
 from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
@@ -59,13 +59,14 @@ class Packing:
 def pack(
     model: str | os.PathLike[str], target: str | os.PathLike[str] | None = None, *, layout: str = LAYOUTS[0],
     codec: str = compression.NONE, level: int | None = None, shards: int | None = None, spare_bytes: int = 0,
-    on_progress: OnProgress | None = None,
+    share: Share | None = None, on_progress: OnProgress | None = None,
 ) -> Packing:
     """Writes the pack of a model, beside it unless `target` says where. It appears whole or not at all.
 
     layout: one of LAYOUTS; native: only for machines whose kernels want the same order. codec, level, shards: see
     compression.choose(). spare_bytes: room that must be left on the disk for the slim model that the caller writes
-    afterwards; 0: there will be none.
+    afterwards; 0: there will be none. share: the experts that one of several servers is to have, which needs the plain
+    layout and no codec; None: all.
 
     A run that was interrupted, or met a full disk, leaves what it has in a hidden file beside the target, and the next
     one goes on from there. No more than some experts for each core are in memory. Raises PyorchError.
@@ -84,7 +85,7 @@ def pack(
             if choice is None:
                 with Experts(model_map, layouts_of(model_map, layout)) as experts:
                     choice = compression.choose(model_map, experts.read, codec, level, shards, slim=spare_bytes > 0)
-            plan, unfit = Plan(model_map, layout, choice.schemes), []
+            plan, unfit = Plan(model_map, layout, choice.schemes, share), []
             try:
                 known = _begin(plan, choice.ratio, descriptor, target.parent, spare_bytes)
                 n_continued = len(known)
@@ -108,7 +109,7 @@ def pack(
         return Packing(target, layout, len(model_map.layers), plan.n_experts, n_continued,
                        target.stat().st_size, time.monotonic() - begin,
                        tuple(name for name in codecs.NAMES if name in used),
-                       stored_bytes / model_map.info.expert_bytes, choice.kinds,
+                       stored_bytes / max(1, plan.expert_bytes), choice.kinds,
                        "; ".join(filter(None, (choice.reason, _unfit_sentence(unfit, model_map)))))
 
 
@@ -186,6 +187,9 @@ def _begin(plan: Plan, ratio: float, descriptor: int, directory: Path, spare_byt
     files.check_free_space(directory, max(0, plan.n_bytes(ratio) - there) + spare_bytes)
     if not begun:
         _write_all(descriptor, bytes(plan.data), 0)  # no hole: on a disk that is full later there is room for its rows
+        for il, layer in plan.layers.items():
+            for expert in sorted(set(range(layer.info.n_expert)) - set(plan.experts[il])):
+                _write_all(descriptor, layer.absent_rows(expert), plan.index[il] + expert * layer.row_bytes)
         _write_all(descriptor, plan.header, 0)
     return _known_rows(plan, descriptor)
 
@@ -209,7 +213,7 @@ def _write(plan: Plan, known: _Known, descriptor: int, on_progress: OnProgress |
 
     def report() -> None:
         if on_progress is not None:
-            on_progress("packing", n_done, plan.map.info.expert_bytes)
+            on_progress("packing", n_done, plan.expert_bytes)
 
     def begin(il: int) -> None:
         if il not in layer_begin:
@@ -242,7 +246,7 @@ def _known_rows(plan: Plan, descriptor: int) -> _Known:
     known, n_bytes, at = [], os.fstat(descriptor).st_size, plan.data
     for il, layer in plan.layers.items():
         begin = at = aligned(at, packs.PAGE)
-        for expert in range(layer.info.n_expert):
+        for expert in plan.experts[il]:
             content = os.pread(descriptor, layer.row_bytes, plan.index[il] + expert * layer.row_bytes)
             rows = np.frombuffer(content, packs.CHUNK)
             offset, stored, rest = rows["offset"], rows["stored"], n_bytes - begin - rows["stored"]
@@ -258,7 +262,7 @@ def _records(plan: Plan, n_known: int) -> Iterator[tuple[LayerInfo, int, np.ndar
 
     Compressing is shared by all cores; so many records wait at most.
     """
-    wanted = [(layer, expert) for layer in plan.map.layers for expert in range(layer.n_expert)][n_known:]
+    wanted = [(layer, expert) for layer in plan.map.layers for expert in plan.experts[layer.il]][n_known:]
     is_compressed = any(layer.is_compressed for layer in plan.layers.values())
     n_threads = compression.n_cores() if is_compressed or plan.in_nibbles else 1
     of_thread = threading.local()
@@ -353,8 +357,11 @@ def check(
         with ExitStack() as stack:
             file, packed = stack.enter_context(path.open("rb", buffering=0)), stack.enter_context(ModelMap(path))
             experts = None if model_map.info.slim else stack.enter_context(Experts(model_map, metadata[packs.LAYOUTS]))
+            there = packs.share_of(attached)
             for layer in model_map.layers:
                 for (expert, role), rows in chunks_of(arrays, packed, layer).items():
+                    if there is not None and not there[layer.il][expert]:
+                        continue
                     n_bytes = model_map.matrix_bytes(layer, role)
                     expected = None if experts is None else experts.read(layer, expert, role)
                     parts = _damaged_parts(list(rows), partial(_stored, file), expected, layer.roles[role], n_bytes)
@@ -363,7 +370,7 @@ def check(
                     n_done += n_bytes
                     if on_progress is not None:
                         on_progress("checking", n_done, total)
-                n_experts += layer.n_expert
+                n_experts += layer.n_expert if there is None else int(there[layer.il].sum())
     return Check(path, len(model_map.layers), n_experts, path.stat().st_size, tuple(damaged), time.monotonic() - begin)
 
 

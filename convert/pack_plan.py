@@ -19,6 +19,8 @@ from pyorch.runtime.model_map import LayerInfo, ModelMap
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.container import checksum
 
+Share = Mapping[int, np.ndarray]  # by layer (il), bool[n_expert]
+
 
 class UnfitError(Exception):
     """A matrix of this tensor, a layer's and a role, has more rare exponents than nibble has room for."""
@@ -29,13 +31,23 @@ class UnfitError(Exception):
 
 
 class Plan:
-    """What will lie in the pack of a model, and where as far as that is known before anything is compressed."""
+    """What will lie in the pack of a model, and where as far as that is known before anything is compressed.
 
-    def __init__(self, model_map: ModelMap, layout: str, schemes: Sequence[Scheme]) -> None:
-        self.map, self.layout = model_map, layout
+    share: by layer, bool[n_expert]: the experts that it is to have; None: all.
+    """
+
+    def __init__(
+        self, model_map: ModelMap, layout: str, schemes: Sequence[Scheme], share: Share | None = None
+    ) -> None:
+        self.map, self.layout, self.share = model_map, layout, share
         self.layouts = layouts_of(model_map, layout)
         self._schemes = list(schemes)
-        self.n_experts = sum(layer.n_expert for layer in model_map.layers)
+        self.experts = {
+            layer.il: list(range(layer.n_expert)) if share is None else np.flatnonzero(share[layer.il]).tolist()
+            for layer in model_map.layers
+        }
+        self.n_experts = sum(map(len, self.experts.values()))
+        self.expert_bytes = sum(len(self.experts[layer.il]) * layer.expert_bytes for layer in model_map.layers)
         of_matrices = iter(schemes)
         self.layers = {layer.il: LayerPlan(model_map, layer, [next(of_matrices) for _ in layer.roles])
                        for layer in model_map.layers}
@@ -55,14 +67,16 @@ class Plan:
         """About how long the file will be, if experts become so small."""
         regions = 2 * packs.PAGE  # of a compressed record, whose ends are filled up
         return self.data + sum(
-            layer.info.n_expert * (math.ceil(ratio * layer.info.expert_bytes) + regions if layer.is_compressed
-                                   else layer.plain_bytes) for layer in self.layers.values())
+            len(self.experts[il]) * (math.ceil(ratio * layer.info.expert_bytes) + regions if layer.is_compressed
+                                     else layer.plain_bytes) for il, layer in self.layers.items())
 
     def make_header(self, data_bytes: dict[int, int]) -> bytes:
         """All before the first tensor's data; as long whatever the sizes are. data_bytes: by layer, 0 for others."""
         metadata: container.Metadata = {packs.LAYOUTS: self.layouts}
         if not all(scheme.is_plain for scheme in self._schemes):
             metadata[packs.CODECS] = list(map(str, self._schemes))
+        if self.share is not None:
+            metadata[packs.SHARE] = packs.share_digest(self.share)
         writer = container.new_writer(None, packs.KIND, packs.VERSION, self.map, metadata)
         writer.add_custom_alignment(packs.PAGE)
         for il, layer in self.layers.items():
@@ -105,6 +119,13 @@ class LayerPlan:
         largest = max(layer.expert_bytes for layer in model_map.layers)
         # What each region of a record begins at. Without planes a reader may take the layer for a plain one.
         self.unit = packs.ALIGNMENT if in_planes and largest < packs.ALIGNED_BYTES else packs.PAGE
+
+    def absent_rows(self, expert: int) -> np.ndarray:
+        """Of an expert that a share does not have, CHUNK[matrices]."""
+        rows = np.zeros(len(self._sizes), packs.CHUNK)
+        for role, size in enumerate(self._sizes):
+            rows[role] = (expert, role, 0, codecs.NAMES.index(codecs.STORED), packs.NOWHERE, size, size, 0)
+        return rows
 
     def record(self, expert: int, matrices: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """uint8[record], whole units; and its rows, CHUNK[chunks], with offsets in the record."""

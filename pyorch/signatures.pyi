@@ -21,6 +21,7 @@ def load(
     *,
     n_batch: int | None = None,
     managed: bool = False,
+    placed: bool = False,
     source: Source | None = None,
     use_extra_bufts: bool = True,
     verbose: bool = False,
@@ -56,6 +57,7 @@ def load(
         n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
         managed: have an engine, to look at experts and to change what becomes of them, also where the whole model fits
             on a device, and llama.cpp would keep it there.
+        placed: other servers will compute experts (Engine.connect, Engine.set_placement), as those that a share lacks.
         source: reads in place of the file, see Engine.
         use_extra_bufts: repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
         policy: which experts leave memory first (eviction policy): lru, lfu, finemoe or learned (default:

@@ -57,6 +57,18 @@ static std::vector<pyorch::LayerShape> shapes_of(const pyorch::ModelMap & map) {
     return shapes;
 }
 
+// By layer and expert: what no file of a share of the experts has.
+static std::vector<std::vector<uint8_t>> lacking_of(const pyorch::ModelMap & map) {
+    std::vector<std::vector<uint8_t>> lacking;
+    for (const auto & layer : map.layers) {
+        auto & of_layer = lacking.emplace_back();
+        for (int expert = 0; expert < layer.n_expert; ++expert) {
+            of_layer.push_back(layer.lacks(expert));
+        }
+    }
+    return lacking;
+}
+
 uint64_t pyorch_engine::shape() const {
     std::string text = table.map.arch;
     for (const auto & layer : table.map.layers) {
@@ -88,7 +100,7 @@ pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config &
         simulated(simulated), config(config), locks(make_locks(config, simulated)),
         table(map, make_bank(map, config, simulated, locks), pyorch::open_source(map, config),
             codec_of(map, config, simulated), config, simulated ? pyorch::replay_policies() : pyorch::policy_list()),
-        routers((int) map.layers.size()), prefetcher(table, routers), remote(shapes_of(map)),
+        routers((int) map.layers.size()), prefetcher(table, routers), remote(shapes_of(map), lacking_of(map)),
         routing(table, prefetcher, routers, remote, config.plain == 0),
         reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {
     if (config.device && !simulated) {

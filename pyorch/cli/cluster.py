@@ -51,6 +51,16 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     rebalance = _add_action(actions, "rebalance", "have the scheduler place the experts again now, which it does by "
                             "itself every so often", _rebalance, "pyorch cluster rebalance --json")
     rebalance.add_argument("--json", action="store_true", help="print the decision as one JSON object")
+    prepare = _add_action(actions, "prepare", "write a model for each server with the experts only that a plan gives "
+                          "it, for disks that have no room for all", _prepare,
+                          "pyorch cluster prepare --plan plan.json -o shares")
+    prepare.add_argument("--plan", type=Path, required=True, metavar="FILE",
+                         help="which experts each server has, by `pyorch place`")
+    prepare.add_argument("-o", "--output", type=Path, required=True, metavar="DIR",
+                         help="the directory to write to: DIR/SERVER/MODEL.gguf and its pack, for each server")
+    prepare.add_argument("--server", action="append", metavar="NAME",
+                         help="for this server only; may be repeated (default: for all)")
+    prepare.add_argument("--json", action="store_true", help="print what was written as one JSON object")
     measure = _add_action(actions, "measure", "measure links and disks of servers that are up, for the scheduler",
                           _measure, "pyorch cluster measure -o costs.json")
     measure.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
@@ -125,6 +135,49 @@ def _rebalance(args: argparse.Namespace) -> int:
         print_json(verdict)
     else:
         show([_decided(verdict)])
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from pyorch.cli.progress import Progress
+    from pyorch.cli.tables import Table, show
+    from pyorch.cluster.config import read_cluster
+    from pyorch.cluster.placement.placement import read_placement
+    from pyorch.convert.share import share_for, write_share
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.sizes import counted, format_bytes
+
+    cluster = read_cluster(args.config)
+    names = args.server or list(cluster.names)
+    for name in names:
+        cluster.index(name)
+    model = cluster.required_model
+    with ModelMap(model) as model_map:
+        placement = read_placement(args.plan, model_map)
+        layers = model_map.layers
+    placement.check_servers(cluster.names)
+    if placement.n_uncovered:
+        raise PyorchError(f"{args.plan} gives {counted(placement.n_uncovered, 'expert')} to no server: with shares "
+                          "nobody could compute them; give servers more memory, and place again")
+    written = {}
+    for name in names:
+        held = placement.held[placement.servers.index(name)]
+        with Progress() as progress:
+            written[name] = write_share(
+                model, args.output / name / model.name, share_for(layers, dict(zip(placement.layers, held))),
+                lambda what, done, total, name=name: progress.update(f"{what} the share of {name}", done, total))
+    if args.json:
+        print_json({name: asdict(share) for name, share in written.items()})
+        return 0
+    show([
+        Table(("server", "experts", "bytes", "model", ""), [
+            (name, str(share.n_experts), format_bytes(share.n_bytes), str(share.path),
+             "" if share.written else "was there") for name, share in written.items()
+        ], left=("server", "model", "")),
+        f"bring each directory to its server, and name the model that is in it under its [[server]] in {args.config}",
+    ])
     return 0
 
 

@@ -32,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
 def run(args: argparse.Namespace) -> int:
     from pyorch.sidecars import packs
 
-    with packs.open_model(args.model) as model_map:
+    with packs.open_model(args.model, share=True) as model_map:
         refused = packs.attach(model_map)
         inspection = _inspect(model_map, args.ctx or model_map.default_ctx, args.disk, refused)
         layers = model_map.layers
@@ -49,8 +49,9 @@ def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> d
 
     expert_bytes: of one expert of the largest layer; layer_bytes: of all of that layer, in memory: with less, a layer
     is streamed. kv_cache_bytes: for a context of n_ctx tokens. disk: what the file system was found to need, None where
-    it was not measured yet; disk_ways: all that was measured now. pack_refused, plan_refused: why what lies beside the
-    model is not used, "" if it is, or none lies there. has_weights: most of the file's bytes were written.
+    it was not measured yet; disk_ways: all that was measured now. share: see _share(). pack_refused, plan_refused: why
+    what lies beside the model is not used, "" if it is, or none lies there. has_weights: most of the file's bytes were
+    written.
     """
     from pyorch import files
     from pyorch.runtime import disk
@@ -72,9 +73,18 @@ def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> d
         "expert_bytes": max((layer.expert_bytes for layer in layers), default=0),
         "layer_bytes": max((layer.n_expert * layer.slot_bytes for layer in layers), default=0),
         "n_ctx": n_ctx, "kv_cache_bytes": model_map.kv_bytes(n_ctx), "sidecars": model_map.sidecars(), "disk": chosen,
-        "disk_ways": ways, "pack_refused": pack_refused, "pack": packs.contents(model_map), "plan": plan,
+        "disk_ways": ways, "pack_refused": pack_refused, "pack": packs.contents(model_map),
+        "share": _share(model_map), "plan": plan,
         "plan_refused": plan_refused, "has_weights": not files.has_holes(model_map.shards),
     }
+
+
+def _share(model_map) -> int | None:
+    """Experts of all layers that the model has, where that is a share of them."""
+    from pyorch.sidecars import packs
+
+    share = packs.share_of(model_map)
+    return None if share is None else int(sum(row.sum() for row in share.values()))
 
 
 def _plan(model_map) -> tuple[Path | None, str]:
@@ -131,6 +141,8 @@ def _facts(model: dict[str, Any]) -> Facts:
     elif model["pack"] is not None:
         codecs, stored = ", ".join(model["pack"].codecs) or "not compressed", model["pack"].stored_bytes
         beside["experts"] += f" ({codecs}, {stored / model['experts_bytes']:.3f} of the experts' bytes)"
+    if model["share"] is not None:
+        beside["share"] = f"{model['share']} experts of all layers, for one server of a cluster"
     if model["plan"] is not None:
         beside["plan"] = f"not used: {model['plan_refused']}" if model['plan_refused'] else str(model['plan'])
     return Facts([*facts, *beside.items()])

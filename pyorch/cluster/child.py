@@ -36,6 +36,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.serve.address import Address
 from pyorch.serve.llama_server import Flags
 from pyorch.serve.server import serve
+from pyorch.sidecars import packs
 from pyorch.sidecars.container import fingerprint
 
 _METRICS = {  # of llama-server, and what they are called here
@@ -238,7 +239,7 @@ class Serving:
 
     def disk_bytes_per_second(self) -> float:
         """That experts are read with, around the page cache, by as many requests at once as that takes."""
-        with ModelMap(self._job.model) as model_map:
+        with packs.open_model(self._job.model, share=True) as model_map:
             return measure_bandwidth(model_map, 2 * MEASURE_SECONDS).bytes_per_second
 
     def _following(self) -> Peers:

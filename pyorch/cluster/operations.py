@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from pyorch import ports
 from pyorch.cluster import local_ray, state
 from pyorch.cluster.actor import start_server, stop_servers
@@ -30,8 +32,9 @@ from pyorch.cluster.state import Running
 from pyorch.cluster.tls import check_keys
 from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import packs
 from pyorch.sidecars.container import fingerprint
-from pyorch.sizes import format_bytes
+from pyorch.sizes import counted, format_bytes
 
 MEASURE_SECONDS = 600.0  # for one link, which may be slow, or one disk
 REBALANCE_SECONDS = 120.0  # for the scheduler, which asks all servers and places again
@@ -41,12 +44,13 @@ STATUS_SECONDS = 2.0  # for servers to answer: one that died is seen within thre
 
 @dataclass(frozen=True)
 class Examined:
-    """What a server finds where it is to run."""
+    """What a server finds where it is to run. has_share: of the experts, not all."""
 
     fingerprint: str
     port: int
     peer_port: int
     budget_bytes: int
+    has_share: bool
 
 
 @contextlib.contextmanager
@@ -69,9 +73,8 @@ def brought_up(
     Raises:
         PyorchError: it is up already, or a server cannot start. Then nothing is left running.
     """
-    if placement is not None and set(placement.servers) != set(cluster.names):
-        raise PyorchError(f"the plan is for the servers {', '.join(placement.servers)}, the cluster has "
-                          f"{', '.join(cluster.names)}")
+    if placement is not None:
+        placement.check_servers(cluster.names)
     for flag in ("--host", "--port"):
         if flag in flags:
             raise PyorchError(f"{flag} cannot be one for all servers: {cluster.path} has address and port of each")
@@ -96,7 +99,7 @@ def brought_up(
             running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
             if not ray_address:  # the servers are here: what cannot be is refused before anything starts
                 found = _examined(cluster, lambda server: examine(
-                    _model_of(cluster, server), server, _keys_of(cluster)))
+                    _model_of(cluster, server), server, _keys_of(cluster), placement))
             try:
                 if not ray_address:
                     say("starting Ray")
@@ -106,7 +109,11 @@ def brought_up(
                 nodes = {}
                 if ray_address:
                     nodes = _nodes(ray, cluster)
-                    found = _examined(cluster, lambda server: _examine_there(ray, cluster, server, nodes[server.name]))
+                    found = _examined(cluster, lambda server: _examine_there(
+                        ray, cluster, server, nodes[server.name], placement))
+                if setting is not None and any(one.has_share for one in found.values()):
+                    say("experts stay where the plan has them: a server with a share of them cannot take in others")
+                    setting = None
                 for job in _jobs(cluster, found, running, placement, settings or {}, flags):
                     start_server(ray, job, nodes.get(job.name, ""))
                 servers = _wait(ray, cluster.names, say)
@@ -239,23 +246,34 @@ def statuses(ray: ModuleType, names: Sequence[str], seconds: float = STATUS_SECO
     return found
 
 
-def examine(model: str, server: Server, keys: str | None = None) -> Examined | str:
-    """Looks whether a server could run here with a model, and a file of API keys: a sentence says why not."""
+def examine(
+    model: str, server: Server, keys: str | None = None, placement: Placement | None = None
+) -> Examined | str:
+    """Looks whether a server could run here with a model, a file of API keys, and a plan: a sentence says why not."""
     try:
         if keys is not None:
             check_keys(keys)
         if server.tls is not None:
             server.tls.check(server.address)
-        with ModelMap(model) as model_map:
-            info = model_map.info
+        with packs.open_model(model, share=placement is not None) as model_map:
+            info, share = model_map.info, packs.share_of(model_map)
+            if share is not None and (n := _n_lacking(share, placement, server.name)):
+                return (f"the plan gives it {counted(n, 'expert')} that its share of them lacks: make it again with "
+                        "`pyorch cluster prepare`")
             budget = sum(server.device_bytes(info.slots_bytes))
             if model_map.layers and budget < info.floor_bytes:
                 return (f"its memory of {format_bytes(budget)} is below what the model needs at once, "
                         f"{format_bytes(info.floor_bytes, round_up=True)} (twice the experts of a token, and one)")
             found = _free_ports(server.address, server.port, server.peer_port)
-            return Examined(fingerprint(model_map), *found, budget)
+            return Examined(fingerprint(model_map), *found, budget, share is not None)
     except PyorchError as error:
         return str(error)
+
+
+def _n_lacking(share: Mapping[int, np.ndarray], placement: Placement, name: str) -> int:
+    held = placement.held[placement.servers.index(name)]
+    return int(sum(np.count_nonzero(row[: len(share[il])] & ~share[il]) for il, row in zip(placement.layers, held)
+                   if il in share))
 
 
 def _keys_of(cluster: Cluster) -> str | None:
@@ -288,11 +306,13 @@ def _examined(cluster: Cluster, examine: Callable[[Server], Examined | str]) -> 
     return found
 
 
-def _examine_there(ray: ModuleType, cluster: Cluster, server: Server, node: str) -> Examined | str:
+def _examine_there(
+    ray: ModuleType, cluster: Cluster, server: Server, node: str, placement: Placement | None
+) -> Examined | str:
     """On the machine of a server."""
     there = ray.remote(examine).options(num_cpus=0, max_retries=0, resources={f"node:{node}": 0.001})
     try:
-        return ray.get(there.remote(_model_of(cluster, server), server, _keys_of(cluster)))
+        return ray.get(there.remote(_model_of(cluster, server), server, _keys_of(cluster), placement))
     except ray.exceptions.RayError as error:
         last_line = [type(error).__name__, *filter(None, map(str.strip, str(error).splitlines()))][-1]
         raise PyorchError(f"server {server.name}: pyorch does not run on {node}: {last_line}") from None

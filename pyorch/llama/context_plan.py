@@ -22,7 +22,7 @@ def default_ubatch(managed: ManagedModel) -> int | None:
     if managed.plan.automatic:
         return None
     whole = managed.engine is None or managed.engine.stats().budget_bytes >= managed.map.info.slots_bytes
-    return NARROW_UBATCH if whole else WIDE_UBATCH
+    return NARROW_UBATCH if whole or managed.plan.has_share else WIDE_UBATCH
 
 
 def plan_context(managed: ManagedModel, params: llama.llama_context_params, widen: bool) -> int:

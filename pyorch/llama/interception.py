@@ -68,10 +68,11 @@ class manage:
 
 
 @contextlib.contextmanager
-def managing(settings: Settings, model_map: ModelMap | None = None) -> Iterator[None]:
-    """As manage, for what the calling thread loads inside. model_map: of the model at its path, if it is open."""
+def managing(settings: Settings, model_map: ModelMap | None = None, placed: bool = False) -> Iterator[None]:
+    """As manage, for what the calling thread loads inside. model_map: of the model at its path, if it is open. placed:
+    see loading()."""
     before = getattr(_thread, "managing", None)
-    _thread.managing = settings, model_map
+    _thread.managing = settings, model_map, placed
     try:
         yield
     finally:
@@ -79,12 +80,12 @@ def managing(settings: Settings, model_map: ModelMap | None = None) -> Iterator[
 
 
 def _settings() -> Settings | None:
-    settings, _ = getattr(_thread, "managing", None) or (None, None)
+    settings, *_ = getattr(_thread, "managing", None) or (None,)
     return settings or (_process_settings[-1] if _process_settings else None)
 
 
 def _map(path: str) -> ModelMap:
-    _, model_map = getattr(_thread, "managing", None) or (None, None)
+    _, model_map, _ = getattr(_thread, "managing", None) or (None, None, False)
     return model_map if model_map is not None and model_map.path == path else ModelMap(path)
 
 
@@ -96,7 +97,8 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
     if settings.use_extra_bufts is not None:
         params.use_extra_bufts = settings.use_extra_bufts
     logs.forget_errors()
-    with loading(path, _map(path), settings, params) as managed, fatal.refused():
+    *_, placed = getattr(_thread, "managing", None) or (False,)
+    with loading(path, _map(path), settings, params, placed) as managed, fatal.refused():
         model = call()
     try:
         raise_held()

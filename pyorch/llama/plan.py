@@ -73,7 +73,8 @@ class EnginePlan:
     under the automatic budget the least that works: contexts set it to what they leave; None: no engine, llama.cpp
     keeps the experts, or there are none. plain: experts are computed with as they lie in the file. device_bytes: of the
     device's memory, 0 where a context says it. history, kept, uses: what predictors, memory with the policy "learned",
-    and ranks of experts begin with, None for nothing. placed: other servers compute experts. notes: sentences for
+    and ranks of experts begin with, None for nothing. placed: other servers compute experts; has_share: and some only
+    they can. notes: sentences for
     people.
     """
 
@@ -84,6 +85,7 @@ class EnginePlan:
     plain: bool
     device: Device | None
     placed: bool
+    has_share: bool = False
     division: Division = Division()
     reads: Reads = Reads()
     device_bytes: int = 0
@@ -130,11 +132,12 @@ def make_plan(
         settings = replace(settings, vram_budget=Budget.parse(0))
         notes += (f"{device.name} shares this machine's memory, where experts would lie twice: the processor computes "
                   "them, unless --vram-budget says otherwise",)
-    division, of_pack = _use_pack(settings, model_map, params, device, plain)
+    division, of_pack = _use_pack(settings, model_map, params, device, plain, placed)
     budget, of_budget = _budget(settings, model_map, params, device)
     notes += of_pack + of_budget
     sidecars = Sidecars(model_map)
-    plan = EnginePlan(model_map, settings, sidecars, budget, plain, device, placed, division, notes=notes)
+    has_share = placed and bool(model_map.info.slim) and _has_share(model_map)
+    plan = EnginePlan(model_map, settings, sidecars, budget, plain, device, placed, has_share, division, notes=notes)
     return plan if budget is None else _with_contents(plan)
 
 
@@ -152,6 +155,12 @@ def _holds_all(
     left = device.free_bytes() - margin_bytes(device.total_bytes()) - info.dense_bytes - info.expert_bytes
     return left > 0 and left >= measure.sizes_of(
         model_map, params, context or _first_context(settings, model_map), device).device
+
+
+def _has_share(model_map: ModelMap) -> bool:
+    from pyorch.sidecars.packs import share_of  # see pyorch.sidecars.beside
+
+    return share_of(model_map) is not None
 
 
 def _budget(
@@ -262,12 +271,14 @@ def _uses(plan: EnginePlan) -> np.ndarray | None:
 
 
 def _use_pack(
-    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, device: Device | None, plain: bool
+    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, device: Device | None, plain: bool,
+    placed: bool,
 ) -> tuple[Division, tuple[str, ...]]:
     """Has experts read from the pack that lies beside the model; a note says why not where one is there and refused.
 
     A compressed one is used where that pays, or the model is slim and has its experts nowhere else; how memory is
     divided then is planned, unless the settings say it. plain: they will be computed with as they lie in the model.
+    placed: others compute what this one lacks.
     Raises FormatError for a plan that is refused, PyorchError for shares of forms that experts do not have here.
     """
     slim = bool(model_map.info.slim) and settings.source is None
@@ -292,7 +303,7 @@ def _use_pack(
                 return Division(None, "the compressed pack is not used: the model is read sooner", best), ()
         division = Division(planner=planner)
     if slim:
-        packs.require(model_map, plain)
+        packs.require(model_map, plain, share=placed)
     refusal = packs.attach(model_map, plain)
     if divided and settings.pools is not None:
         if not model_map.layers:

@@ -158,6 +158,9 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
                 # What llama.cpp refuses would end the process when llama-server asks for it.
                 measure.sizes_of(record.map, record.params, params)
             server.default(llama_server.UBATCH, "-ub", ubatch)
+            if record.plan.has_share and server.number(llama_server.UBATCH, 512) > MAX_SHARE_UBATCH:
+                raise PyorchError(f"{record.path} has a share of the experts, and other servers take no more than "
+                                  f"{MAX_SHARE_UBATCH} rows for an expert: a ubatch (-ub) cannot be wider")
             # llama-server does not compute more at once than a batch.
             server.default(llama_server.BATCH, "-b", max(2048, server.number(llama_server.UBATCH, 512)))
             plan_device(record, server.context_params(), is_loaded=False)
@@ -169,6 +172,8 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
                 finally:
                     record.engine.close()
 
+
+MAX_SHARE_UBATCH = 1024  # QUOTA_SLOTS in native/src/api/cluster.cpp: each server takes a request of so many
 
 Beside = Callable[[Engine | None, Address], AbstractContextManager[None]]
 

@@ -7,7 +7,7 @@ lies beside a model is found, and refused where it does not belong there.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,6 +30,11 @@ PLAIN = "plain"  # as matrices lie in the model
 
 # Metadata of packs with other matrices than those that are stored as they are: of every one of every layer, with what.
 CODECS = "codecs"
+
+# Metadata of a pack with a share of the experts, for one of several servers: which. It lies beside a slim model only.
+SHARE = "share"
+
+NOWHERE = -1  # the offset of the chunks of the others
 
 # A row of the tensor blk.N.index: a chunk, which is a matrix of an expert or, for codecs that take it apart, a plane of
 # one. expert, role: whose. codec: in pyorch.library.codecs.NAMES. offset: in the tensor blk.N.experts. stored, raw:
@@ -84,24 +89,52 @@ def contents(model_map: ModelMap) -> Contents | None:
     schemes = metadata.get(CODECS, [])
     rows = (np.ascontiguousarray(arrays[index_name(layer.il)]).view(CHUNK) for layer in model_map.layers)
     return Contents(tuple(dict.fromkeys(str(scheme).partition("/")[0] for scheme in schemes)),
-                    sum(int(of_layer["stored"].sum()) for of_layer in rows))
+                    sum(int(of_layer["stored"][of_layer["offset"] != NOWHERE].sum()) for of_layer in rows))
 
 
-def open_model(path: str | os.PathLike[str]) -> ModelMap:
-    """The map of a model, and of a slim one with the pack that has its experts. FormatError if that is no good."""
+def share_digest(share: Mapping[int, np.ndarray]) -> str:
+    """Which experts these are. share: by layer (il), bool[n_expert]."""
+    import hashlib  # see container.fingerprint()
+
+    return hashlib.sha256(b"".join(np.packbits(share[il]).tobytes() for il in sorted(share))).hexdigest()
+
+
+def share_of(model_map: ModelMap) -> dict[int, np.ndarray] | None:
+    """By layer (il), bool[n_expert]: the experts that the attached pack has; None for a model that has all. FormatError
+    if the pack is damaged."""
+    if model_map.pack is None or not model_map.info.slim:
+        return None
+    metadata, arrays = read(model_map.pack, model_map)
+    if SHARE not in metadata:
+        return None
+    share = {}
+    for layer in model_map.layers:
+        rows = np.ascontiguousarray(arrays[index_name(layer.il)]).view(CHUNK).ravel()
+        share[layer.il] = np.ones(layer.n_expert, bool)
+        share[layer.il][rows["expert"][rows["offset"] == NOWHERE]] = False
+    return share
+
+
+def open_model(path: str | os.PathLike[str], share: bool = False) -> ModelMap:
+    """The map of a model, and of a slim one with the pack that has its experts. FormatError if that is no good.
+    share: see require()."""
     model_map = ModelMap(path)
     container.refuse_sidecar(model_map)
     if model_map.info.slim:
-        require(model_map)
+        require(model_map, share=share)
     return model_map
 
 
-def require(model_map: ModelMap, plain: bool = False) -> None:
-    """Attaches the pack beside a slim model. FormatError if there is none, or it is refused. plain: see attach()."""
+def require(model_map: ModelMap, plain: bool = False, share: bool = False) -> None:
+    """Attaches the pack beside a slim model. FormatError if there is none, or it is refused. plain: see attach().
+    share: it need not have all experts."""
     refusal = attach(model_map, plain)
     if model_map.pack is None:
         raise FormatError(f"{model_map.path} is slim, its experts are in its pack: "
                           f"{refusal or f'{container.default_path(model_map.path, KIND)}: no such file'}")
+    if not share and share_of(model_map) is not None:
+        raise FormatError(f"{model_map.path} has a share of the experts, for one server of a cluster: `pyorch cluster "
+                          "up --plan` runs it with the others")
 
 
 def attach(model_map: ModelMap, plain: bool = False) -> str:
@@ -116,6 +149,8 @@ def attach(model_map: ModelMap, plain: bool = False) -> str:
         return ""
     try:
         metadata, _ = read(path, model_map)
+        if SHARE in metadata and not model_map.info.slim:
+            return f"{path} has a share of the experts, and belongs beside the slim model that was written with it"
         layouts = metadata.get(LAYOUTS)
         if plain and any(str(scheme).startswith(codecs.NIBBLE) for scheme in metadata.get(CODECS, [])):
             return (f"{path} holds nibbles, from which devices and kernels without repacking do not compute: for these "

@@ -19,7 +19,8 @@ from models import assert_same_bits, small_model
 from processes import HANG_SECONDS
 
 import pyorch
-from pyorch.errors import PyorchError
+from pyorch.convert.share import share_for, write_share
+from pyorch.errors import FormatError, PyorchError
 from pyorch.llama.context import Context, log_softmax
 from pyorch.llama.model import Model
 from pyorch.runtime.engine import HERE
@@ -246,6 +247,104 @@ def test_of_two_servers_the_one_that_is_there_is_asked_and_what_is_resident_is_c
             for rows, right in zip(decoded(client, prompt_tokens), expected, strict=True):
                 assert_same_bits(rows, right)
         assert client.engine.remote_stats().slots == sent
+
+
+@pytest.fixture(scope="module")
+def shares(small_moe, tmp_path_factory) -> list[Path]:
+    """Two slim models, each with a half of each layer's experts, and the second one once more."""
+    paths = []
+    with ModelMap(small_moe) as model_map:
+        layers = model_map.layers
+    for name, odd in (("even", 0), ("odd", 1), ("another", 1)):
+        target = tmp_path_factory.mktemp("shares") / name / "small.gguf"
+        target.parent.mkdir()
+        held = {layer.il: np.arange(layer.n_expert) % 2 == odd for layer in layers}
+        write_share(small_moe, target, share_for(layers, held))
+        paths.append(target)
+    return paths
+
+
+def place_shares(model: Model, own: int, peers: list[int]) -> None:
+    """own: 0: it has even experts itself, 1: odd ones; the servers with these numbers have the others."""
+    for layer in model.layers.values():
+        places = np.full((layer.n_expert, len(peers)), HERE)
+        places[1 - own :: 2] = peers
+        model.engine.set_placement(layer.il, places)
+
+
+def test_servers_with_a_share_of_the_experts_compute_what_one_with_all_does(shares, small_moe, resident, prompt_tokens):
+    """Also what is more than a server takes at once: 1,024 tokens choose 6 of 64 experts each, half of them there."""
+    wide = np.random.default_rng(0).integers(8, 376, 1024).tolist()
+
+    def answers(model: Model) -> list[np.ndarray]:
+        with Context(model.llama.model, n_ctx=1024, n_batch=1024, n_ubatch=1024, n_threads=1) as context:
+            return [context.decode(wide)]
+
+    with small_model(small_moe, "100%") as whole:
+        expected = [*decoded(whole, prompt_tokens), *answers(whole)]
+    with small_model(shares[0], "30%", placed=True) as even, small_model(shares[1], "30%", placed=True) as odd:
+        with joined(even, odd) as of_even, joined(odd, even) as of_odd:
+            place_shares(even, 0, [of_even])
+            place_shares(odd, 1, [of_odd])
+            for model in (even, odd):
+                for rows, right in zip([*decoded(model, prompt_tokens), *answers(model)], expected, strict=True):
+                    assert_same_bits(rows, right)
+                assert model.engine.remote_stats().fallback == 0 and model.engine.stats().failures == 0
+                for il, resident_experts in model.residency.items():
+                    assert not resident_experts[np.arange(len(resident_experts)) % 2 == (model is even)].any(), il
+
+
+def test_what_a_share_lacks_is_asked_of_all_that_have_it_and_then_fails(shares, small_moe, prompt_tokens):
+    with small_model(small_moe, "100%") as whole:
+        expected = decoded(whole, prompt_tokens)
+    with contextlib.ExitStack() as stack:
+        even, odd, another = (stack.enter_context(small_model(path, "60%", placed=True)) for path in shares)
+        with joined(even, odd) as first, joined(even, another) as second:
+            place_shares(even, 1, [first, second])  # which have no even experts, and it has no odd ones itself
+            with pytest.raises(PyorchError, match="it is not in this share of the experts"):
+                decoded(even, prompt_tokens)
+            place_shares(even, 0, [first, second])
+            for gone in (None, odd):
+                if gone is not None:
+                    gone.engine.stop_listening()
+                    wait_until_lost(even, first)
+                for rows, right in zip(decoded(even, prompt_tokens), expected, strict=True):
+                    assert_same_bits(rows, right)
+            another.engine.stop_listening()
+            wait_until_lost(even, second)
+            with pytest.raises(PyorchError, match="no server that has it answers"):
+                decoded(even, prompt_tokens)
+            assert even.engine.stats().failures > 0
+        with joined(even, odd) as again:
+            place_shares(even, 0, [again])
+            for rows, right in zip(decoded(even, prompt_tokens), expected, strict=True):
+                assert_same_bits(rows, right)
+
+
+def test_what_one_server_fails_another_that_has_it_is_asked_for(shares, small_moe, prompt_tokens):
+    """The first is said to have all odd experts, and has none of them."""
+    with small_model(small_moe, "100%") as whole:
+        expected = decoded(whole, prompt_tokens)
+    with contextlib.ExitStack() as stack:
+        even, lacking, odd = (stack.enter_context(small_model(path, "60%", placed=True))
+                              for path in (shares[0], shares[0], shares[1]))
+        with joined(even, lacking) as first, joined(even, odd) as second:
+            place_shares(even, 0, [first, second])
+            for rows, right in zip(decoded(even, prompt_tokens), expected, strict=True):
+                assert_same_bits(rows, right)
+            assert lacking.engine.served().failed > 0 and odd.engine.served().slots > 0
+            assert even.engine.remote_stats().fallback == 0
+
+
+def test_an_expert_that_a_share_lacks_is_neither_kept_nor_read_ahead(shares):
+    with small_model(shares[0], "100%", placed=True) as even:
+        with pytest.raises(PyorchError, match="expert 1 of layer 0 is not in this share"):
+            even.engine.pin(0, [0, 1])
+        even.engine.prefetch(0, list(range(64)))
+        even.engine.wait_idle()
+        assert even.engine.residency(0).resident.tolist() == [True, False] * 32
+    with pytest.raises(FormatError, match="has a share of the experts, for one server of a cluster"):
+        small_model(shares[0], "100%")
 
 
 def test_a_placement_may_change_at_any_time(small_moe, resident, prompt_tokens):

@@ -113,6 +113,11 @@ pyorch_status pyorch_model_map_get_range(
                 format("%s holds layer %d compressed: no matrix of it lies there as it is",
                     map->map.files[layer.pack->file].path.c_str(), il));
         }
+        if (layer.lacks(expert)) {
+            throw Failure(PYORCH_FORMAT,
+                format("%s has a share of the experts, without expert %d of layer %d",
+                    map->map.files[layer.pack->file].path.c_str(), expert, il));
+        }
         range->path = map->map.files[map->map.slim ? layer.pack->file : t.file].path.c_str();
         range->type = t.type.c_str();
         range->offset =

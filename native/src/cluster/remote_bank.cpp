@@ -76,11 +76,12 @@ void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
 // n_read: experts that are read in any case. A read of s seconds from a disk for which layers wait for a share r of the
 // time delays them by r / (1 - r) s, which counts as if this layer waited for it: s / (1 - r) in all. Of one stream alone
 // all of r is its own waiting, and it asks where it might read.
-size_t RemoteBank::keep_for_reading(const ReadCost & read, int n_read, const std::vector<std::vector<int>> & slots_of,
-    std::vector<std::vector<int>> & experts_at) const {
+size_t RemoteBank::keep_for_reading(int layer, const ReadCost & read, int n_read,
+    const std::vector<std::vector<int>> & slots_of, std::vector<std::vector<int>> & experts_at) const {
     std::vector<size_t> order;
     for (size_t peer = 0; peer < experts_at.size(); ++peer) {
-        if (!experts_at[peer].empty()) {
+        const auto & there = experts_at[peer];
+        if (!there.empty() && std::none_of(there.begin(), there.end(), [&](int e) { return lacks(layer, e); })) {
             order.push_back(peer);
         }
     }
@@ -128,11 +129,41 @@ void RemoteBank::tell_all() {
     }
 }
 
+// By server: the experts that it is asked for. Not those that nobody has who is there, and has room for their slots.
+// failed: numbers of servers that are not asked. REQUIRES: the mutex.
+std::vector<std::vector<int>> RemoteBank::choose(int layer, const std::vector<int> & wanted,
+    const std::vector<std::vector<int>> & slots_of, const std::vector<int> & failed) const {
+    std::vector<pyorch_pace> paces;
+    for (const auto & peer : peers) {
+        paces.push_back(peer && peer->joined() ? peer->pace() : pyorch_pace{});
+    }
+    std::vector<std::vector<int>> places;
+    std::vector<int>              n_slots;
+    for (int e : wanted) {
+        const auto & of_expert = placement[layer][e];
+        n_slots.push_back((int) slots_of[e].size());
+        places.emplace_back();
+        std::copy_if(of_expert.begin(), of_expert.end(), std::back_inserter(places.back()), [&](int peer) {
+            return computes(peer) && n_slots.back() <= peers[peer]->max_slots() &&
+                std::find(failed.begin(), failed.end(), peer) == failed.end();
+        });
+    }
+    const std::vector<int>        chosen = choose_replicas(places, n_slots, paces);
+    std::vector<std::vector<int>> experts_at(peers.size());
+    for (size_t i = 0; i < wanted.size(); ++i) {
+        if (chosen[i] >= 0) {
+            experts_at[chosen[i]].push_back(wanted[i]);
+        }
+    }
+    return experts_at;
+}
+
 std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, const int32_t * experts,
     const float * weights, const float * inputs, const std::vector<uint8_t> & here, const ReadCost & read,
     std::vector<uint8_t> & elsewhere) {
-    std::vector<std::shared_ptr<Peer>> asked;
+    std::vector<std::shared_ptr<Peer>> asked; // by request; null: later
     std::vector<RemoteRows>            rows;
+    std::vector<RowType>               types;
     {
         std::lock_guard<std::mutex> lock(mutex);
         const auto &                of_layer = placement[layer];
@@ -141,7 +172,7 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
         }
         std::vector<std::vector<int>> slots_of(of_layer.size());
         std::vector<int>              wanted;
-        std::vector<uint8_t>          absent(of_layer.size()); // and nobody else has it
+        std::vector<uint8_t>          absent(of_layer.size()); // and nobody else is asked for it
         for (int slot = 0; slot < n_tokens * n_used; ++slot) {
             const int e = experts[slot];
             if (!here[e] && !of_layer[e].empty()) {
@@ -150,46 +181,37 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
                 }
                 slots_of[e].push_back(slot);
             }
-            absent[e] = !here[e] && of_layer[e].empty();
+            absent[e] = !here[e];
         }
-        std::vector<pyorch_pace> paces;
-        for (const auto & peer : peers) {
-            paces.push_back(peer && peer->joined() ? peer->pace() : pyorch_pace{});
-        }
-        std::vector<std::vector<int>> places;
-        std::vector<int>              n_slots;
-        for (int e : wanted) {
-            n_slots.push_back((int) slots_of[e].size());
-            places.emplace_back();
-            std::copy_if(of_layer[e].begin(), of_layer[e].end(), std::back_inserter(places.back()),
-                [&](int peer) { return computes(peer) && n_slots.back() <= peers[peer]->max_slots(); });
-        }
-        const std::vector<int>        chosen = choose_replicas(places, n_slots, paces);
-        std::vector<std::vector<int>> experts_at(peers.size());
-        for (size_t i = 0; i < wanted.size(); ++i) {
-            const int e = wanted[i], peer = chosen[i];
-            absent[e] = peer < 0;
-            if (peer >= 0) {
-                experts_at[peer].push_back(e);
+        std::vector<std::vector<int>> experts_at = choose(layer, wanted, slots_of, {});
+        for (const std::vector<int> & there : experts_at) {
+            for (int e : there) {
+                absent[e] = 0;
             }
         }
         if (read.known()) {
             const auto n_absent = (int) std::count(absent.begin(), absent.end(), 1);
-            counters.read += keep_for_reading(read, n_absent, slots_of, experts_at);
+            counters.read += keep_for_reading(layer, read, n_absent, slots_of, experts_at);
         }
         for (size_t peer = 0; peer < peers.size(); ++peer) {
+            if (experts_at[peer].empty()) {
+                continue;
+            }
             // All rows of an expert are in one request. What would be more than a server has room for beside what others
-            // ask it is computed here.
-            const size_t first = rows.size(), most = experts_at[peer].empty() ? 0 : peers[peer]->max_slots();
-            auto         left = (int64_t) (MOST_WAITING * most) - (int64_t) paces[peer].pending;
+            // ask it is computed here, or asked when it has answered.
+            const size_t first = rows.size(), most = peers[peer]->max_slots();
+            auto         left = (int64_t) (MOST_WAITING * most) - (int64_t) peers[peer]->pace().pending;
             for (int e : experts_at[peer]) {
-                const size_t n = slots_of[e].size();
-                if ((left -= (int64_t) n) < 0) {
-                    break;
+                const size_t n      = slots_of[e].size();
+                const auto   to_ask = (left -= (int64_t) n) >= 0 ? peers[peer] : nullptr;
+                if (!to_ask && !lacks(layer, e)) {
+                    continue;
                 }
-                if (rows.size() == first || rows.back().slots.size() + n > most) {
-                    asked.push_back(peers[peer]);
+                if (rows.size() == first || rows.back().slots.size() + n > most || asked.back() != to_ask) {
+                    asked.push_back(to_ask);
                     rows.emplace_back();
+                    rows.back().peer = (int) peer;
+                    types.push_back(peers[peer]->config.rows);
                 }
                 rows.back().slots.insert(rows.back().slots.end(), slots_of[e].begin(), slots_of[e].end());
             }
@@ -201,18 +223,92 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
         RemoteRows & r = rows[i];
         std::sort(r.slots.begin(), r.slots.end());
         r.frame = std::make_shared<Frame>(
-            make_compute(layer, n_used, layers[layer].n_in, r.slots, experts, weights, inputs, asked[i]->config.rows));
-        r.answer = asked[i]->ask(r.frame, (int) r.slots.size(), layers[layer].n_out);
-        if (r.answer) {
-            n_slots += r.slots.size();
-            for (int slot : r.slots) {
-                elsewhere[experts[slot]] = 1;
-            }
+            make_compute(layer, n_used, layers[layer].n_in, r.slots, experts, weights, inputs, types[i]));
+        r.answer = asked[i] ? asked[i]->ask(r.frame, (int) r.slots.size(), layers[layer].n_out) : nullptr;
+        n_slots += r.answer ? r.slots.size() : 0;
+    }
+    const auto computed_here = [&](const RemoteRows & r) {
+        return !r.answer &&
+            std::none_of(r.slots.begin(), r.slots.end(), [&](int s) { return lacks(layer, experts[s]); });
+    };
+    rows.erase(std::remove_if(rows.begin(), rows.end(), computed_here), rows.end());
+    for (const RemoteRows & r : rows) {
+        for (int slot : r.slots) {
+            elsewhere[experts[slot]] = 1;
         }
     }
-    rows.erase(std::remove_if(rows.begin(), rows.end(), [](const RemoteRows & r) { return !r.answer; }), rows.end());
     std::lock_guard<std::mutex> lock(mutex);
     counters.slots += n_slots;
+    return rows;
+}
+
+bool RemoteBank::wait(int layer, RemoteRows & rows) {
+    if (!rows.answer) {
+        std::shared_ptr<Peer> peer;
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            peer = peers[rows.peer];
+        }
+        rows.answer = peer ? peer->ask(rows.frame, (int) rows.slots.size(), layers[layer].n_out) : nullptr;
+        if (rows.answer) {
+            std::lock_guard<std::mutex> lock(mutex);
+            counters.slots += rows.slots.size();
+        }
+    }
+    return rows.answer && rows.answer->wait();
+}
+
+std::vector<RemoteRows> RemoteBank::send_again(int layer, const RemoteRows & lost) {
+    const Frame &    frame = *lost.frame;
+    const ExpertRows of = read_compute(frame.data() + sizeof(FrameHeader), frame.size() - sizeof(FrameHeader), layers);
+    std::vector<int> failed = lost.failed;
+    failed.push_back(lost.peer);
+    std::vector<std::vector<int>> slots_of(layers[layer].n_expert);
+    std::vector<int>              wanted;
+    bool                          needed = false;
+    for (int i = 0; i < of.n_slots; ++i) {
+        if (slots_of[of.expert[i]].empty()) {
+            wanted.push_back(of.expert[i]);
+            needed = needed || lacks(layer, of.expert[i]);
+        }
+        slots_of[of.expert[i]].push_back(i);
+    }
+    if (!needed) {
+        return {};
+    }
+    std::vector<RemoteRows>     rows;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (placement[layer].empty()) {
+        return {};
+    }
+    std::vector<std::vector<int>> experts_at = choose(layer, wanted, slots_of, failed);
+    size_t                        n_chosen   = 0;
+    for (size_t peer = 0; peer < experts_at.size(); ++peer) {
+        const size_t first = rows.size();
+        for (int e : experts_at[peer]) {
+            if (rows.size() == first ||
+                rows.back().slots.size() + slots_of[e].size() > (size_t) peers[peer]->max_slots()) {
+                rows.push_back({ {}, nullptr, nullptr, (int) peer, failed });
+            }
+            rows.back().slots.insert(rows.back().slots.end(), slots_of[e].begin(), slots_of[e].end());
+            ++n_chosen;
+        }
+    }
+    if (n_chosen < wanted.size()) {
+        return {};
+    }
+    std::vector<float> inputs((size_t) of.n_slots * of.n_in);
+    for (int i = 0; i < of.n_slots; ++i) {
+        of.copy_inputs(i, &inputs[(size_t) i * of.n_in]);
+    }
+    for (RemoteRows & r : rows) {
+        std::sort(r.slots.begin(), r.slots.end());
+        r.frame = std::make_shared<Frame>(
+            make_compute(layer, 1, of.n_in, r.slots, of.expert, of.weight, inputs.data(), of.type));
+        for (int & slot : r.slots) {
+            slot = lost.slots[slot];
+        }
+    }
     return rows;
 }
 

@@ -14,9 +14,11 @@ namespace pyorch {
 
 // The slots of a ubatch that one server computes.
 struct RemoteRows {
-    std::vector<int>        slots; // ascending, of [n_tokens][n_used]
-    std::shared_ptr<Frame>  frame; // that asks for them
-    std::shared_ptr<Answer> answer;
+    std::vector<int>        slots;       // ascending, of [n_tokens][n_used]
+    std::shared_ptr<Frame>  frame;       // that asks for them
+    std::shared_ptr<Answer> answer;      // null: it is not asked yet
+    int                     peer   = -1; // its number
+    std::vector<int>        failed = {}; // numbers of those that did not answer before
 };
 
 // How long experts of a layer would be read from the own disk, in seconds; unknown: they are not.
@@ -30,7 +32,9 @@ struct ReadCost {
 
 class RemoteBank {
 public:
-    explicit RemoteBank(std::vector<LayerShape> of_layers) : layers(std::move(of_layers)), placement(layers.size()) {}
+    // lacking: by layer and expert, nonzero for those that no file here has; empty: none.
+    explicit RemoteBank(std::vector<LayerShape> of_layers, std::vector<std::vector<uint8_t>> lacking = {}) :
+            layers(std::move(of_layers)), lacking(std::move(lacking)), placement(layers.size()) {}
     ~RemoteBank();
 
     RemoteBank(const RemoteBank &)             = delete;
@@ -63,6 +67,13 @@ public:
         const float * inputs, const std::vector<uint8_t> & here, const ReadCost & read,
         std::vector<uint8_t> & elsewhere);
 
+    // What a server did not answer, and cannot be computed here, for others that have its experts: none is asked yet.
+    // Empty where it can, and where nobody else has them.
+    std::vector<RemoteRows> send_again(int layer, const RemoteRows & lost);
+
+    // Until the answer is there; asks for it where that was not done yet. False: it failed.
+    bool wait(int layer, RemoteRows & rows);
+
     // Whether an expert that another server has may be read here; not until told.
     void allow_reads(bool allowed) { may_read = allowed; }
     bool reads_allowed() const { return may_read; }
@@ -74,6 +85,7 @@ public:
     void                 waited(uint64_t ns, uint64_t n_fallback);
 
 private:
+    const std::vector<std::vector<uint8_t>>    lacking;
     std::mutex                                 mutex;
     std::vector<std::shared_ptr<Peer>>         peers;
     std::vector<std::vector<std::vector<int>>> placement; // by layer and expert; an empty layer: all here
@@ -84,11 +96,14 @@ private:
     std::mutex telling; // so that nobody is told an older state last
     Changed    changed;
 
-    void   tell(int layer);
-    void   tell_all();
-    bool   computes(int peer) const { return peers[peer] && peers[peer]->joined(); }
-    size_t keep_for_reading(const ReadCost & read, int n_read, const std::vector<std::vector<int>> & slots_of,
-        std::vector<std::vector<int>> & experts_at) const;
+    void tell(int layer);
+    void tell_all();
+    bool computes(int peer) const { return peers[peer] && peers[peer]->joined(); }
+    bool lacks(int layer, int expert) const { return !lacking.empty() && lacking[layer][expert]; }
+    std::vector<std::vector<int>> choose(int layer, const std::vector<int> & wanted,
+        const std::vector<std::vector<int>> & slots_of, const std::vector<int> & failed) const;
+    size_t                        keep_for_reading(int layer, const ReadCost & read, int n_read,
+        const std::vector<std::vector<int>> & slots_of, std::vector<std::vector<int>> & experts_at) const;
 };
 
 } // namespace pyorch

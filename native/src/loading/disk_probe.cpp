@@ -43,7 +43,9 @@ public:
         }
         for (int layer = 0; layer < (int) map.layers.size(); ++layer) {
             for (int expert = 0; expert < map.layers[layer].n_expert; ++expert) {
-                order.emplace_back(layer, expert);
+                if (!map.layers[layer].lacks(expert)) {
+                    order.emplace_back(layer, expert);
+                }
             }
         }
         std::shuffle(order.begin(), order.end(), std::mt19937(std::random_device()()));

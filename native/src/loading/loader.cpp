@@ -100,6 +100,14 @@ void Loader::cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_
         return;
     }
     const MoeLayer & layer = map.layers[load.layer];
+    if (layer.lacks(load.expert)) { // a request that brings nothing
+        const int role = __builtin_ctz(load.roles);
+        queue.push_back({ &load, role, role, layer.pack->file, 0, 0, 1, nullptr, false, true, 0, 1u << role,
+            PART_MATRICES, false });
+        ++load.queued;
+        ++load.unread[role];
+        return;
+    }
     for (const Extent & e : extents(layer, load.expert, load.there)) {
         const uint32_t within = (2u << e.last_role) - (1u << e.role);
         if ((load.roles & within) == within) {
@@ -294,7 +302,9 @@ static constexpr const char * CHANGED = "the file was changed after it was loade
 void Loader::missing(const ReadRequest & request, int role, const char * why) {
     Load & load  = *request.load;
     load.damaged = true;
-    if (request.from_pack && source->changed(request.file)) {
+    if (map.layers[load.layer].lacks(load.expert)) {
+        why = "it is not in this share of the experts, and no server that has it answers";
+    } else if (request.from_pack && source->changed(request.file)) {
         why = CHANGED;
     }
     if (!request.from_pack || map.slim) {

@@ -44,6 +44,9 @@ Extents extents(const MoeLayer & layer, int expert, uint32_t there) {
         }
         return of;
     }
+    if (layer.lacks(expert)) {
+        return of;
+    }
     if (layer.pack) {
         const uint64_t bytes  = packed_bytes(layer);
         const bool     direct = bytes >= DIRECT_MIN_BYTES;

@@ -59,10 +59,13 @@ struct PackedChunk {
     uint64_t   checksum;
 };
 
+// Where a share has what it does not hold: the pack of one server of several, beside its slim model.
+constexpr uint64_t NOWHERE = UINT64_MAX;
+
 // Where a pack holds the experts of a layer: expert by expert, the matrices of one together in its record.
 struct PackedLayer {
     int                   file;     // index into ModelMap::files
-    std::vector<uint64_t> offset;   // of each expert's record, from the start of the file: whole pages
+    std::vector<uint64_t> offset;   // of each expert's record, from the start of the file: whole pages; or NOWHERE
     std::vector<uint64_t> checksum; // of each matrix, [n_expert * matrices]; none of a compressed layer
     std::vector<bool>     repacked; // [matrices]: they are in the order that layout_name() names
     std::vector<bool>     nibbles;  // [matrices]: kernels get their rows by decode_nibbles()
@@ -84,6 +87,9 @@ struct MoeLayer {
 
     uint64_t expert_bytes() const;
     uint64_t slot_bytes() const; // of one expert that kernels can compute with
+
+    // Of a share of the experts: it is one of the others, which no file here has.
+    bool lacks(int expert) const { return pack && !pack->offset.empty() && pack->offset[expert] == NOWHERE; }
 };
 
 // LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS of llama.cpp, which asserts them where it loads a model.

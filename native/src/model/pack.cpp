@@ -226,8 +226,7 @@ private:
             row.raw != raw || row.stored == 0 || (row.codec == 0 ? row.stored != raw : row.stored >= raw) ||
             (row.codec != 0 && n_shards[role] > 0 &&
                 i == n_shards[role]) || // signs and mantissas are stored as they are
-            row.offset > data.bytes ||
-            row.stored > data.bytes - row.offset) {
+            (row.offset != NOWHERE && (row.offset > data.bytes || row.stored > data.bytes - row.offset))) {
             throw misplaced(expert);
         }
     }
@@ -237,10 +236,14 @@ private:
         const uint64_t record = rows[0].offset;
         for (int role = 0; role < (int) layer.tensors.size(); ++role) {
             check_chunk(expert, role, 0, rows[role]);
-            if (rows[role].offset != record + block_offset(as_packed, role)) {
+            if (rows[role].offset != (record == NOWHERE ? NOWHERE : record + block_offset(as_packed, role))) {
                 throw misplaced(expert);
             }
             packed->checksum.push_back(rows[role].checksum);
+        }
+        if (record == NOWHERE) {
+            packed->offset.push_back(NOWHERE);
+            return;
         }
         add_span(expert, record, record_bytes(as_packed), PAGE);
         packed->offset.push_back(data.offset + record);
@@ -259,7 +262,7 @@ private:
                 const uint64_t offset = part == PART_E ? end[part] : round_up(end[part], CHUNK_ALIGNMENT);
                 begin[part]           = begin[part] == UINT64_MAX ? row.offset : begin[part];
                 end[part]             = offset + row.stored;
-                if (row.offset < begin[part] || row.offset - begin[part] != offset) {
+                if (row.offset == NOWHERE || row.offset < begin[part] || row.offset - begin[part] != offset) {
                     throw misplaced(expert);
                 }
                 packed->chunks.push_back(

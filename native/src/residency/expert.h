@@ -43,7 +43,7 @@ struct Expert {
     const void * guessed_for = nullptr;      // of a guess: the context whose pass is still to come
     Form         kept        = Form::ABSENT; // the pool that has its stored parts, whole ones, beside that (pools.h)
     bool         pinned      = false;
-    bool         elsewhere   = false; // another server computes it now: it is not read ahead here
+    bool         elsewhere   = false; // another server computes it now, or must: it is not read ahead here
     bool         above       = false; // a tier above has it, or is getting it: it goes first here
     bool         displaced   = false; // had to go since its layer last came
     int          in_use      = 0;     // by running layers

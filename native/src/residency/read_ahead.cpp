@@ -193,7 +193,7 @@ bool ReadAhead::next_deferred() {
     while (!deferred.empty()) {
         Expert & e = *deferred.front();
         deferred.pop_front();
-        if (!e.absent() || e.in_use > 0 || order.is_full(e.layer())) {
+        if (!e.absent() || e.elsewhere || e.in_use > 0 || order.is_full(e.layer())) {
             continue;
         }
         const Victim gain = { e.layer(), e.id(), 1, values.worth(e.layer(), values.value(e.layer(), e.id())) };

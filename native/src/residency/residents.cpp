@@ -31,6 +31,7 @@ Residents::Residents(const ModelMap & map, Bank & bank, Values & values, Evictio
         for (int id = 0; id < layer.n_expert; ++id) {
             layer.experts[id].load.layer  = i;
             layer.experts[id].load.expert = id;
+            layer.experts[id].elsewhere   = map.layers[i].lacks(id);
         }
     }
 }

@@ -386,7 +386,7 @@ bool Table::read_time(int layer, double & queued, double & expert, double & busy
 void Table::set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere) {
     std::lock_guard<std::mutex> lock(mutex);
     for (int id = 0; id < residents[layer].n_expert; ++id) {
-        residents.expert(layer, id).elsewhere = elsewhere[id];
+        residents.expert(layer, id).elsewhere = elsewhere[id] || map.layers[layer].lacks(id);
     }
 }
 
@@ -504,7 +504,7 @@ void Table::for_each(int il, const int32_t * experts, int n, Change change_exper
 void Table::prefetch(int il, const int32_t * experts, int n) {
     for_each(il, experts, n, [&](Expert & e) {
         e.wanted(); // a guess that was given up is an order now
-        if (e.absent()) {
+        if (e.absent() && !map.layers[e.layer()].lacks(e.id())) {
             // What was asked for by name counts as a use now, else it would be the next to go.
             residents.used(e);
             ahead.order_by_name(e);
@@ -518,7 +518,11 @@ void Table::pin(int il, const int32_t * experts, int n) {
         std::vector<bool> also(residents[layer].n_expert);
         for (int i = 0; i < n; ++i) {
             const Expert & e = residents.checked(layer, experts[i]);
-            also[e.id()]     = !e.pinned;
+            if (map.layers[layer].lacks(e.id())) {
+                throw Failure(
+                    PYORCH_INVALID, format("expert %d of layer %d is not in this share of the experts", e.id(), il));
+            }
+            also[e.id()] = !e.pinned;
         }
         room.check_pins(layer, (int) std::count(also.begin(), also.end(), true));
         for (int i = n - 1; i >= 0; --i) {

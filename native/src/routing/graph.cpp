@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <deque>
 #include <thread>
 
 namespace pyorch {
@@ -100,7 +101,8 @@ void weights_op(ggml_tensor * weights, int ith, int, void * user) {
     }
 }
 
-// llama.cpp's warm-up selects every expert. It wants the memory touched, not the model read: one expert does.
+// llama.cpp's warm-up selects every expert. It wants the memory touched, not the model read: one expert that is here
+// does.
 void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
     if (ith != 0) {
         return;
@@ -108,17 +110,22 @@ void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
     GraphLayer & g = *(GraphLayer *) user;
     g.batch.clear();
     g.jobs.clear();
-    memset(ids->data, 0, ggml_nbytes(ids));
-    const std::vector<int> one = { 0 }, nothing;
+    const MoeLayer & layer = g.context->routing.table.map.layers[g.batch.layer];
+    int              first = 0;
+    while (first < layer.n_expert - 1 && layer.lacks(first)) {
+        ++first;
+    }
+    std::fill_n((int32_t *) ids->data, ggml_nelements(ids), first);
+    const std::vector<int> one = { first }, nothing;
     g.context->routing.table.acquire(g.context->owner, g.batch.layer, { one, nothing, 1 });
 }
 
 // What a server did not answer is computed here. On another thread: this one computes a graph. "", or why it failed.
-std::string compute_here(const GraphLayer & g, RemoteRows & remote) {
-    Routing &          routing = g.context->routing;
-    const auto &       layers  = routing.remote.layers;
-    std::string        why;
-    std::vector<float> outputs(remote.slots.size() * layers[g.batch.layer].n_out);
+std::string compute_here(const GraphLayer & g, const RemoteRows & remote, std::vector<float> & outputs) {
+    Routing &    routing = g.context->routing;
+    const auto & layers  = routing.remote.layers;
+    std::string  why;
+    outputs.resize(remote.slots.size() * layers[g.batch.layer].n_out);
     std::thread([&] {
         try {
             const Frame & frame = *remote.frame;
@@ -129,7 +136,6 @@ std::string compute_here(const GraphLayer & g, RemoteRows & remote) {
             why = failure.what();
         }
     }).join();
-    remote.answer->rows = std::move(outputs);
     return why;
 }
 
@@ -141,18 +147,29 @@ float * row_of(ggml_tensor * experts, int64_t slot) {
 
 // Puts what other servers computed into experts [n_embd, n_used, n_tokens]. "", or why it cannot.
 std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
-    const auto  begin      = std::chrono::steady_clock::now();
-    uint64_t    n_fallback = 0;
-    std::string why;
-    for (RemoteRows & remote : g.batch.remote) {
-        if (!remote.answer->wait()) {
+    const auto             begin      = std::chrono::steady_clock::now();
+    RemoteBank &           bank       = g.context->routing.remote;
+    uint64_t               n_fallback = 0;
+    std::string            why;
+    std::deque<RemoteRows> all(g.batch.remote.begin(), g.batch.remote.end());
+    for (; !all.empty() && why.empty(); all.pop_front()) {
+        RemoteRows         remote = std::move(all.front());
+        std::vector<float> outputs;
+        if (bank.wait(g.batch.layer, remote)) {
+            outputs = std::move(remote.answer->rows);
+        } else {
+            const std::vector<RemoteRows> again = bank.send_again(g.batch.layer, remote);
+            if (!again.empty()) {
+                all.insert(all.end(), again.begin(), again.end());
+                continue;
+            }
             n_fallback += remote.slots.size();
-            why = compute_here(g, remote);
+            why = compute_here(g, remote, outputs);
             if (!why.empty()) {
                 break;
             }
         }
-        const float * row = remote.answer->rows.data();
+        const float * row = outputs.data();
         for (int slot : remote.slots) {
             memcpy(row_of(experts, slot), row, experts->ne[0] * sizeof(float));
             row += experts->ne[0];

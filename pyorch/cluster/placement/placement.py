@@ -12,14 +12,14 @@ it holds.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from pyorch.errors import FormatError
+from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import json_file
 
@@ -82,6 +82,12 @@ class Placement:
     def n_uncovered(self) -> int:
         """Experts that no server holds."""
         return int(sum(n - np.count_nonzero(row[:n]) for n, row in zip(self.n_experts, self.copies)))
+
+    def check_servers(self, names: Collection[str]) -> None:
+        """PyorchError where it is not for just these."""
+        if set(self.servers) != set(names):
+            raise PyorchError(f"the plan is for the servers {', '.join(self.servers)}, the cluster has "
+                              f"{', '.join(names)}")
 
     def cost(self, frequencies: np.ndarray) -> float:
         """The activations that are computed elsewhere, DanceMoE's eq. 2; float64[n_servers, n_layers, n_expert]."""
