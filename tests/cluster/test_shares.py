@@ -20,12 +20,12 @@ from pyorch.cluster.placement.placement import ABSENT, Placement, write_placemen
 from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
 
-BOTH = 8  # experts of each layer that both servers have
+BOTH = 8  # experts of each layer that both servers have; b lacks the first one
 
 
 def write_plan(path: Path, model: Path, names: tuple[str, str] = ("a", "b"), n_covered: int = 64) -> Path:
     device = np.full((2, 8, 64), ABSENT, np.int16)
-    device[0, :, :32] = device[1, :, 32:n_covered] = device[1, :, :BOTH] = 0
+    device[0, :, :32] = device[1, :, 32 - BOTH : n_covered] = 0
     with ModelMap(model) as model_map:
         write_placement(path, Placement(names, tuple(range(8)), (64,) * 8, device, "halves"), model_map)
     return path
