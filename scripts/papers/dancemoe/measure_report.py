@@ -21,6 +21,8 @@ from scripts.papers.dancemoe.measure_load import TASKS
 from scripts.papers.dancemoe.measure_parts import PLACES
 from scripts.papers.dancemoe.measure_setups import PARTS, SERVERS, config_of, costs_of, plan_of, program, setups
 
+QUOTA_SLICE = 0.1  # seconds: of the kernel's throttle of reads, as it behaves (DFL_THROTL_SLICE)
+
 
 def report(args: argparse.Namespace) -> None:
     """Prints tables of the parts that are there, and writes CSV and pictures to args.report."""
@@ -63,7 +65,8 @@ def _simulated(args: argparse.Namespace, found: dict[str, Any], setup, seed: int
     """The same requests at the same times."""
     settings = found["settings"]
     traces = [f"{name}={args.output / f'asked-{task}.trace'}" for name, task in zip(setup.servers, TASKS)]
-    of_disk = ["--cost", f"disk_bytes_per_second={1e6 * settings['disk']:g}"] if settings["disk"] else []
+    of_disk = ["--cost", f"disk_bytes_per_second={1e6 * settings['disk']:g}", "--disk-slice", QUOTA_SLICE] if (
+        settings["disk"]) else []
     if found["part"] == "placements" and setup.read == "last":  # the servers that were measured read nothing then
         of_disk = ["--cost", "disk_bytes_per_second=0"]
     text = program("simulate", "--cluster", config_of(args, setup, "place"), "--trace", *traces, "--placement",

@@ -86,6 +86,9 @@ def main(argv: list[str] | None = None) -> int:
                         help="requests of a server that run together, a step at a time (default: 4)")
     parser.add_argument("--step-tokens", type=whole(1), default=512, metavar="N",
                         help="tokens that a step computes at most (default: 512)")
+    parser.add_argument("--disk-slice", type=number(least=0), default=0.0, metavar="S",
+                        help="disks are under a quota that counts in slices of S seconds, as that of control groups "
+                             "does: after a pause a slice's bytes come at once (default: they are under none)")
     parser.add_argument("--costs", type=Path, metavar="FILE.json",
                         help="what computing and messages take (the README beside this program describes it)")
     defaults = ", ".join(f"{name} {value:g}" for name, value in vars(ServerCosts()).items())
@@ -116,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         pictures.check(args.plot)
     workload, sizes, placement = _read(args, cluster, costs, shift)
-    settings = Settings(args.places, args.step_tokens, args.interval)
+    settings = Settings(args.places, args.step_tokens, args.interval, disk_slice=args.disk_slice)
     begin = perf_counter()
     outcomes = []
     with Progress() as progress:

@@ -117,7 +117,7 @@ class Layers:
         peer %= n_servers
         asked = np.where(nobody, np.inf, waits[peer] + self._row_seconds[n, peer] * rows)
         own = costs.expert[n] + costs.row[n] * rows
-        read = max(0.0, servers[n].disk.free_at - now) + self._read_seconds[n, used] + own
+        read = max(0.0, servers[n].disk.free_at - servers[n].disk.slice - now) + self._read_seconds[n, used] + own
         from_disk = read < asked
         if not np.isfinite(np.minimum(read, asked)).all():
             raise PyorchError("an expert is needed that no server has, and no disk: give the servers more memory, or "

@@ -35,20 +35,29 @@ class Traffic:
 
 
 class Station:
-    """A device, port or disk. Of jobs first come, first served, it is enough to know when the last of them ends."""
+    """A device, port or disk. Of jobs first come, first served, it is enough to know when the last of them ends.
 
-    __slots__ = ("busy", "free_at", "moving_until")
+    slice: of a disk under a quota: after a pause it does at once what the quota allows in so many seconds, then waits
+    for their end, and so on; 0: it has none.
+    """
 
-    def __init__(self) -> None:
-        self.free_at = self.busy = 0.0
+    __slots__ = ("begun_at", "busy", "free_at", "moving_until", "slice")
+
+    def __init__(self, slice: float = 0.0) -> None:
+        self.slice = slice
+        self.free_at = self.busy = self.begun_at = 0.0
         self.moving_until = 0.0  # experts take their share until then
 
     def serve(self, now: float, seconds: float) -> float:
         """A job that comes now; returns when it ends."""
         if now < self.moving_until:
             seconds /= 1 - MIGRATION_SHARE
-        self.free_at = (now if now > self.free_at else self.free_at) + seconds
+        if now >= self.free_at:
+            self.begun_at = self.free_at = now
+        self.free_at += seconds
         self.busy += seconds
+        if self.slice:
+            return max(now, self.begun_at + math.floor((self.free_at - self.begun_at) / self.slice) * self.slice)
         return self.free_at
 
 

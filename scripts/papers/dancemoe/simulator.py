@@ -36,7 +36,7 @@ from pyorch.cluster.replicas import note_answer
 from pyorch.errors import PyorchError
 from scripts.papers.dancemoe.simulated_costs import Machine
 from scripts.papers.dancemoe.simulated_layers import Layer, Layers, Part
-from scripts.papers.dancemoe.simulated_server import MIGRATION_SHARE, Answers, Cores, Request, Server, Traffic
+from scripts.papers.dancemoe.simulated_server import MIGRATION_SHARE, Answers, Cores, Request, Server, Station, Traffic
 
 try:
     import simpy
@@ -48,13 +48,15 @@ except ImportError:
 class Settings:
     """n_places: requests of a server that run together. n_step: tokens of a step, at most. interval: seconds between
     two looks of the scheduler. n_bins: of the time in which requests arrive, for what is reported over time. machines:
-    with numbers of servers; one that is on none of them has a device of its own."""
+    with numbers of servers; one that is on none of them has a device of its own. disk_slice: of disks under a
+    quota, see Station."""
 
     n_places: int = 4
     n_step: int = 512
     interval: float = 300.0
     n_bins: int = 40
     machines: tuple[Machine, ...] = ()
+    disk_slice: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class _Simulation:
         self._costs, self._settings, self._replace, self._seed = costs, settings, replace, seed
         n_servers = len(resident)
         self._resident = resident
-        self._servers = [Server(each) for each in traffic]
+        self._servers = [Server(each, disk=Station(settings.disk_slice)) for each in traffic]
         for machine in settings.machines:
             cores = Cores(self._env, machine.cores)
             for n in machine.servers:

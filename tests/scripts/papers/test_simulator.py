@@ -15,7 +15,7 @@ from simulated_cluster import SERVER, Lengths, Random, Same, costs_of, zipf
 from pyorch.cluster.costs import CostsFile, ServerCosts
 from pyorch.errors import FormatError, PyorchError
 from scripts.papers.dancemoe.simulated_costs import Machine, Sizes, machines_of
-from scripts.papers.dancemoe.simulated_server import Cores
+from scripts.papers.dancemoe.simulated_server import Cores, Station
 from scripts.papers.dancemoe.simulator import Settings, Traffic, simulate
 from scripts.papers.dancemoe.workload import arrival_times
 
@@ -131,6 +131,21 @@ def test_rows_for_experts_that_many_have_go_to_different_peers():
     found = simulate(costs_of(5, 1, NO_DISK), resident, [Traffic(at(0), Same([[range(8)]])), *[idle] * 4], 10)
     assert found.n_messages == 4
     assert (found.busy[1:] > 0).all()
+
+
+def test_a_disk_under_a_quota_gives_a_slice_s_bytes_at_once_after_a_pause():
+    """As the kernel's throttle did: of 150 MB/s, 8 MiB came in 12 ms, 16 MiB in 108."""
+    disk, plain = Station(slice=0.5), Station()
+    assert [disk.serve(1.0, 0.22) for _ in range(6)] == pytest.approx([1.0, 1.0, 1.5, 1.5, 2.0, 2.0])
+    assert [plain.serve(1.0, 0.2) for _ in range(3)] == pytest.approx([1.2, 1.4, 1.6])
+    assert disk.serve(2.2, 0.02) == pytest.approx(2.2)  # 1.34 s of reads, in the third slice
+    assert disk.serve(9.0, 0.4) == 9.0  # another pause
+    assert disk.serve(9.1, 0.4) == pytest.approx(9.5)
+    resident = only_own([0], [1], n_expert=3)
+    traffic = [Traffic(at(0), Same([[[2]]])), Traffic(at(), Same([]))]
+    slow = simulate(costs_of(2, 1), resident, traffic, 10).end
+    soon = simulate(costs_of(2, 1), resident, traffic, 10, Settings(disk_slice=100.0)).end
+    assert slow - soon == pytest.approx(2.0 + 400 / 1000)  # latency and bytes of the expert
 
 
 # Servers that share cores
