@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import llama_cpp.llama_cpp as llama
 
+from pyorch.errors import PyorchError
 from pyorch.llama import measure, memory
 from pyorch.llama.device import device_dense_bytes, host_dense_bytes, margin_bytes
 from pyorch.llama.managed import ManagedModel, lock, models
@@ -14,6 +15,8 @@ from pyorch.llama.measure import LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH
 from pyorch.runtime import fatal
 from pyorch.settings.budget import AUTO
 from pyorch.sizes import format_bytes
+
+MAX_SHARE_UBATCH = 1024  # QUOTA_SLOTS in native/src/api/cluster.cpp: each server takes a request of so many
 
 
 def default_ubatch(managed: ManagedModel) -> int | None:
@@ -23,6 +26,13 @@ def default_ubatch(managed: ManagedModel) -> int | None:
         return None
     whole = managed.engine is None or managed.engine.stats().budget_bytes >= managed.map.info.slots_bytes
     return NARROW_UBATCH if whole or managed.plan.has_share else WIDE_UBATCH
+
+
+def check_ubatch(managed: ManagedModel, n_ubatch: int) -> None:
+    """PyorchError where a model that has a share of the experts is to compute more tokens at once than others take."""
+    if managed.plan.has_share and n_ubatch > MAX_SHARE_UBATCH:
+        raise PyorchError(f"{managed.path} has a share of the experts, and other servers take no more than "
+                          f"{MAX_SHARE_UBATCH} rows for one of them: a ubatch of {n_ubatch} tokens is too wide")
 
 
 def plan_context(managed: ManagedModel, params: llama.llama_context_params, widen: bool) -> int:
@@ -45,7 +55,8 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
             return measure.context_sizes(twin, params, managed.map, managed.device).host + beside
 
         if widen:
-            params.n_ubatch = _widest_ubatch(need, params.n_batch, free, info.slots_bytes)
+            most = min(params.n_batch, MAX_SHARE_UBATCH) if managed.plan.has_share else params.n_batch
+            params.n_ubatch = _widest_ubatch(need, most, free, info.slots_bytes)
         needed = need(params.n_ubatch)
         while (widen and params.n_ubatch > LEAST_UBATCH
                and memory.rest_bytes(free, dense_bytes, needed) < info.floor_bytes):

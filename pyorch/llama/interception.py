@@ -21,7 +21,7 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import check, ffi, lib
 from pyorch.llama import cores, logs, measure
-from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device
+from pyorch.llama.context_plan import check_ubatch, default_ubatch, plan_context, plan_device
 from pyorch.llama.managed import decoding, find, is_forked, loading, lock, models
 from pyorch.llama.originals import original, replace
 from pyorch.runtime import fatal
@@ -164,6 +164,7 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
         params.op_offload = False  # a device would copy experts from where they are not
     widen = settings.widen and n_ubatch is None
     reserved = plan_context(managed, params, widen) if managed.plan.automatic else 0
+    check_ubatch(managed, params.n_ubatch)
     plan_device(managed, params)  # behind that, which chooses how wide its buffers are
     logs.forget_errors()
     with fatal.refused():

@@ -16,7 +16,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.llama import cores, logs, measure
-from pyorch.llama.context_plan import default_ubatch, plan_context, plan_device
+from pyorch.llama.context_plan import check_ubatch, default_ubatch, plan_context, plan_device
 from pyorch.llama.managed import ManagedModel, loading
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
@@ -158,9 +158,7 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
                 # What llama.cpp refuses would end the process when llama-server asks for it.
                 measure.sizes_of(record.map, record.params, params)
             server.default(llama_server.UBATCH, "-ub", ubatch)
-            if record.plan.has_share and server.number(llama_server.UBATCH, 512) > MAX_SHARE_UBATCH:
-                raise PyorchError(f"{record.path} has a share of the experts, and other servers take no more than "
-                                  f"{MAX_SHARE_UBATCH} rows for an expert: a ubatch (-ub) cannot be wider")
+            check_ubatch(record, server.number(llama_server.UBATCH, 512))
             # llama-server does not compute more at once than a batch.
             server.default(llama_server.BATCH, "-b", max(2048, server.number(llama_server.UBATCH, 512)))
             plan_device(record, server.context_params(), is_loaded=False)
@@ -172,8 +170,6 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
                 finally:
                     record.engine.close()
 
-
-MAX_SHARE_UBATCH = 1024  # QUOTA_SLOTS in native/src/api/cluster.cpp: each server takes a request of so many
 
 Beside = Callable[[Engine | None, Address], AbstractContextManager[None]]
 
