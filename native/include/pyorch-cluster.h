@@ -114,6 +114,10 @@ pyorch_status pyorch_get_remote_counts(pyorch_engine * engine, pyorch_remote_cou
 // it.
 pyorch_status pyorch_allow_reads(pyorch_engine * engine, int32_t allowed);
 
+// Of a share of the experts: the first ubatch, if it comes before any placement, is computed with experts that are here in
+// place of those that are not. So llama-server, which tries its context before others can be asked, finds that it works.
+pyorch_status pyorch_expect_trial(pyorch_engine * engine);
+
 #ifdef __cplusplus
 }
 #endif

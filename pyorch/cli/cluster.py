@@ -161,7 +161,7 @@ def _prepare(args: argparse.Namespace) -> int:
     if placement.n_uncovered:
         raise PyorchError(f"{args.plan} gives {counted(placement.n_uncovered, 'expert')} to no server: with shares "
                           "nobody could compute them; give servers more memory, and place again")
-    written = {}
+    written, n_single = {}, int((placement.copies == 1).sum())
     for name in names:
         held = placement.held[placement.servers.index(name)]
         with Progress() as progress:
@@ -177,6 +177,8 @@ def _prepare(args: argparse.Namespace) -> int:
              "" if share.written else "was there") for name, share in written.items()
         ], left=("server", "model", "")),
         f"bring each directory to its server, and name the model that is in it under its [[server]] in {args.config}",
+        *([f"{counted(n_single, 'expert')} of all layers have one server only: requests that need them fail while it "
+           "is away"] if n_single else []),
     ])
     return 0
 
@@ -311,4 +313,5 @@ def _interrupt(*_: object) -> None:
 
 
 def _say(sentence: str) -> None:
-    print(f"pyorch: {sentence}", file=sys.stderr, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # whoever listened is gone; what was begun goes on, or is taken down
+        print(f"pyorch: {sentence}", file=sys.stderr, flush=True)

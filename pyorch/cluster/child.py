@@ -25,7 +25,7 @@ import numpy as np
 from pyorch import ports
 from pyorch.cluster.members import Counters, Job, Work
 from pyorch.cluster.peers import Peers
-from pyorch.cluster.placement.placement import Move, Placement
+from pyorch.cluster.placement.placement import Move, Placement, refuse_lacking
 from pyorch.cluster.tls import check_keys
 from pyorch.cluster.tunnel import Tunnel
 from pyorch.errors import BudgetError, PyorchError
@@ -207,6 +207,8 @@ class Serving:
         job = self._job
         if self._engine is None:
             raise PyorchError("a model without experts has none to place")
+        with packs.open_model(job.model, share=True) as model_map:  # another one than `up` saw, perhaps
+            refuse_lacking(packs.share_of(model_map), job.placement, job.name)
         peers = Peers(self._engine, job.name, job.token, job.fingerprint, job.tls, job.rows)
         self._engine.allow_reads(job.reads)
         peers.follow(job.placement)

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from pyorch import ports
 from pyorch.cluster import local_ray, state
 from pyorch.cluster.actor import start_server, stop_servers
@@ -24,7 +22,7 @@ from pyorch.cluster.config import Cluster, Server
 from pyorch.cluster.costs import CostsFile, ServerCosts
 from pyorch.cluster.local_ray import ask_all, connected
 from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Status
-from pyorch.cluster.placement.placement import Placement
+from pyorch.cluster.placement.placement import Placement, refuse_lacking
 from pyorch.cluster.rebalancing import Setting, Verdict
 from pyorch.cluster.scheduler import NAME as SCHEDULER
 from pyorch.cluster.scheduler import Report, start_scheduler
@@ -34,7 +32,7 @@ from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import packs
 from pyorch.sidecars.container import fingerprint
-from pyorch.sizes import counted, format_bytes
+from pyorch.sizes import format_bytes
 
 MEASURE_SECONDS = 600.0  # for one link, which may be slow, or one disk
 REBALANCE_SECONDS = 120.0  # for the scheduler, which asks all servers and places again
@@ -151,7 +149,8 @@ def rebalance(config: Path) -> Verdict:
         answers, late = ask_all(ray, [SCHEDULER], "rebalance", seconds=REBALANCE_SECONDS)
     if not answers and not late:
         raise PyorchError("the cluster has no scheduler: it has one when it runs with a plan (`pyorch cluster up "
-                          "--plan`) and cluster.toml does not say enabled = false under [scheduler]")
+                          "--plan`), all of them have the whole model, and cluster.toml does not say enabled = false "
+                          "under [scheduler]")
     if not isinstance(verdict := answers.get(SCHEDULER), Verdict):
         raise PyorchError("the scheduler does not answer: try again when Ray has started it again")
     return verdict
@@ -257,9 +256,7 @@ def examine(
             server.tls.check(server.address)
         with packs.open_model(model, share=placement is not None) as model_map:
             info, share = model_map.info, packs.share_of(model_map)
-            if share is not None and (n := _n_lacking(share, placement, server.name)):
-                return (f"the plan gives it {counted(n, 'expert')} that its share of them lacks: make it again with "
-                        "`pyorch cluster prepare`")
+            refuse_lacking(share, placement, server.name)
             budget = sum(server.device_bytes(info.slots_bytes))
             if model_map.layers and budget < info.floor_bytes:
                 return (f"its memory of {format_bytes(budget)} is below what the model needs at once, "
@@ -268,12 +265,6 @@ def examine(
             return Examined(fingerprint(model_map), *found, budget, share is not None)
     except PyorchError as error:
         return str(error)
-
-
-def _n_lacking(share: Mapping[int, np.ndarray], placement: Placement, name: str) -> int:
-    held = placement.held[placement.servers.index(name)]
-    return int(sum(np.count_nonzero(row[: len(share[il])] & ~share[il]) for il, row in zip(placement.layers, held)
-                   if il in share))
 
 
 def _keys_of(cluster: Cluster) -> str | None:

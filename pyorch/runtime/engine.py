@@ -484,6 +484,11 @@ class Engine:
         """
         check(lib.pyorch_allow_reads(self.handle, allowed))
 
+    def expect_trial(self) -> None:
+        """Of a share of the experts: the next ubatch, if it comes before any placement, is only a trial. See
+        pyorch_expect_trial."""
+        check(lib.pyorch_expect_trial(self.handle))
+
     def remote_stats(self) -> RemoteStats:
         """What other servers computed for this one since the engine was made."""
         return read(RemoteStats, call(lib.pyorch_get_remote_counts, self.handle, out="pyorch_remote_counts"))

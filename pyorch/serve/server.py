@@ -159,6 +159,8 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
                 measure.sizes_of(record.map, record.params, params)
             server.default(llama_server.UBATCH, "-ub", ubatch)
             check_ubatch(record, server.number(llama_server.UBATCH, 512))
+            if record.plan.has_share:  # llama-server decodes two tokens to see what its context can do
+                record.engine.expect_trial()
             # llama-server does not compute more at once than a batch.
             server.default(llama_server.BATCH, "-b", max(2048, server.number(llama_server.UBATCH, 512)))
             plan_device(record, server.context_params(), is_loaded=False)

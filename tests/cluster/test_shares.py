@@ -16,6 +16,7 @@ from clusters import Cluster, needs_ray, wait_until, write_config
 
 from pyorch.cli import main
 from pyorch.cluster import local_ray
+from pyorch.cluster.members import REFUSED
 from pyorch.cluster.placement.placement import ABSENT, Placement, write_placement
 from pyorch.llama.model import Model
 from pyorch.runtime.model_map import ModelMap
@@ -59,7 +60,9 @@ def test_they_answer_as_one_server_with_all_experts_would(
     cluster: Cluster, resident: Model, prompt_tokens: list[int],
 ) -> None:
     alone = "".join(resident.generate(prompt_tokens, max_tokens=16, temperature=0))
-    for server in cluster.serving().values():
+    servers = cluster.serving()
+    assert all(server["counters"]["failures"] == 0 for server in servers.values())  # llama-server tried its context
+    for server in servers.values():
         assert cluster.complete(server["url"], prompt_tokens) == alone
     assert all(server["counters"]["sent"] > 0 for server in cluster.status().values())
 
@@ -96,6 +99,19 @@ def test_without_the_only_server_that_has_an_expert_requests_fail_until_it_is_ba
     assert cluster.serving()["a"]["counters"]["pid"] == pid
 
 
+@needs_ray
+def test_a_server_whose_share_is_another_one_meanwhile_is_refused_when_it_starts_again(
+    cluster: Cluster, small_moe: Path, directory: Path, tmp_path: Path,
+) -> None:
+    """The last of these tests: a refused server stays so."""
+    pid = cluster.serving()["b"]["counters"]["pid"]
+    share = directory / "shares/b/small.experts.gguf"
+    os.replace(shutil.copy(directory / "shares/a/small.experts.gguf", tmp_path / "share"), share)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: cluster.glance()["b"]["state"] == REFUSED)
+    assert "the plan gives it 256 experts that its share of them lacks" in cluster.glance()["b"]["reason"]
+
+
 def test_what_no_share_can_be_used_for_is_refused_before_ray_starts(
     directory: Path, private_state: None, tmp_path: Path, small_moe: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -106,12 +122,12 @@ def test_what_no_share_can_be_used_for_is_refused_before_ray_starts(
         assert main(["cluster", *map(str, arguments)]) == 2
         return capsys.readouterr().err
 
-    swapped = write_config(tmp_path, directory / "small.gguf", a=directory / "shares/b/small.gguf",
-                           b=directory / "shares/a/small.gguf")
+    other = write_config(tmp_path, directory / "small.gguf", a=directory / "shares/a/small.gguf",
+                         b=directory / "shares/a/small.gguf")
     plan = directory / "plan.json"
-    assert "server a: the plan gives it 192 experts that its share of them lacks" in \
-        refused("up", "--config", swapped, "--plan", plan)
-    assert "has a share of the experts, for one server of a cluster" in refused("up", "--config", swapped)
+    assert "server b: the plan gives it 256 experts that its share of them lacks" in \
+        refused("up", "--config", other, "--plan", plan)
+    assert "has a share of the experts, for one server of a cluster" in refused("up", "--config", other)
 
     whole = write_config(tmp_path, small_moe)
     out = tmp_path / "out"

@@ -130,4 +130,8 @@ pyorch_status pyorch_allow_reads(pyorch_engine * engine, int32_t allowed) {
     return guarded([&] { engine->remote.allow_reads(allowed != 0); });
 }
 
+pyorch_status pyorch_expect_trial(pyorch_engine * engine) {
+    return guarded([&] { engine->remote.expect_trial(); });
+}
+
 } // extern "C"

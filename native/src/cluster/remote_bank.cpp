@@ -49,6 +49,7 @@ void RemoteBank::disconnect(int number) {
 }
 
 void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
+    is_trial = false;
     {
         std::lock_guard<std::mutex>   lock(mutex);
         std::vector<std::vector<int>> of_layer(layers[layer].n_expert);

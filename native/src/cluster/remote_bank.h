@@ -78,6 +78,10 @@ public:
     void allow_reads(bool allowed) { may_read = allowed; }
     bool reads_allowed() const { return may_read; }
 
+    // The next ubatch is a trial, whose outputs nobody wants, unless something was placed before it.
+    void expect_trial() { is_trial = true; }
+    bool take_trial() { return is_trial && is_trial.exchange(false); }
+
     // mask[n_expert]: becomes 1 for each expert of the layer that another server computes now.
     void mark(int layer, std::vector<uint8_t> & mask);
 
@@ -91,6 +95,7 @@ private:
     std::vector<std::vector<std::vector<int>>> placement; // by layer and expert; an empty layer: all here
     std::atomic<bool>                          is_active{ false };
     std::atomic<bool>                          may_read{ false };
+    std::atomic<bool>                          is_trial{ false };
     pyorch_remote_counts                       counters = {};
 
     std::mutex telling; // so that nobody is told an older state last

@@ -90,6 +90,14 @@ struct MoeLayer {
 
     // Of a share of the experts: it is one of the others, which no file here has.
     bool lacks(int expert) const { return pack && !pack->offset.empty() && pack->offset[expert] == NOWHERE; }
+
+    int first_there() const {
+        int expert = 0;
+        while (expert < n_expert - 1 && lacks(expert)) {
+            ++expert;
+        }
+        return expert;
+    }
 };
 
 // LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS of llama.cpp, which asserts them where it loads a model.

@@ -74,6 +74,7 @@ struct Context {
     bool                    prefill = false;   // its last ubatch was of a prompt
     std::vector<int32_t>    positions;         // of the tokens of its last ubatch
     bool                    continues = false; // that one had the next token of each sequence of the one before
+    bool                    tries     = false; // its outputs are wanted by nobody
     std::vector<int32_t>    changed;           // see RoutedBatch, of the layers of its running ubatch
     DeviceHold              on_device;         // what its latest layer computes with there
     std::array<unsigned, 2> needs = {};        // of the graphs that are built now: of prompts, and of few tokens

@@ -110,11 +110,7 @@ void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
     GraphLayer & g = *(GraphLayer *) user;
     g.batch.clear();
     g.jobs.clear();
-    const MoeLayer & layer = g.context->routing.table.map.layers[g.batch.layer];
-    int              first = 0;
-    while (first < layer.n_expert - 1 && layer.lacks(first)) {
-        ++first;
-    }
+    const int first = g.context->routing.table.map.layers[g.batch.layer].first_there();
     std::fill_n((int32_t *) ids->data, ggml_nelements(ids), first);
     const std::vector<int> one = { first }, nothing;
     g.context->routing.table.acquire(g.context->owner, g.batch.layer, { one, nothing, 1 });

@@ -120,6 +120,15 @@ void substitute(Context & context, RoutedBatch & batch) {
 
 void place(Context & context, RoutedBatch & batch) {
     RemoteBank & remote = context.routing.remote;
+    if (batch.layer == context.layers.front()) {
+        context.tries = remote.take_trial();
+    }
+    if (context.tries) {
+        const MoeLayer & layer = context.routing.table.map.layers[batch.layer];
+        for (int s = 0; s < batch.n_tokens * batch.n_used; ++s) {
+            batch.experts[s] = layer.lacks(batch.experts[s]) ? layer.first_there() : batch.experts[s];
+        }
+    }
     if (batch.complete && remote.active() && batch.portable) {
         thread_local std::vector<uint8_t> resident; // they cost nothing here
         context.routing.table.resident(batch.layer, resident);

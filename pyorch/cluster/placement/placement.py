@@ -22,6 +22,7 @@ import numpy as np
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import json_file
+from pyorch.sizes import counted
 
 KIND, VERSION = "pyorch placement", 1
 
@@ -141,6 +142,18 @@ class Placement:
         except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(str(error)) from None
         return cls(names, layers, n_experts, device, algorithm)
+
+
+def refuse_lacking(share: Mapping[int, np.ndarray] | None, placement: Placement | None, name: str) -> None:
+    """PyorchError where a plan gives the server of this name experts that are not in its share. share: by layer (il),
+    bool[n_expert]; None: it has all."""
+    if share is None or placement is None:
+        return
+    held = placement.held[placement.servers.index(name)]
+    n = sum(int(np.count_nonzero(row[: len(share[il])] & ~share[il])) for il, row in zip(placement.layers, held))
+    if n:
+        raise PyorchError(f"the plan gives it {counted(n, 'expert')} that its share of them lacks: make it again with "
+                          "`pyorch cluster prepare`")
 
 
 def _place(row: np.ndarray, n_expert: int, devices: list[list[int]]) -> None:
