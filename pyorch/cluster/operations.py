@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -371,8 +372,9 @@ def _free_ports(host: str, *wanted: int) -> list[int]:
             for port in wanted:
                 found.append(stack.enter_context(ports.held(host, port)))
         except OSError as error:
-            raise PyorchError(f"cannot listen on {host} port {port}: {error.strerror or error}; a server on another "
-                              f"machine needs a Ray cluster with that machine in it (--address)") from None
+            what = "; name another one in cluster.toml, or 0 for any" if error.errno == errno.EADDRINUSE else (
+                "; a server on another machine needs a Ray cluster with that machine in it (--address)")
+            raise PyorchError(f"cannot listen on {host} port {port}: {error.strerror or error}{what}") from None
     return found
 
 
@@ -395,6 +397,8 @@ def _wait(ray: ModuleType, names: Sequence[str], say: Callable[[str], None]) -> 
 def _running(config: Path) -> Running:
     running = state.find(config)
     if running is None:
+        if not config.exists():
+            raise PyorchError(f"{config}: no such file, and no cluster of it is up")
         raise PyorchError(f"the cluster of {config} is not up: `pyorch cluster up --config {config}` starts it")
     return running
 

@@ -213,9 +213,12 @@ def test_down_leaves_nothing_of_a_cluster_with_a_scheduler(cluster: Cluster) -> 
     assert_nothing_is_left(cluster.running, ports)
 
 
-def test_rebalance_where_nothing_is_up_is_refused_in_a_sentence(
+def test_what_needs_a_cluster_that_is_up_is_refused_in_a_sentence_where_none_is(
     small_moe: Path, private_state: None, tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:
     config = write_config(tmp_path, small_moe)
     assert main(["cluster", "rebalance", "--config", str(config)]) == 2
     assert f"is not up: `pyorch cluster up --config {config}` starts it" in capsys.readouterr().err
+    for action in ("status", "rebalance"):
+        assert main(["cluster", action, "--config", str(tmp_path / "misspelt.toml")]) == 2
+        assert "misspelt.toml: no such file, and no cluster of it is up" in capsys.readouterr().err
