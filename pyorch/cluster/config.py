@@ -138,6 +138,12 @@ class Cluster:
         """Where a server has the model. PyorchError where the file says it nowhere."""
         return server.model or self.required_model
 
+    @property
+    def open_to_anybody(self) -> tuple[str, ...]:
+        """The servers that other machines reach, where nobody need know a key."""
+        return () if self.endpoints.keys is not None else tuple(
+            server.name for server in self.servers if not _is_loopback(server.address))
+
     def check_privacy(self) -> None:
         """PyorchError where servers of several machines would speak to each other without TLS, and nobody has said that
         they may."""

@@ -83,6 +83,11 @@ def brought_up(
                               f"in {cluster.path}")
     if placement is not None:
         cluster.check_privacy()
+    if placement is None and len(cluster.servers) > 1:
+        say("without a plan (--plan) servers do not compute for each other: each reads what it lacks from its own disk")
+    if cluster.open_to_anybody and "--api-key" not in flags and "--api-key-file" not in flags:
+        say(f"whoever reaches the machine of {', '.join(cluster.open_to_anybody)} may ask there: keys under "
+            f"[endpoints] in {cluster.path} say who may")
     setting = None
     if placement is not None and cluster.scheduler.enabled:
         with ModelMap(cluster.model_of(cluster.servers[0])) as model_map:

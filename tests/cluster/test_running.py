@@ -339,8 +339,9 @@ def test_what_cannot_serve_is_refused_before_ray_starts(
         assert str(keys) in found and why in found
     assert "server b: its memory of 1 KiB is below what the model needs at once" in \
         refused(f'{a}[[server]]\nname = "b"\nmemory = "1KiB"\n')
-    assert "server b: cannot listen on 192.0.2.77 port 0: " in \
-        refused(f'{a}[[server]]\nname = "b"\nmemory = "50%"\naddress = "192.0.2.77"\n')
+    said = refused(f'{a}[[server]]\nname = "b"\nmemory = "50%"\naddress = "192.0.2.77"\n')
+    assert "server b: cannot listen on 192.0.2.77 port 0: " in said
+    assert "whoever reaches the machine of b may ask there" in said and "without a plan (--plan)" in said
     assert "server a: the certificate " in (expired := refused(a + tls("past"))) and "has expired" in expired
     assert f"server a: the key {CERTIFICATES}/nothing.key cannot be read" in \
         refused(a + tls().replace("server.key", "nothing.key"))
