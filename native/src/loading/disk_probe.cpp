@@ -21,6 +21,7 @@ class Probe : private Loader::Orders {
 public:
     Probe(const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan) :
             map(map), loader(map, std::move(source), no_codec(), plan.bytes, mutex, *this) {
+        loader.nobody_waits();
         for (const MoeLayer & l : map.layers) {
             slot = std::max({ slot, slot_bytes(l, PART_MATRICES), slot_bytes(l, PART_E) + slot_bytes(l, PART_SM) });
         }

@@ -548,7 +548,8 @@ bool Loader::decode_next() {
             oldest = matrix.begun < matrix.n_steps ? std::min(oldest, matrix.since) : oldest;
         }
         const std::chrono::steady_clock::time_point due(std::chrono::nanoseconds(oldest) + PATIENCE);
-        const bool is_due = !decodes || processors_to_spare() || std::chrono::steady_clock::now() >= due;
+        const bool                                  is_due =
+            !decodes || !has_waiters || processors_to_spare() || std::chrono::steady_clock::now() >= due;
         if (is_due && decode_next(lock)) {
             return true;
         }

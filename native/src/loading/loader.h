@@ -135,6 +135,9 @@ public:
     Loader(const ModelMap & map, std::unique_ptr<Source> source, const Codec & codec, uint64_t read_bytes,
         std::mutex & mutex, Orders & orders);
 
+    // No layer waits for what is read, so its decoding is nobody's who waits. Before the first load.
+    void nobody_waits() { has_waiters = false; }
+
     // For the readers.
 
     // The next request, or false when stop() was called. While there is none it decodes, or sleeps.
@@ -295,8 +298,9 @@ private:
     std::mutex              waking; // held while the reader is told; taken with or without the other, never before it
     std::condition_variable work;
     std::condition_variable decode_work;
-    std::list<Decoding>     decoding;       // what is needed first comes first
-    bool                    decodes = true; // until stop_decoding()
+    std::list<Decoding>     decoding;           // what is needed first comes first
+    bool                    decodes     = true; // until stop_decoding()
+    bool                    has_waiters = true;
     std::deque<ReadRequest> demanded;
     std::deque<ReadRequest> ahead;
     std::deque<ReadRequest> guessed;                                // of one load
