@@ -99,7 +99,7 @@ def pack(
                         plan = _replanned(plan, choice, descriptor, error.tensor[0])
                         known = _begin(plan, choice.ratio, descriptor, target.parent, spare_bytes)
                         n_continued = min(n_continued, len(known))
-                if n_continued:
+                if n_continued and share is None:  # of a share: who writes it does, beside its slim model
                     _check_index(model_map, part, descriptor)
                 files.replace(part, target)
             except OSError as error:

@@ -55,7 +55,8 @@ def write_share(
         check_slim(model_map, target)
         n_experts = int(sum(row.sum() for row in share.values()))
         digest = packs.share_digest(share)
-        has_pack, has_slim = _is_share(path, model_map, digest), _is_slim(target, model_map)
+        has_slim = _is_slim(target, model_map)
+        has_pack = _has(target, digest) if has_slim else _is_share(path, model_map, digest)
         if target.exists() and not has_slim:
             raise PyorchError(f"{target} is there, and is not the slim model that belongs there: name another "
                               "directory")
@@ -64,6 +65,9 @@ def write_share(
             pack(model, path, share=share, spare_bytes=spare_bytes, on_progress=on_progress)
         if not has_slim:  # last: it is of no use without its pack
             write_slim(model_map, target)
+        if not _has(target, digest):  # what an interrupted run left may have been damaged
+            path.unlink()
+            raise PyorchError(f"{path} was damaged while it was written, and is thrown away: run the command again")
     return WrittenShare(target, n_experts, target.stat().st_size + path.stat().st_size, not (has_pack and has_slim))
 
 
@@ -73,6 +77,16 @@ def _is_share(path: Path, model_map: ModelMap, digest: str) -> bool:
     except FormatError:
         return False
     return metadata.get(packs.SHARE) == digest
+
+
+def _has(target: Path, digest: str) -> bool:
+    """Whether the pack beside a slim model has these experts by its index."""
+    try:
+        with packs.open_model(target, share=True) as model_map:
+            share = packs.share_of(model_map)
+            return share is not None and packs.share_digest(share) == digest
+    except FormatError:
+        return False
 
 
 def _is_slim(path: Path, model_map: ModelMap) -> bool:

@@ -129,6 +129,12 @@ def test_what_no_share_can_be_used_for_is_refused_before_ray_starts(
         refused("up", "--config", other, "--plan", plan)
     assert "has a share of the experts, for one server of a cluster" in refused("up", "--config", other)
 
+    shares = write_config(tmp_path, directory / "small.gguf",
+                          **{name: directory / f"shares/{name}/small.gguf" for name in ("a", "b")})
+    part = write_plan(tmp_path / "part.json", small_moe, n_covered=60)
+    assert "server a: the plan gives 32 experts to no server, and its share of them lacks these" in \
+        refused("up", "--config", shares, "--plan", part)
+
     whole = write_config(tmp_path, small_moe)
     out = tmp_path / "out"
     for options, why in (

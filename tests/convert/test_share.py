@@ -92,6 +92,16 @@ def test_what_is_there_stays_and_an_interrupted_run_goes_on(model: Path, target:
     assert check(target).damaged == ()
 
 
+def test_a_share_whose_index_is_damaged_is_made_anew(model: Path, target: Path) -> None:
+    share = thirds(model)
+    write_share(model, target, share)
+    path = container.default_path(target, packs.KIND)
+    whole = path.read_bytes()
+    with ModelMap(path) as packed:
+        flip(path, packed.tensor_range(packs.index_name(3)).offset)
+    assert write_share(model, target, share).written and path.read_bytes() == whole
+
+
 def test_a_share_has_an_expert_of_each_layer_and_all_of_those_that_no_plan_speaks_of(small_moe: Path) -> None:
     with ModelMap(small_moe) as model_map:
         share = share_for(model_map.layers, {il: np.zeros(64, bool) for il in range(7)})
@@ -117,6 +127,19 @@ def test_a_share_is_refused_where_it_is_of_no_use(
     with ModelMap(model) as whole:
         assert "belongs beside the slim model that was written with it" in packs.attach(whole)
         assert whole.pack is None
+
+
+def test_a_pack_that_lacks_experts_is_none_of_a_whole_model(model: Path) -> None:
+    path = pack(model).path
+    with ModelMap(path) as packed, path.open("r+b") as file:
+        begin = packed.tensor_range(packs.index_name(2)).offset
+        file.seek(begin)
+        rows = np.frombuffer(file.read(3 * packs.CHUNK.itemsize), packs.CHUNK).copy()
+        rows["offset"] = packs.NOWHERE
+        file.seek(begin)
+        file.write(rows.tobytes())
+    with ModelMap(model) as whole:
+        assert "lacks experts, and belongs beside the slim model of a share" in packs.attach(whole)
 
 
 def test_other_files_stay_what_they_are(model: Path, target: Path) -> None:

@@ -347,6 +347,28 @@ def test_what_one_server_fails_another_that_has_it_is_asked_for(shares, small_mo
             assert even.engine.remote_stats().fallback == 0
 
 
+def test_what_a_server_fails_of_experts_that_are_here_is_computed_here(shares, small_moe, prompt_tokens):
+    """It is said to have all, fails what it lacks, and takes its rows otherwise than the one that is asked then."""
+    with small_model(small_moe, "100%") as whole:
+        expected = decoded(whole, prompt_tokens)
+    with contextlib.ExitStack() as stack:
+        even, lacking, odd = (stack.enter_context(small_model(path, "60%", placed=True))
+                              for path in (shares[0], shares[0], shares[1]))
+        first = even.engine.connect("127.0.0.1", lacking.engine.listen(TOKEN, fingerprint(lacking.map)), TOKEN,
+                                    fingerprint(even.map), timeout=60)
+        second = even.engine.connect("127.0.0.1", odd.engine.listen(TOKEN, fingerprint(odd.map)), TOKEN,
+                                     fingerprint(even.map), timeout=60, rows="bf16")
+        for layer in even.layers.values():
+            even.engine.set_placement(layer.il, [[first, second] if expert % 2 else [first, HERE]
+                                                 for expert in range(layer.n_expert)])
+        for rows, right in zip(decoded(even, prompt_tokens), expected, strict=True):
+            assert np.corrcoef(rows.ravel(), right.ravel())[0, 1] > 0.99
+        assert even.engine.remote_stats().fallback > 0 and even.engine.stats().failures == 0
+        assert even.engine.peer(second).joined and even.engine.peer(second).error == ""
+        for server in (lacking, odd):
+            server.engine.stop_listening()
+
+
 def test_an_expert_that_a_share_lacks_is_neither_kept_nor_read_ahead(shares):
     with small_model(shares[0], "100%", placed=True) as even:
         with pytest.raises(PyorchError, match="expert 1 of layer 0 is not in this share"):

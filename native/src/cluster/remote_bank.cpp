@@ -248,7 +248,7 @@ bool RemoteBank::wait(int layer, RemoteRows & rows) {
         std::shared_ptr<Peer> peer;
         {
             std::lock_guard<std::mutex> lock(mutex);
-            peer = peers[rows.peer];
+            peer = rows.peer < 0 ? nullptr : peers[rows.peer];
         }
         rows.answer = peer ? peer->ask(rows.frame, (int) rows.slots.size(), layers[layer].n_out) : nullptr;
         if (rows.answer) {
@@ -283,7 +283,7 @@ std::vector<RemoteRows> RemoteBank::send_again(int layer, const RemoteRows & los
         return {};
     }
     std::vector<std::vector<int>> experts_at = choose(layer, wanted, slots_of, failed);
-    size_t                        n_chosen   = 0;
+    std::vector<uint8_t>          is_chosen(layers[layer].n_expert);
     for (size_t peer = 0; peer < experts_at.size(); ++peer) {
         const size_t first = rows.size();
         for (int e : experts_at[peer]) {
@@ -292,11 +292,20 @@ std::vector<RemoteRows> RemoteBank::send_again(int layer, const RemoteRows & los
                 rows.push_back({ {}, nullptr, nullptr, (int) peer, failed });
             }
             rows.back().slots.insert(rows.back().slots.end(), slots_of[e].begin(), slots_of[e].end());
-            ++n_chosen;
+            is_chosen[e] = 1;
         }
     }
-    if (n_chosen < wanted.size()) {
-        return {};
+    RemoteRows rest = { {}, nullptr, nullptr, -1, failed }; // is computed here
+    for (int e : wanted) {
+        if (!is_chosen[e] && lacks(layer, e)) {
+            return {};
+        }
+        if (!is_chosen[e]) {
+            rest.slots.insert(rest.slots.end(), slots_of[e].begin(), slots_of[e].end());
+        }
+    }
+    if (!rest.slots.empty()) {
+        rows.push_back(std::move(rest));
     }
     std::vector<float> inputs((size_t) of.n_slots * of.n_in);
     for (int i = 0; i < of.n_slots; ++i) {
@@ -304,8 +313,9 @@ std::vector<RemoteRows> RemoteBank::send_again(int layer, const RemoteRows & los
     }
     for (RemoteRows & r : rows) {
         std::sort(r.slots.begin(), r.slots.end());
-        r.frame = std::make_shared<Frame>(
-            make_compute(layer, 1, of.n_in, r.slots, of.expert, of.weight, inputs.data(), of.type));
+        const RowType type = r.peer < 0 ? of.type : peers[r.peer]->config.rows;
+        r.frame            = std::make_shared<Frame>(
+            make_compute(layer, 1, of.n_in, r.slots, of.expert, of.weight, inputs.data(), type));
         for (int & slot : r.slots) {
             slot = lost.slots[slot];
         }

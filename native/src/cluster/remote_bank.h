@@ -17,7 +17,7 @@ struct RemoteRows {
     std::vector<int>        slots;       // ascending, of [n_tokens][n_used]
     std::shared_ptr<Frame>  frame;       // that asks for them
     std::shared_ptr<Answer> answer;      // null: it is not asked yet
-    int                     peer   = -1; // its number
+    int                     peer   = -1; // its number; -1: nobody is asked
     std::vector<int>        failed = {}; // numbers of those that did not answer before
 };
 

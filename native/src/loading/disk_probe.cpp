@@ -49,6 +49,9 @@ public:
                 }
             }
         }
+        if (order.empty()) {
+            throw Failure(PYORCH_FORMAT, "there is no expert that could be read");
+        }
         std::shuffle(order.begin(), order.end(), std::mt19937(std::random_device()()));
     }
 

@@ -357,6 +357,9 @@ void ModelMap::attach_pack(const std::string & path) {
             }
             of_layer->repacked.push_back(layout != PLAIN);
         }
+        if (!slim && std::count(of_layer->offset.begin(), of_layer->offset.end(), NOWHERE) > 0) {
+            throw Failure(PYORCH_FORMAT, path + " lacks experts, and belongs beside the slim model of a share");
+        }
         packed.push_back(of_layer);
     }
     give_part_slots(layers, packed);

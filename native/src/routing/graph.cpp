@@ -159,11 +159,11 @@ std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
                 all.insert(all.end(), again.begin(), again.end());
                 continue;
             }
-            n_fallback += remote.slots.size();
             why = compute_here(g, remote, outputs);
             if (!why.empty()) {
                 break;
             }
+            n_fallback += remote.slots.size();
         }
         const float * row = outputs.data();
         for (int slot : remote.slots) {

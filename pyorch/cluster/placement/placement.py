@@ -154,6 +154,10 @@ def refuse_lacking(share: Mapping[int, np.ndarray] | None, placement: Placement 
     if n:
         raise PyorchError(f"the plan gives it {counted(n, 'expert')} that its share of them lacks: make it again with "
                           "`pyorch cluster prepare`")
+    nobody = sum(int(np.count_nonzero((row[: len(share[il])] == 0) & ~share[il]))
+                 for il, row in zip(placement.layers, placement.copies))
+    if nobody:
+        raise PyorchError(f"the plan gives {counted(nobody, 'expert')} to no server, and its share of them lacks these")
 
 
 def _place(row: np.ndarray, n_expert: int, devices: list[list[int]]) -> None:
