@@ -134,7 +134,6 @@ def test_rows_for_experts_that_many_have_go_to_different_peers():
 
 
 def test_a_disk_under_a_quota_gives_a_slice_s_bytes_at_once_after_a_pause():
-    """As the kernel's throttle did: of 150 MB/s, 8 MiB came in 12 ms, 16 MiB in 108."""
     disk, plain = Station(slice=0.5), Station()
     assert [disk.serve(1.0, 0.22) for _ in range(6)] == pytest.approx([1.0, 1.0, 1.5, 1.5, 2.0, 2.0])
     assert [plain.serve(1.0, 0.2) for _ in range(3)] == pytest.approx([1.2, 1.4, 1.6])
