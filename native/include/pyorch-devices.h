@@ -1,6 +1,6 @@
 // Devices: a tier of memory above the host's, whose experts a device computes with.
 //
-// An engine gets one with pyorch_config.device. The rules of pyorch.h hold.
+// An engine gets them with pyorch_config.devices. The rules of pyorch.h hold.
 
 #ifndef PYORCH_DEVICES_H
 #define PYORCH_DEVICES_H
@@ -24,6 +24,9 @@ typedef struct pyorch_device_info {
 // PYORCH_INVALID where there is none, PYORCH_IO where none can be reached.
 pyorch_status pyorch_find_device(const char * name, void ** device);
 
+// The next one of that backend with memory of its own, NULL where there is none.
+pyorch_status pyorch_next_device(void * after, void ** device);
+
 // How fast it is for experts of this model, and the processor with so many threads: rates[5], bytes of weights a
 // second, of uploads, of the processor for the first row of an expert and for each further one, and the same of the
 // device. Measured now, in some tenths of a second. PYORCH_MEMORY where there is none for it.
@@ -32,9 +35,10 @@ pyorch_status pyorch_measure_device(const pyorch_model_map * map, void * device,
 // A device of another process that is lost has no memory, 0 bytes, or PYORCH_IO is returned.
 pyorch_status pyorch_get_device(void * device, pyorch_device_info * info);
 
-// Bytes of the device's memory for experts, at most; they are taken when the first context is made: PYORCH_INVALID
-// then. Where the device refuses so many, fewer are taken, and a line on stderr says it.
-pyorch_status pyorch_set_device_budget(pyorch_engine * engine, uint64_t bytes);
+// Bytes of a device's memory for experts, at most; device: its number among those of the engine. They are taken when the
+// first context is made: PYORCH_INVALID then. Where the device refuses so many, fewer are taken, and a line on stderr
+// says it.
+pyorch_status pyorch_set_device_budget(pyorch_engine * engine, int32_t device, uint64_t bytes);
 
 // As pyorch_set_layer_limits, of a layer's experts in slots of the device, once its memory was taken: min of them stay
 // when others come, and no more than max come, unless all experts of the model have slots. PYORCH_BUDGET where the

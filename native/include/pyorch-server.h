@@ -59,9 +59,9 @@ const char * pyorch_server_get_page(uint64_t i);
 // Seconds in which the head and the body of a request must have arrived, else its connection is ended.
 void pyorch_server_set_limits(double head, double body);
 
-// The ggml_backend_dev_t that the server which runs next computes with, where another process has it: when that is
-// gone, what is computed fails. NULL, and without this call: there is none.
-void pyorch_server_set_device(void * device);
+// Each ggml_backend_dev_t that the server which runs next computes with and another process has: when one is gone, what
+// is computed fails. Without this call: there are none.
+void pyorch_server_set_devices(int32_t n, void * const * devices);
 
 // Runs llama-server until pyorch_server_cancel(), and returns its exit status. Signals are left to the caller. May be
 // called again: nothing is left then of what the one before was given, but the paths that are public.

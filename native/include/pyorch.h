@@ -48,7 +48,7 @@ typedef enum pyorch_status {
 const char * pyorch_last_error(void);
 
 // The calls and structs that a program was compiled with: a library of another number does not fit.
-enum { PYORCH_ABI = 3 };
+enum { PYORCH_ABI = 4 };
 
 int32_t      pyorch_abi(void);     // the PYORCH_ABI that the library was compiled with
 const char * pyorch_version(void); // "1.2.3"
@@ -274,6 +274,8 @@ typedef enum pyorch_reader {
     PYORCH_READER_THREADS  = 2, // each waits for its read
 } pyorch_reader;
 
+enum { PYORCH_MAX_DEVICES = 16 }; // as llama.cpp's
+
 typedef struct pyorch_config {
     uint64_t budget_bytes;     // for all expert memory; above slots_bytes means all, the default
     int32_t  policy;           // pyorch_policy; default PYORCH_LEARNED
@@ -284,14 +286,19 @@ typedef struct pyorch_config {
     uint64_t       read_bytes; // one request at most; 0: 1 MiB, of threads 4 MiB
     pyorch_read_fn read;       // NULL: the files of the map
     void *         read_user;
-    uint64_t       plain;    // nonzero: experts stay as they lie in the file; default: they are repacked when they
-                             // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
-    double   pool_shares[4]; // see pyorch_set_pools; default: all for full experts
-    void *   device;         // of pyorch_find_device: computes with experts that lie in its memory; NULL: none
-    uint64_t device_bytes;   // of its memory for them, default 0; see pyorch-devices.h
-    uint64_t device_misses;  // pyorch_device_misses; default PYORCH_PROCESSOR
-    uint64_t device_ahead;   // so many experts that a predictor names are uploaded before their layer comes, at most
-                             // 64; default 0. Not while it predicts as time allows: see pyorch_set_prefetch
+    uint64_t       plain;  // nonzero: experts stay as they lie in the file; default: they are repacked when they
+                           // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
+    double pool_shares[4]; // see pyorch_set_pools; default: all for full experts
+    // Of pyorch_find_device: they compute with experts that lie in their memory. Each has consecutive layers, up to the
+    // number in device_ends of those with experts, and all of these are somebody's. device_bytes: of the memory of each
+    // for them, default 0; see pyorch-devices.h.
+    uint64_t n_devices; // default 0
+    void *   devices[PYORCH_MAX_DEVICES];
+    int32_t  device_ends[PYORCH_MAX_DEVICES];
+    uint64_t device_bytes[PYORCH_MAX_DEVICES];
+    uint64_t device_misses; // pyorch_device_misses; default PYORCH_PROCESSOR
+    uint64_t device_ahead;  // so many experts that a predictor names are uploaded before their layer comes, at most
+                            // 64; default 0. Not while it predicts as time allows: see pyorch_set_prefetch
 } pyorch_config;
 
 // What becomes of an expert that is not in the memory of the device when its layer needs it.

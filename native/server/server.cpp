@@ -12,6 +12,7 @@
 #include <chrono>
 #include <memory>
 #include <sstream>
+#include <vector>
 
 int  llama_server(int argc, char ** argv);
 void llama_server_terminate();
@@ -33,11 +34,11 @@ Connections & connections() {
     return *all;
 }
 
-std::vector<Route>          routes;
-ggml_backend_dev_t          device = nullptr;
-std::atomic<bool>           ends_answers;   // see pyorch_server_end_answers()
-std::mutex                  serving;        // guards:
-const server_http_context * http = nullptr; // while the server runs
+std::vector<Route>              routes;
+std::vector<ggml_backend_dev_t> devices;
+std::atomic<bool>               ends_answers;   // see pyorch_server_end_answers()
+std::mutex                      serving;        // guards:
+const server_http_context *     http = nullptr; // while the server runs
 
 // What llama-server answers at the path, where it has it. REQUIRES: its routes were all added.
 server_http_context::handler_t own_handler(const std::string & path) {
@@ -160,11 +161,11 @@ void add_routes(const server_http_context & context) {
 
 // A device of another process that is gone has no memory.
 bool is_lost() {
-    size_t free = 0, total = 1;
-    if (device) {
+    return std::any_of(devices.begin(), devices.end(), [](ggml_backend_dev_t device) {
+        size_t free = 0, total = 0;
         ggml_backend_dev_memory(device, &free, &total);
-    }
-    return total == 0;
+        return total == 0;
+    });
 }
 
 } // namespace
@@ -200,7 +201,12 @@ const char * pyorch_server_get_page(uint64_t i) {
 
 void pyorch_server_set_limits(double head, double body) { connections().limit(head, body); }
 
-void pyorch_server_set_device(void * dev) { device = (ggml_backend_dev_t) dev; }
+void pyorch_server_set_devices(int32_t n, void * const * of_others) {
+    devices.clear();
+    for (int32_t i = 0; i < n; ++i) {
+        devices.push_back((ggml_backend_dev_t) of_others[i]);
+    }
+}
 
 int32_t pyorch_server_run(int32_t argc, char ** argv) {
     llama_server_hooks.routes     = add_routes;
@@ -215,7 +221,7 @@ int32_t pyorch_server_run(int32_t argc, char ** argv) {
     http                       = nullptr;
     llama_server_hooks.context = nullptr;
     routes.clear();
-    device = nullptr;
+    devices.clear();
     return status;
 }
 

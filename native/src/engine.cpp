@@ -22,10 +22,10 @@ static std::unique_ptr<pyorch::Bank> make_bank(const pyorch::ModelMap & map, con
 }
 
 static std::shared_ptr<pyorch::PageLocks> make_locks(const pyorch_config & config, bool simulated) {
-    if (!config.device || simulated) {
+    if (config.n_devices == 0 || simulated) {
         return nullptr;
     }
-    return std::make_shared<pyorch::PageLocks>((ggml_backend_dev_t) config.device);
+    return std::make_shared<pyorch::PageLocks>((ggml_backend_dev_t) config.devices[0]); // for all of its backend
 }
 
 static bool repacks(const pyorch::ModelMap & map) {
@@ -103,8 +103,8 @@ pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config &
         routers((int) map.layers.size()), prefetcher(table, routers), remote(shapes_of(map), lacking_of(map)),
         routing(table, prefetcher, routers, remote, config.plain == 0),
         reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {
-    if (config.device && !simulated) {
-        device         = std::make_unique<pyorch::DeviceTier>(table, (ggml_backend_dev_t) config.device, config, locks);
+    if (config.n_devices > 0 && !simulated) {
+        device         = std::make_unique<pyorch::DeviceTier>(table, config, locks);
         routing.device = device.get();
         prefetcher.change([this](pyorch::PrefetchPlanner & planner) {
             planner.set_above(

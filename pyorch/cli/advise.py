@@ -182,6 +182,9 @@ def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
         None if name == NONE else name, args.vram, tuple(map(str, listed(args, "vram_budget"))), args.link_bandwidth,
         args.vram_bandwidth)
     if wanted.name is not None:
+        if "," in wanted.name:
+            raise PyorchError(f"advise looks at one device: name one of {wanted.name}, or give --vram all their memory "
+                              "and --vram-bandwidth that of one")
         find_device(wanted.name)
         return wanted
     if str(AUTO) in wanted.budgets:

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.llama.cores import physical_cores
     from pyorch.llama.memory import cache_bytes
     from pyorch.pictures import check_plot
-    from pyorch.runtime.devices import find_device
+    from pyorch.runtime.devices import find_devices
     from pyorch.settings.device import NONE
     from pyorch.settings.settings import Settings
     from pyorch.sidecars import packs
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     each = [Settings(**given_settings(one, "budget", "policy", "prefetch"), **first)
             for one in one_by_one(args, "substitution")]
     if each[0].device != NONE:
-        find_device(each[0].device)  # said now, and not when everything before it was measured
+        find_devices(each[0].device)  # said now, and not when everything before it was measured
     n_threads = each[0].n_threads or physical_cores()
     lossless = replace(each[0], substitution=None, buddies=None, speculate=False, tuned=None, n_threads=0)
     asked = plan.Plan(

@@ -106,8 +106,6 @@ def _prompt(args: argparse.Namespace) -> str:
 
 def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.Namespace) -> bool:
     """False: Ctrl-C ended it; what came until then is printed all the same."""
-    from pyorch.llama.managed import find
-
     if args.system is not None:
         messages = [{"role": "system", "content": args.system}, {"role": "user", "content": prompt}]
         pieces = model.chat(messages, **chosen)
@@ -124,8 +122,7 @@ def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.
     except KeyboardInterrupt:
         complete = False
     if args.json:
-        device = find(model.llama.model).plan.device
-        print_json(RunResult(text, None if device is None else device.name, model.stats()))
+        print_json(RunResult(text, model.device or None, model.stats()))
     else:
         print(flush=True)
         show([Facts(model.stats().facts)], sys.stderr)

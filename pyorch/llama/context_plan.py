@@ -1,4 +1,4 @@
-"""How wide a context computes, and what it leaves for experts: of host memory, and of a device's."""
+"""How wide a context computes, and what it leaves for experts: of host memory, and of devices'."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
     free = dataclasses.replace(limit, free_bytes=free_bytes)
     # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
     mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
-    dense_bytes = host_dense_bytes(managed.map, managed.device, managed.params) if mapped else 0
+    dense_bytes = host_dense_bytes(managed.map, managed.devices, managed.params) if mapped else 0
     with managed.engine.capture(), measure.twin(managed.path, managed.params) as twin:
 
         def need(n_ubatch: int) -> int:
             params.n_ubatch = n_ubatch
-            beside = measure.chain_bytes(managed.map, n_ubatch) if managed.device is not None else 0
-            return measure.context_sizes(twin, params, managed.map, managed.device).host + beside
+            beside = measure.chain_bytes(managed.map, n_ubatch) if managed.devices is not None else 0
+            return measure.context_sizes(twin, params, managed.map, managed.devices).host + beside
 
         if widen:
             most = min(params.n_batch, MAX_SHARE_UBATCH) if managed.plan.has_share else params.n_batch
@@ -69,29 +69,28 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
     return needed
 
 
-def plan_device(managed: ManagedModel, params: llama.llama_context_params, is_loaded: bool = True) -> None:
-    """What experts get of the device: under the automatic budget, what a first context with these parameters will leave
-    of it; of a budget that was given, no more than that, and a line says so.
+def plan_devices(managed: ManagedModel, params: llama.llama_context_params, is_loaded: bool = True) -> None:
+    """What experts get of each device: under the automatic budget, what a first context with these parameters leaves of
+    it; of a budget that was given, no more than that, and a line says so.
 
     is_loaded: the dense weights are there already.
     """
-    device = managed.device
-    if managed.engine is None or device is None or managed.device_planned:
+    devices = managed.devices
+    if managed.engine is None or devices is None or managed.devices_planned:
         return
-    info, budget = managed.map.info, managed.plan.settings.vram_budget
     with managed.engine.capture():
-        sizes = measure.sizes_of(managed.map, managed.params, params, device)
-    needed = sizes.device + measure.chain_bytes(managed.map, params.n_ubatch)
-    if not is_loaded:
-        needed += device_dense_bytes(managed.map, managed.params.n_gpu_layers)
-    left = device.free_bytes() - needed
-    if budget == AUTO:
-        managed.engine.set_device_budget(max(0, left - margin_bytes(device.total_bytes())))
-    elif left < (given := min(budget.amount.of(info.expert_bytes), info.expert_bytes)):
-        managed.engine.set_device_budget(max(0, left))
-        fatal.notice(f"note: {device.name} has {format_bytes(max(0, left))} left beside the other layers and the "
-                     f"context: so much is for experts, not {format_bytes(given)}")
-    managed.device_planned = True
+        sizes = measure.sizes_of(managed.map, managed.params, params, devices)
+    dense = [0] * len(devices.each) if is_loaded else device_dense_bytes(
+        managed.map, managed.params.n_gpu_layers, devices)
+    for i, (device, given) in enumerate(zip(devices.each, managed.plan.device_bytes)):
+        left = device.free_bytes() - sizes.devices[i] - measure.chain_bytes(managed.map, params.n_ubatch) - dense[i]
+        if managed.plan.settings.vram_budget == AUTO:
+            managed.engine.set_device_budget(i, max(0, left - margin_bytes(device.total_bytes())))
+        elif left < given:
+            managed.engine.set_device_budget(i, max(0, left))
+            fatal.notice(f"note: {device.name} has {format_bytes(max(0, left))} left beside the other layers and the "
+                         f"context: so much is for experts, not {format_bytes(given)}")
+    managed.devices_planned = True
 
 
 def _promised_bytes(managed: ManagedModel) -> int:

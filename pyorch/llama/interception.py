@@ -21,7 +21,7 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import check, ffi, lib
 from pyorch.llama import cores, logs, measure
-from pyorch.llama.context_plan import check_ubatch, default_ubatch, plan_context, plan_device
+from pyorch.llama.context_plan import check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import decoding, find, is_forked, loading, lock, models
 from pyorch.llama.originals import original, replace
 from pyorch.runtime import fatal
@@ -165,7 +165,7 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
     widen = settings.widen and n_ubatch is None
     reserved = plan_context(managed, params, widen) if managed.plan.automatic else 0
     check_ubatch(managed, params.n_ubatch)
-    plan_device(managed, params)  # behind that, which chooses how wide its buffers are
+    plan_devices(managed, params)  # behind that, which chooses how wide its buffers are
     logs.forget_errors()
     with fatal.refused():
         context = init(model, params)
@@ -299,5 +299,5 @@ def _notice_lost_devices() -> None:
     """While Python still runs: a thread of ggml logs that a device is lost when it is asked for something, and would
     wait for ever for an interpreter that ends, and the context that is freed then for that thread."""
     for managed in list(models.values()):
-        if managed.device is not None:
-            managed.device.is_lost()
+        if managed.devices is not None:
+            managed.devices.is_lost()

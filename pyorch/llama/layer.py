@@ -84,7 +84,7 @@ class Layer:
     def residency(self) -> np.ndarray:
         """bool[n_expert]: which experts are resident now. With a device uint8: 1 in host memory, 2 in the device's."""
         now = self._engine.residency(self.il)
-        return now.resident if self._record.device is None else np.where(now.on_device, np.uint8(2), now.resident)
+        return now.resident if self._record.devices is None else np.where(now.on_device, np.uint8(2), now.resident)
 
     @property
     def settings(self) -> LayerSettings:

@@ -17,7 +17,7 @@ from pyorch.llama.apply import apply_prefetch, apply_substitution, set_uses
 from pyorch.llama.plan import Division, EnginePlan, make_plan
 from pyorch.runtime import fatal
 from pyorch.runtime.callbacks import raise_held
-from pyorch.runtime.devices import Device
+from pyorch.runtime.devices import Devices
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import RESIDENT
@@ -42,7 +42,7 @@ def build(plan: EnginePlan) -> Engine | None:
     settings = plan.settings
     engine = Engine(
         plan.map, plan.budget, settings.policy, plan.reads, settings.source, pools=plan.division.pools or Pools(),
-        device=plan.device, device_misses=settings.device_misses, device_bytes=plan.device_bytes, plain=plan.plain,
+        devices=plan.devices, device_bytes=plan.device_bytes, device_misses=settings.device_misses, plain=plan.plain,
         direct_io=settings.direct_io, device_ahead=settings.device_ahead,
     )
     try:
@@ -92,7 +92,7 @@ class ManagedModel:
 
     engine: None where the model is dense or llama.cpp keeps its experts. division: of the memory of a compressed pack
     as it is now: under the automatic budget a context changes it. speculating: layers execute what is forecast for
-    them. device_planned: a context has said how much of the device's memory experts get. contexts: llama_context * to
+    them. devices_planned: a context has said how much of the devices' memory experts get. contexts: llama_context * to
     its bytes, under the automatic budget. warmed: the experts that belong into memory were ordered (pyorch.llama.warm).
     """
 
@@ -102,7 +102,7 @@ class ManagedModel:
     engine: Engine | None
     division: Division = field(init=False)
     speculating: bool = field(init=False)
-    device_planned: bool = False
+    devices_planned: bool = False
     warmed: bool = False
     contexts: dict[int, int] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
@@ -116,9 +116,9 @@ class ManagedModel:
         return self.plan.map
 
     @property
-    def device(self) -> Device | None:
+    def devices(self) -> Devices | None:
         """Where the dense weights are, and experts, as far as there is room."""
-        return self.plan.device
+        return self.plan.devices
 
     @property
     def unmanaged(self) -> str:
@@ -127,7 +127,7 @@ class ManagedModel:
             return f"{self.map.path} is a dense model: it has no experts to manage and runs as it would without pyorch"
         if self.engine is not None or self.plan.settings.budget == RESIDENT:
             return ""
-        return (f"{self.map.path} fits into the memory of {self.device.name} with all its experts, where llama.cpp "
+        return (f"{self.map.path} fits into the memory of {self.devices.name} with all its experts, where llama.cpp "
                 "keeps them")
 
     @property
@@ -192,11 +192,11 @@ def _refuse_lost(model: int, context: int) -> None:
     logits that were never computed is told nothing else.
     """
     managed = find(model)
-    device = managed.device if managed is not None else None
-    if device is None or not device.is_remote:
+    devices = managed.devices if managed is not None else None
+    if devices is None or not devices.is_remote:
         return
     llama.llama_synchronize(context)
-    if device.is_lost():
+    if devices.is_lost():
         raise DeviceError(f"{managed.lost()}; load the model again, with it or without --device")
 
 

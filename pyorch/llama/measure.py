@@ -19,7 +19,7 @@ from pyorch.errors import BudgetError, FormatError
 from pyorch.llama import logs
 from pyorch.llama.originals import original
 from pyorch.runtime import fatal
-from pyorch.runtime.devices import Device
+from pyorch.runtime.devices import Devices
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import MiB
 
@@ -34,10 +34,10 @@ _BUFFER = re.compile(r": +(\S+) +(?:output|compute) buffer size = +([\d.]+) MiB"
 
 @dataclass(frozen=True)
 class ContextSizes:
-    """Bytes of a context in host memory and in that of a device."""
+    """Bytes of a context in host memory and in that of each device."""
 
     host: int
-    device: int = 0
+    devices: tuple[int, ...] = ()
 
 
 def not_loaded(path: str) -> FormatError:
@@ -66,18 +66,18 @@ def twin(path: str, params: llama.llama_model_params) -> Iterator[int]:
 
 def sizes_of(
     model_map: ModelMap, model_params: llama.llama_model_params, params: llama.llama_context_params,
-    device: Device | None = None,
+    devices: Devices | None = None,
 ) -> ContextSizes:
     """As context_sizes(), of one context of a model that is loaded with these parameters."""
     with twin(model_map.path, model_params) as model:
-        return context_sizes(model, params, model_map, device)
+        return context_sizes(model, params, model_map, devices)
 
 
 def context_sizes(
-    model: int, params: llama.llama_context_params, model_map: ModelMap, device: Device | None = None
+    model: int, params: llama.llama_context_params, model_map: ModelMap, devices: Devices | None = None
 ) -> ContextSizes:
     """KV cache, compute buffers and work space of a context with these parameters; model: a twin, with dense layers on
-    this device, None for none.
+    these devices, None for none.
 
     Raises BudgetError if llama.cpp refuses the parameters.
     """
@@ -89,27 +89,28 @@ def context_sizes(
             llama.llama_free(context)
     if not context:
         raise BudgetError(f"{model_map.path}: {refusal(model_map)}")
-    sizes = reported_sizes(lines, device)
-    return ContextSizes(sizes.host + work_bytes(model_map, params.n_ubatch), sizes.device)
+    sizes = reported_sizes(lines, devices)
+    return ContextSizes(sizes.host + work_bytes(model_map, params.n_ubatch), sizes.devices)
 
 
-def reported_sizes(lines: Iterable[str], device: Device | None) -> ContextSizes:
+def reported_sizes(lines: Iterable[str], devices: Devices | None) -> ContextSizes:
     """What llama.cpp's lines say of a context. A KV cache is divided as its layers are."""
-    of_host = of_device = 0.0
-    places: list[bool] = []
+    each = devices.each if devices is not None else ()
+    by_name, by_buffers = ({name: i for i, name in enumerate(names)} for names in (
+        [device.name for device in each], [device.buffers for device in each]))
+    sizes = [0.0] * (len(each) + 1)  # of the host behind the devices
+    places: list[int] = []
     for line in lines:
         if place := _PLACE.search(line):
-            places.append(device is not None and place[1] == device.name)
+            places.append(by_name.get(place[1], len(each)))
         elif size := _SIZE.search(line):
-            share = sum(places) / len(places) if places else 0.0
-            of_device += share * float(size[1])
-            of_host += (1 - share) * float(size[1])
+            for i in places or [len(each)]:
+                sizes[i] += float(size[1]) / max(1, len(places))
             places = []
         elif buffer := _BUFFER.search(line):
-            there = device is not None and buffer[1] == device.buffers
-            of_device += float(buffer[2]) * there
-            of_host += float(buffer[2]) * (not there)
-    return ContextSizes(round(of_host * MiB), round(of_device * MiB))
+            sizes[by_buffers.get(buffer[1], len(each))] += float(buffer[2])
+    *of_devices, of_host = (round(size * MiB) for size in sizes)
+    return ContextSizes(of_host, tuple(of_devices))
 
 
 def refusal(model_map: ModelMap) -> str:

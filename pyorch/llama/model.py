@@ -85,9 +85,9 @@ class Model:
 
     @property
     def device(self) -> str:
-        """Of the device that computes, its name; "" where only the processor does."""
-        device = self._record.device
-        return device.name if device is not None else ""
+        """Of the devices that compute, their names; "" where only the processor does."""
+        devices = self._record.devices
+        return devices.name if devices is not None else ""
 
     @property
     def note(self) -> str:

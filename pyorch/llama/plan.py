@@ -18,9 +18,9 @@ from pyorch import files
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
-from pyorch.llama.device import choose, host_dense_bytes, margin_bytes
+from pyorch.llama.device import choose, device_dense_bytes, host_dense_bytes, margin_bytes, pipeline
 from pyorch.llama.measure import NARROW_UBATCH
-from pyorch.runtime.devices import Device
+from pyorch.runtime.devices import Devices
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.mirrors import add_mirrors
 from pyorch.runtime.model_map import ModelMap
@@ -71,11 +71,10 @@ class EnginePlan:
 
     map: with the pack attached from which experts are read. settings: with those of a tuned setting. budget: bytes,
     under the automatic budget the least that works: contexts set it to what they leave; None: no engine, llama.cpp
-    keeps the experts, or there are none. plain: experts are computed with as they lie in the file. device_bytes: of the
-    device's memory, 0 where a context says it. history, kept, uses: what predictors, memory with the policy "learned",
-    and ranks of experts begin with, None for nothing. placed: other servers compute experts; has_share: and some only
-    they can. notes: sentences for
-    people.
+    keeps the experts, or there are none. plain: experts are computed with as they lie in the file. device_bytes: of
+    each device's memory, 0 where a context says it. history, kept, uses: what predictors, memory with the policy
+    "learned", and ranks of experts begin with, None for nothing. placed: other servers compute experts; has_share: and
+    some only they can. notes: sentences for people.
     """
 
     map: ModelMap
@@ -83,12 +82,12 @@ class EnginePlan:
     sidecars: Sidecars
     budget: int | None
     plain: bool
-    device: Device | None
+    devices: Devices | None
     placed: bool
     has_share: bool = False
     division: Division = Division()
     reads: Reads = Reads()
-    device_bytes: int = 0
+    device_bytes: tuple[int, ...] = ()
     prefetch: Prefetch = Prefetch()
     buddies: Buddies | None = None
     ghosts: Ghosts | None = None
@@ -120,41 +119,50 @@ def make_plan(
 
         tuned = read_tuned(settings.tuned, model_map)
         settings = settings.with_tuned(tuned.substitution, tuned.budget)
-    device, of_device = choose(settings, model_map, params, context or _first_context(settings, model_map))
-    plain = not params.use_extra_bufts or device is not None  # which takes them as the file has them
-    notes: tuple[str, ...] = (of_device,)
+    devices, of_devices = choose(settings, model_map, params, context or _first_context(settings, model_map))
+    plain = not params.use_extra_bufts or devices is not None  # which take them as the file has them
+    notes: tuple[str, ...] = (of_devices,)
     if files.has_holes(model_map.shards):
         notes += (f"{model_map.path} seems to be a header without weights, most of its bytes were never written: what "
                  "it answers means nothing",)
-    if device is not None and not placed and _holds_all(device, settings, model_map, params, context):
-        return EnginePlan(model_map, settings, Sidecars(model_map), None, plain, device, placed, notes=notes)
-    if device is not None and device.shares_memory and settings.vram_budget == AUTO:
+    if devices is not None and not placed and _hold_all(devices, settings, model_map, params, context):
+        return EnginePlan(model_map, settings, Sidecars(model_map), None, plain, devices, placed, notes=notes)
+    if devices is not None and devices.shares_memory and settings.vram_budget == AUTO:
         settings = replace(settings, vram_budget=Budget.parse(0))
-        notes += (f"{device.name} shares this machine's memory, where experts would lie twice: the processor computes "
+        notes += (f"{devices.name} shares this machine's memory, where experts would lie twice: the processor computes "
                   "them, unless --vram-budget says otherwise",)
-    division, of_pack = _use_pack(settings, model_map, params, device, plain, placed)
-    budget, of_budget = _budget(settings, model_map, params, device)
+    division, of_pack = _use_pack(settings, model_map, params, devices, plain, placed)
+    budget, of_budget = _budget(settings, model_map, params, devices)
     notes += of_pack + of_budget
     sidecars = Sidecars(model_map)
     has_share = placed and bool(model_map.info.slim) and _has_share(model_map)
-    plan = EnginePlan(model_map, settings, sidecars, budget, plain, device, placed, has_share, division, notes=notes)
+    plan = EnginePlan(model_map, settings, sidecars, budget, plain, devices, placed, has_share, division, notes=notes)
     return plan if budget is None else _with_contents(plan)
 
 
-def _holds_all(
-    device: Device, settings: Settings, model_map: ModelMap, params: llama.llama_model_params,
+def _hold_all(
+    devices: Devices, settings: Settings, model_map: ModelMap, params: llama.llama_model_params,
     context: llama.llama_context_params | None,
 ) -> bool:
-    """Whether the whole model fits into the device's memory beside a context: llama.cpp keeps it there then, where no
+    """Whether the whole model fits into the devices' memory beside a context: llama.cpp keeps it there then, where no
     layer asks the host. Not where the settings want an engine, as those that say how much experts get."""
     info = model_map.info
     if settings.managed or settings.vram_budget != AUTO or settings.lossy or settings.source is not None or info.slim:
         return False
     if not model_map.layers or 0 <= params.n_gpu_layers <= info.n_layers:  # of which the processor has some
         return False
-    left = device.free_bytes() - margin_bytes(device.total_bytes()) - info.dense_bytes - info.expert_bytes
-    return left > 0 and left >= measure.sizes_of(
-        model_map, params, context or _first_context(settings, model_map), device).device
+    dense = device_dense_bytes(model_map, params.n_gpu_layers, devices)
+    left = [device.free_bytes() - margin_bytes(device.total_bytes()) - sum(weights)
+            for device, *weights in zip(devices.each, devices.expert_bytes(model_map), dense)]
+    if min(left) <= 0:
+        return False
+    rule = params.tensor_buft_overrides
+    pipeline(params)
+    sizes = measure.sizes_of(model_map, params, context or _first_context(settings, model_map), devices)
+    if all(size <= of for size, of in zip(sizes.devices, left)):
+        return True
+    params.tensor_buft_overrides = rule
+    return False
 
 
 def _has_share(model_map: ModelMap) -> bool:
@@ -164,14 +172,14 @@ def _has_share(model_map: ModelMap) -> bool:
 
 
 def _budget(
-    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, device: Device | None
+    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, devices: Devices | None
 ) -> tuple[int | None, tuple[str, ...]]:
     """Bytes of the engine, None for none; and notes."""
     info, budget = model_map.info, settings.budget
     notes: tuple[str, ...] = ()
     if budget == AUTO:
         # Each context will take its share; then the budget is set to the rest.
-        memory.budget_beside(info, memory.memory_limit(), host_dense_bytes(model_map, device, params), context_bytes=0)
+        memory.budget_beside(info, memory.memory_limit(), host_dense_bytes(model_map, devices, params), context_bytes=0)
         n_bytes = info.floor_bytes
     elif budget == RESIDENT:
         n_bytes = info.slots_bytes if info.slim else None
@@ -197,9 +205,9 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
     if ghosts is not None and settings.budget.amount is not None:  # else contexts find what ghosts leave
         plan = replace(plan, budget=settings.budget.resolve(model_map.info, ghosts.n_bytes))
     kept, refusal = _kept(plan)
-    expert_bytes, device_bytes = model_map.info.expert_bytes, 0
-    if plan.device is not None and settings.vram_budget != AUTO:
-        device_bytes = min(settings.vram_budget.amount.of(expert_bytes), expert_bytes)
+    device_bytes: tuple[int, ...] = ()
+    if plan.devices is not None:
+        device_bytes = _shares_of_budget(settings.vram_budget, plan.devices.expert_bytes(model_map))
     return replace(
         plan,
         division=plan.division.at(plan.budget),
@@ -213,6 +221,13 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         uses=_uses(plan),
         notes=(*plan.notes, refusal, _without_effect(settings.substitution, model_map.info.n_expert_used)),
     )
+
+
+def _shares_of_budget(budget: Budget, expert_bytes: list[int]) -> tuple[int, ...]:
+    """Bytes of each device's memory: the same share of the experts in its blocks."""
+    total = sum(expert_bytes)
+    given = min(budget.amount.of(total), total) if budget != AUTO else 0
+    return tuple(given * of // max(1, total) for of in expert_bytes)
 
 
 def _without_effect(substitution: Substitution | None, n_used: int) -> str:
@@ -271,7 +286,7 @@ def _uses(plan: EnginePlan) -> np.ndarray | None:
 
 
 def _use_pack(
-    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, device: Device | None, plain: bool,
+    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, devices: Devices | None, plain: bool,
     placed: bool,
 ) -> tuple[Division, tuple[str, ...]]:
     """Has experts read from the pack that lies beside the model; a note says why not where one is there and refused.
@@ -298,7 +313,7 @@ def _use_pack(
         planner = planner_for(model_map, settings, plain)
         if planner is not None and not slim:
             best = best_division(planner, model_map, settings,
-                                 lambda: _context_bytes(settings, model_map, params, device))
+                                 lambda: _context_bytes(settings, model_map, params, devices))
             if best is None or not best.compressed:
                 return Division(None, "the compressed pack is not used: the model is read sooner", best), ()
         division = Division(planner=planner)
@@ -321,9 +336,9 @@ def _use_pack(
 
 
 def _context_bytes(
-    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, device: Device | None
+    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, devices: Devices | None
 ) -> int:
-    return measure.sizes_of(model_map, params, _first_context(settings, model_map), device).host
+    return measure.sizes_of(model_map, params, _first_context(settings, model_map), devices).host
 
 
 def _first_context(settings: Settings, model_map: ModelMap) -> llama.llama_context_params:

@@ -1,5 +1,5 @@
-"""Devices that compute with experts in their own memory, and how fast they do, which is measured once for each
-device, number of threads and kind of experts, and kept.
+"""Devices that compute with experts in their own memory, how they divide a model's layers, and how fast they are, which
+is measured once for each device, number of threads and kind of experts, and kept.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pyorch.errors import PyorchError
 from pyorch.library.bindings import call, check, ffi, lib, string
 from pyorch.runtime import fatal, kept
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.device import AUTO, REMOTE
+from pyorch.settings.device import AUTO, REMOTE, device_names
 
 _SOON_SECONDS = 2.0  # a device of another process answers within
 _DIGITS = 3  # that a measured rate has: as many as its text
@@ -56,6 +56,53 @@ class Device:
             return True
 
 
+@dataclass(frozen=True)
+class Devices:
+    """Those that compute a model, each of them some blocks in a row. ends: of each, the block behind its last one."""
+
+    each: tuple[Device, ...]
+    ends: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(device.name for device in self.each)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether another process has one of them."""
+        return any(device.is_remote for device in self.each)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether one has none of its own, but the processor's."""
+        return any(device.shares_memory for device in self.each)
+
+    def is_lost(self) -> bool:
+        """Whether one of them is."""
+        return any(device.is_lost() for device in self.each)
+
+    def blocks(self) -> list[range]:
+        """Of each device."""
+        return [range(begin, end) for begin, end in zip((0, *self.ends), self.ends)]
+
+    def layer_ends(self, model_map: ModelMap) -> list[int]:
+        """As pyorch_config.device_ends says them: of those blocks that have experts."""
+        return [sum(layer.il < end for layer in model_map.layers) for end in self.ends]
+
+    def expert_bytes(self, model_map: ModelMap) -> list[int]:
+        """Of all experts in the blocks of each."""
+        return [sum(layer.n_expert * layer.expert_bytes for layer in model_map.layers if layer.il in blocks)
+                for blocks in self.blocks()]
+
+
+def find_devices(name: str) -> list[Device]:
+    """Those of a setting, as find_device() finds them. "auto": all with memory of their own, at least one."""
+    found = [find_device(each) for each in device_names(name)]
+    while name == AUTO and (handle := call(lib.pyorch_next_device, found[-1].handle, out="void *")[0]):
+        found.append(_described(handle))
+    return found
+
+
 def find_device(name: str) -> Device:
     """By its name in ggml's registry, such as "CUDA0"; "auto": the first with memory of its own; or "rpc:HOST:PORT".
 
@@ -64,9 +111,12 @@ def find_device(name: str) -> Device:
     """
     fatal.show()  # what cannot be reached is a fatal error in ggml
     with _waiting_is_said(name):
-        handle = call(lib.pyorch_find_device, name.encode(), out="void *")[0]
-        info = call(lib.pyorch_get_device, handle, out="pyorch_device_info")
-    return Device(string(info.name), string(info.buffers), string(info.description), handle, name.startswith(REMOTE),
+        return _described(call(lib.pyorch_find_device, name.encode(), out="void *")[0], name.startswith(REMOTE))
+
+
+def _described(handle: Any, is_remote: bool = False) -> Device:
+    info = call(lib.pyorch_get_device, handle, out="pyorch_device_info")
+    return Device(string(info.name), string(info.buffers), string(info.description), handle, is_remote,
                   bool(info.shares_memory))
 
 

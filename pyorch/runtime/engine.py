@@ -14,7 +14,7 @@ from pyorch.library.choices import policies, predictors, speculation
 from pyorch.library.numerics import np
 from pyorch.runtime import routers
 from pyorch.runtime.callbacks import Source, observer_callback, read_callback
-from pyorch.runtime.devices import Device
+from pyorch.runtime.devices import Devices
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.routers import Router
 from pyorch.runtime.statistics import (
@@ -70,7 +70,7 @@ class Engine:
         source: reads in place of the map's files.
         simulated: for pyorch.replay: nothing is read, and no model can be loaded under it.
         pools: how the budget is divided among the forms of compressed experts.
-        device: computes with experts that lie in its memory; needs plain.
+        devices: compute with experts that lie in their memory; need plain. device_bytes: of the memory of each.
         device_misses: what computes an expert that is not there: one of DEVICE_MISSES.
         config: further fields of pyorch_config, as the header says them, such as plain: compute with experts as they
             lie in the file, not repacked for faster kernels (Role.layout).
@@ -85,7 +85,8 @@ class Engine:
         source: Source | None = None,
         simulated: bool = False,
         pools: Pools | str = Pools(),
-        device: Device | None = None,
+        devices: Devices | None = None,
+        device_bytes: Sequence[int] = (),
         device_misses: str = PROCESSOR,
         **config: int,
     ) -> None:
@@ -100,9 +101,14 @@ class Engine:
         raw = given(
             "pyorch_config", budget_bytes=Budget.parse(budget).resolve(model_map.info),
             reader=READERS.index(how.reader), read_depth=how.depth, read_bytes=how.request_bytes, read=self._read,
-            pool_shares=Pools.parse(pools).shares, device=device.handle if device is not None else ffi.NULL,
-            device_misses=DEVICE_MISSES.index(device_misses), **config,
+            pool_shares=Pools.parse(pools).shares, device_misses=DEVICE_MISSES.index(device_misses), **config,
         )
+        if devices is not None:
+            raw.n_devices = len(devices.each)
+            for i, (device, end) in enumerate(zip(devices.each, devices.layer_ends(model_map))):
+                raw.devices[i], raw.device_ends[i] = device.handle, end
+            for i, n_bytes in enumerate(device_bytes):
+                raw.device_bytes[i] = n_bytes
         if policy is not None:
             raw.policy = policies().choose(policy, simulated).value
         make = lib.pyorch_simulation_new if simulated else lib.pyorch_engine_new
@@ -169,9 +175,10 @@ class Engine:
         """BudgetError below the floor, or below what is pinned."""
         check(lib.pyorch_set_budget(self.handle, n_bytes))
 
-    def set_device_budget(self, n_bytes: int) -> None:
-        """Of the device's memory for experts, at most. It is taken when the first context is made: PyorchError then."""
-        check(lib.pyorch_set_device_budget(self.handle, n_bytes))
+    def set_device_budget(self, device: int, n_bytes: int) -> None:
+        """Of the memory of one of the devices for experts, at most. It is taken when the first context is made:
+        PyorchError then."""
+        check(lib.pyorch_set_device_budget(self.handle, device, n_bytes))
 
     def set_policy(self, policy: str) -> None:
         """Which expert goes first from now on: one of policies()."""

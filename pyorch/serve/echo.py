@@ -80,7 +80,7 @@ class Echo:
             n_batch = min(_N_BATCH, max(1, _OUTPUT_BYTES // (4 * vocabulary.n_tokens)))
             with Context(model, n_ctx, n_batch, n_batch, exact=True) as context:
                 choices = [_choice(context, vocabulary, i, prompt, asked) for i, prompt in enumerate(asked.prompts)]
-        if self._managed.device is not None and self._managed.device.is_lost():
+        if self._managed.devices is not None and self._managed.devices.is_lost():
             return refusal(503, reason(self._managed))
         n_prompt = sum(map(len, asked.prompts))
         n_generated = sum(choice.pop("n_generated") for choice in choices)
@@ -111,7 +111,7 @@ class Echo:
         params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED
         managed = self._managed
         with managed.engine.capture():
-            return measure.sizes_of(managed.map, managed.params, params, managed.device).host
+            return measure.sizes_of(managed.map, managed.params, params, managed.devices).host
 
 
 def _read(body: dict[str, Any], vocabulary: Vocabulary) -> _Asked:

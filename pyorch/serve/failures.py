@@ -32,6 +32,6 @@ def explained(managed: ManagedModel) -> Handler:
 
 def reason(managed: ManagedModel) -> str:
     """Of the decode that failed last, "" where nothing is known."""
-    if managed.device is not None and managed.device.is_lost():
+    if managed.devices is not None and managed.devices.is_lost():
         return f"{managed.lost()}; {GOES_ON}"
     return managed.engine.error() if managed.engine is not None else ""

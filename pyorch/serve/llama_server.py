@@ -12,9 +12,10 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.llama import cores
-from pyorch.runtime.devices import Device
+from pyorch.llama.device import NO_TENSOR
+from pyorch.runtime.devices import Devices
 from pyorch.serve.library import chat_page, ffi, lib
-from pyorch.settings.device import NONE, REMOTE
+from pyorch.settings.device import NONE, REMOTE, device_names
 from pyorch.sizes import MiB
 
 N_PARALLEL = 4  # slots that llama-server makes when -np is not given; they share one KV cache
@@ -41,6 +42,8 @@ CTX_SIZE = Option(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
 BATCH = Option(("-b", "--batch-size"), "LLAMA_ARG_BATCH")
 UBATCH = Option(("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH")
 DEVICE = Option(("-dev", "--device"), "LLAMA_ARG_DEVICE")
+TENSOR_SPLIT = Option(("-ts", "--tensor-split"), "LLAMA_ARG_TENSOR_SPLIT")
+SPLIT_MODE = Option(("-sm", "--split-mode"), "LLAMA_ARG_SPLIT_MODE")
 GPU_LAYERS = Option(("-ngl", "--gpu-layers", "--n-gpu-layers"), "LLAMA_ARG_N_GPU_LAYERS")
 THREADS = Option(("-t", "--threads"), "LLAMA_ARG_THREADS")
 THREADS_BATCH = Option(("-tb", "--threads-batch"), "LLAMA_ARG_THREADS_BATCH")
@@ -143,17 +146,23 @@ class Flags:
         self.default(METRICS, "--metrics")  # a part of ours
         self.default(THREADS, "-t", cores.physical_cores())
 
-    def place(self, name: str, device: Device | None, n_layers: int = -1) -> None:
-        """Dense layers on the device of this name, see pyorch.settings.device, so many, below 0 all; None: on the
+    def place(self, name: str, devices: Devices | None, params: llama.llama_model_params) -> None:
+        """Dense layers on the devices of this name, see pyorch.settings.device, as the parameters say; None: on the
         processor."""
         self.arguments.append("--no-op-offload")  # a device would copy experts from where they are not
-        if device is None:
+        if devices is None:
             self.default(DEVICE, "--device", "none")
             return
-        if device.is_remote:
-            self.arguments += ("--rpc", name.removeprefix(REMOTE))
-        self.replace(DEVICE, device.name)
-        self.default(GPU_LAYERS, "-ngl", "all" if n_layers < 0 else n_layers)
+        if devices.is_remote:
+            endpoints = (each.removeprefix(REMOTE) for each in device_names(name) if each.startswith(REMOTE))
+            self.arguments += ("--rpc", ",".join(endpoints))
+        self.replace(DEVICE, ",".join(device.name for device in devices.each))
+        self.default(GPU_LAYERS, "-ngl", "all" if params.n_gpu_layers < 0 else params.n_gpu_layers)
+        if len(devices.each) > 1:
+            self.replace(SPLIT_MODE, "layer")
+            self.replace(TENSOR_SPLIT, ",".join(f"{n:.0f}" for n in params.split[:len(devices.each)]))
+            if params.tensor_buft_overrides:
+                self.arguments += ("-ot", f"{NO_TENSOR}=CPU")
 
     @property
     def n_gpu_layers(self) -> int:
@@ -208,15 +217,16 @@ def _cache_type(name: str) -> int:
         raise PyorchError(f'"{name}" is no type for a KV cache: use f16, q8_0 or another of `-- --help`') from None
 
 
-def call(arguments: Sequence[str], device: Device | None) -> int:
+def call(arguments: Sequence[str], devices: Devices | None) -> int:
     """Serves until pyorch.serve.ending.Ending ends it. Returns llama-server's exit status.
 
-    device: what computes; one of another process that is lost fails what is computed.
+    devices: what computes; one of another process that is lost fails what is computed.
 
     REQUIRES: the thread under the engine's capture.
     """
     argv = [ffi.new("char[]", os.fsencode(argument)) for argument in ("llama-server", *arguments)]
-    if device is not None and device.is_remote:
-        lib.pyorch_server_set_device(device.handle)
+    if devices is not None and devices.is_remote:
+        remote = [device.handle for device in devices.each if device.is_remote]
+        lib.pyorch_server_set_devices(len(remote), ffi.new("void *[]", remote))
     lib.pyorch_server_set_limits(HEAD_SECONDS, BODY_SECONDS)
     return lib.pyorch_server_run(len(argv), ffi.new("char *[]", [*argv, ffi.NULL]))

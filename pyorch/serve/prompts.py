@@ -66,7 +66,7 @@ class Prompts:
         settings = record.plan.settings
         if cache is None or not limit or not settings.warm or settings.lossy or _is_more(server):
             return
-        if record.device is not None:  # who computes an expert there, and how it rounds, depends on what it had
+        if record.devices is not None:  # who computes an expert there, and how it rounds, depends on what it had
             return
         with contextlib.suppress(OSError):
             directory = cache / "prompts" / _key(record, server)

@@ -104,7 +104,7 @@ class Residency:
                 "most_budget": info.slots_bytes,
                 "policy": self._policy, "prefetch": self._prefetch,
                 "substitution": None if self._substitution is None else str(self._substitution),
-                "device": self._managed.device.name if self._managed.device is not None else None,
+                "device": self._managed.devices.name if self._managed.devices is not None else None,
                 "slots": self._concurrency.n_slots,
                 "suitable_slots": self._concurrency.suitable(snapshot.stats.budget_bytes),
                 "advice": self._concurrency.advice(snapshot.stats.budget_bytes),

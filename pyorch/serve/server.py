@@ -16,7 +16,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.llama import cores, logs, measure
-from pyorch.llama.context_plan import check_ubatch, default_ubatch, plan_context, plan_device
+from pyorch.llama.context_plan import check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import ManagedModel, loading
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
@@ -101,7 +101,7 @@ def serve(
                 with ending.serving(lambda: watch.ready, prompts.keep, lambda: (record.save(), watch.print_last())):
                     watch.start()
                     try:
-                        status = llama_server.call(server.arguments, record.device)
+                        status = llama_server.call(server.arguments, record.devices)
                     finally:
                         watch.stop()
                 watch.print_last()
@@ -143,7 +143,7 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
     # Without a device, and where nobody said how many, none: llama-server is told of no device then, whatever -ngl is.
     params.n_gpu_layers = server.n_gpu_layers if settings.device != NONE else 0
     with loading(path, ModelMap(path), settings, params, placed, server.context_params()) as record:
-        server.place(settings.device, record.device, record.params.n_gpu_layers)
+        server.place(settings.device, record.devices, record.params)
         cores.place(settings, max(server.number(option, 0)
                                   for option in (llama_server.THREADS, llama_server.THREADS_BATCH)))
         try:
@@ -163,7 +163,7 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
                 record.engine.expect_trial()
             # llama-server does not compute more at once than a batch.
             server.default(llama_server.BATCH, "-b", max(2048, server.number(llama_server.UBATCH, 512)))
-            plan_device(record, server.context_params(), is_loaded=False)
+            plan_devices(record, server.context_params(), is_loaded=False)
             yield record
         finally:
             if record.engine is not None:
@@ -222,15 +222,15 @@ class _Watch(threading.Thread):
                 self._say(f"note: {advice}")
         if self._beside is not None:
             self._contexts.enter_context(self._beside(self._engine, self._address))
-        device = self._record.device
-        watched = device is not None and device.is_remote
+        devices = self._record.devices
+        watched = devices is not None and devices.is_remote
         if self._engine is None and not watched:
             return
         failures = 0
         keep_at = time.monotonic() + _KEEP_EVERY
         due = time.monotonic() + self._stats_every if self._stats_every else float("inf")
         while not self._ended.wait(min(0.5, self._stats_every or 0.5)):
-            if watched and device.is_lost():
+            if watched and devices.is_lost():
                 self._say(f"{self._record.lost()}; {GOES_ON}")
                 self._on_lost()
                 watched = False
@@ -266,8 +266,8 @@ class _Watch(threading.Thread):
         if self._engine is None:
             if not self._record.map.layers:
                 return "a dense model: it has no experts to manage"
-            device = self._record.device
-            return f"llama.cpp keeps all experts {f'on {device.name}' if device is not None else 'in memory'}"
+            devices = self._record.devices
+            return f"llama.cpp keeps all experts {f'on {devices.name}' if devices is not None else 'in memory'}"
         return f"budget {format_bytes(self._engine.stats().budget_bytes)}"
 
     def _print_stats(self) -> None:

@@ -1,4 +1,4 @@
-"""How experts in the memory of a device are treated."""
+"""How experts in the memory of devices are treated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pyorch.errors import BudgetError, PyorchError
 from pyorch.settings.budget import RESIDENT, Budget
 
 NONE = "none"  # no device
-AUTO = "auto"  # a GPU with memory of its own, if it computes experts sooner than the processor
+AUTO = "auto"  # the GPUs with memory of their own that compute experts sooner than the processor
 REMOTE = "rpc:"  # before HOST:PORT of another process that has one
 
 # What computes an expert that the device does not have: the processor, from host memory, while the expert is uploaded
@@ -14,6 +14,7 @@ REMOTE = "rpc:"  # before HOST:PORT of another process that has one
 PROCESSOR, UPLOAD = DEVICE_MISSES = ("processor", "upload")
 
 MAX_AHEAD = 64  # experts of a layer that forecasts upload
+MAX_DEVICES = 16  # PYORCH_MAX_DEVICES
 
 
 def device_misses(given: str) -> str:
@@ -24,16 +25,30 @@ def device_misses(given: str) -> str:
 
 
 def device_name(given: str) -> str:
-    """Of "none", "auto", "rpc:HOST:PORT" or a device of ggml, which is asked for when a model is loaded."""
-    if not isinstance(given, str) or not given.strip() or not (given.isascii() and given.isprintable()):
+    """Of "none", "auto", or one or several of "rpc:HOST:PORT" or a device of ggml, with commas between them. They are
+    asked for when a model is loaded."""
+    if not isinstance(given, str) or not (given.isascii() and given.isprintable()):
         raise ValueError(given)
-    if "," in given:
-        raise PyorchError(f'device "{given}" is more than one: experts lie in the memory of one device')
-    host, _, port = given.removeprefix(REMOTE).rpartition(":")
-    if given.startswith(REMOTE) and not (host and port.isdecimal() and 0 < int(port) < 65536):
-        raise PyorchError(f'device "{given}" is not understood: of another process it is rpc:HOST:PORT, such as '
-                          "rpc:127.0.0.1:50052")
-    return given
+    names = device_names(given)
+    if not all(names):
+        raise ValueError(given)
+    if len(names) > 1 and (twice := next((name for name in names if names.count(name) > 1), None)):
+        raise PyorchError(f'device "{given}" names {twice} twice')
+    if len(names) > 1 and (other := next((name for name in names if name in (NONE, AUTO)), None)):
+        raise PyorchError(f'device "{given}" names others beside {other}, which stands alone')
+    if len(names) > MAX_DEVICES:
+        raise PyorchError(f'device "{given}" is more than {MAX_DEVICES} devices')
+    for name in names:
+        host, _, port = name.removeprefix(REMOTE).rpartition(":")
+        if name.startswith(REMOTE) and not (host and port.isdecimal() and 0 < int(port) < 65536):
+            raise PyorchError(f'device "{name}" is not understood: of another process it is rpc:HOST:PORT, such as '
+                              "rpc:127.0.0.1:50052")
+    return ",".join(names)
+
+
+def device_names(given: str) -> list[str]:
+    """Of each device of a setting."""
+    return [name.strip() for name in given.split(",")]
 
 
 def vram_budget(given: int | str | Budget) -> Budget:

@@ -30,7 +30,7 @@ from pyorch.errors import PyorchError
 from pyorch.eval.verify import verify
 from pyorch.llama import context_plan, interception, logs, measure
 from pyorch.llama.context import Context
-from pyorch.llama.context_plan import plan_device
+from pyorch.llama.context_plan import plan_devices
 from pyorch.llama.device import host_dense_bytes
 from pyorch.llama.managed import find
 from pyorch.llama.model import Model
@@ -662,11 +662,11 @@ def test_what_a_context_takes_on_the_device_is_not_taken_from_experts_in_host_me
     with pyorch.load(small_moe, budget="auto", managed=True, **options) as model:
         work = measure.work_bytes(model.map, 64)
     with logs.collect() as lines, pyorch.load(small_moe, budget="50%", vram_budget="0", **options) as model:
-        made = measure.reported_sizes(lines, find(model.llama.model).device)
-    assert made.device > 8 * MiB > made.host > 0  # the KV cache is there
+        made = measure.reported_sizes(lines, find(model.llama.model).devices)
+    assert made.devices[0] > 8 * MiB > made.host > 0  # the KV cache is there
     for sizes in planned:
         assert sizes.host - work == pytest.approx(made.host, abs=0.1 * MiB)
-        assert sizes.device == pytest.approx(made.device, abs=0.1 * MiB)
+        assert sizes.devices == (pytest.approx(made.devices[0], abs=0.1 * MiB),)
     second.stop()
 
 
@@ -675,8 +675,8 @@ def test_the_devices_share_is_planned_for_the_ubatch_that_the_context_has(
 ) -> None:
     planned = []
     monkeypatch.setattr(context_plan, "_widest_ubatch", lambda *_: 64)  # as where memory is short
-    monkeypatch.setattr(interception, "plan_device",
-                        lambda managed, params: planned.append(params.n_ubatch) or plan_device(managed, params))
+    monkeypatch.setattr(interception, "plan_devices",
+                        lambda managed, params: planned.append(params.n_ubatch) or plan_devices(managed, params))
     with pyorch.load(small_moe, budget="auto", n_ctx=512, n_batch=128, device=process.name, managed=True) as model:
         assert planned == [llama_cpp.llama_n_ubatch(model.llama.ctx)] == [64]
         assert model.stats().experts.device_used_bytes > 0
@@ -694,13 +694,13 @@ def test_a_budget_that_leaves_no_room_for_the_context_is_made_smaller_and_that_i
             ctx.decode(prompt_tokens[:8])
         in_python = model.stats().experts.device_budget_bytes
         dense = model.map.info.dense_bytes - host_dense_bytes(
-            model.map, find(model.llama.model).device, find(model.llama.model).params)
+            model.map, find(model.llama.model).devices, find(model.llama.model).params)
     assert len(said) == 1 and "so much is for experts, not 12 MiB" in said[0]
     assert 0 < in_python < 12 * MiB
     # A server's dense layers are not there yet when it plans; its context is as wide as it will be.
     planned = []
-    monkeypatch.setattr(server, "plan_device", lambda managed, params, is_loaded: (
-        planned.append(params.n_ubatch), plan_device(managed, params, is_loaded)))
+    monkeypatch.setattr(server, "plan_devices", lambda managed, params, is_loaded: (
+        planned.append(params.n_ubatch), plan_devices(managed, params, is_loaded)))
     settings = Settings(budget="50%", device=process.name, vram_budget="100%")
     with server.planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1", "-ub", "32"]), False) as ctx:
         assert 0 < ctx.engine.stats().device_budget_bytes <= 12 * MiB - dense
@@ -716,8 +716,12 @@ def test_a_device_that_is_not_there_is_named(small_moe: Path) -> None:
         small_model(small_moe, "50%", device="rpc:127.0.0.1:1")
     with pytest.raises(PyorchError, match="must be the name of a device"):
         small_model(small_moe, "50%", device="\udcff")
-    with pytest.raises(PyorchError, match="more than one: experts lie in the memory of one device"):
+    with pytest.raises(PyorchError, match="no device CUDA0"):
         small_model(small_moe, "50%", device="CUDA0,CUDA1")
+    for several, why in (("CUDA0, CUDA0", "names CUDA0 twice"), ("none,CUDA0", "beside none, which stands alone"),
+                         (",".join(f"CUDA{n}" for n in range(17)), "more than 16 devices")):
+        with pytest.raises(PyorchError, match=why):
+            small_model(small_moe, "50%", device=several)
     with pytest.raises(PyorchError, match="name it with --device"):
         small_model(small_moe, "50%", vram_budget="50%")
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
 from devices import DeviceProcess
@@ -18,7 +19,7 @@ from pyorch.llama import managed
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.runtime import devices
-from pyorch.runtime.devices import Device, find_device
+from pyorch.runtime.devices import Device, Devices, find_device, find_devices
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve.llama_server import DEVICE, Flags
 from pyorch.serve.server import planned
@@ -44,7 +45,7 @@ def expected(small_moe: Path, prompt_tokens: list[int]) -> np.ndarray:
 def only_device(device: DeviceProcess, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Of this machine, as ggml would find a GPU."""
     found = find_device(device.name)
-    monkeypatch.setattr(where, "find_device", lambda name: found if name == "auto" else find_device(name))
+    monkeypatch.setattr(where, "find_devices", lambda name: [found] if name == "auto" else find_devices(name))
     return found
 
 
@@ -83,7 +84,7 @@ def test_experts_lie_once_where_a_device_shares_the_memory_of_the_processor(
     expected: np.ndarray, said: list[str],
 ) -> None:
     shared = replace(only_device, shares_memory=True)
-    monkeypatch.setattr(where, "find_device", lambda _: shared)
+    monkeypatch.setattr(where, "find_devices", lambda _: [shared])
     with small_model(small_moe, "50%", device="any", managed=True) as model:
         assert_same_bits(logits(model, prompt_tokens), expected)
         experts = model.stats().experts
@@ -138,7 +139,9 @@ def test_llama_server_is_told_how_many_layers_were_planned(
 ) -> None:
     flags = Flags(given)
     assert (flags.n_gpu_layers > 1000) == (given[1:] == ("all",)) and (flags.n_gpu_layers == 5) == (n_layers == 5)
-    flags.place("auto", only_device, n_layers)
+    params = llama.llama_model_default_params()
+    params.n_gpu_layers = n_layers
+    flags.place("auto", Devices((only_device,), (8,)), params)
     assert flags.arguments[flags.arguments.index("-ngl") + 1] == told and flags.arguments.count("-ngl") == 1
 
 
@@ -152,5 +155,5 @@ def test_what_has_room_for_no_expert_computes_none_and_verify_says_so(
 def test_without_a_device_no_layer_is_planned_for_one_whatever_llama_server_is_told(small_moe: Path) -> None:
     flags = Flags(["-ngl", "3"])
     with planned(str(small_moe), Settings(budget="50%", n_threads=1), flags, False) as record:
-        assert (record.params.n_gpu_layers, record.device) == (0, None)
+        assert (record.params.n_gpu_layers, record.devices) == (0, None)
     assert flags.value(DEVICE) == "none"

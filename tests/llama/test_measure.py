@@ -10,7 +10,7 @@ import pytest
 
 from pyorch.errors import BudgetError, FormatError
 from pyorch.llama import logs, measure, originals
-from pyorch.runtime.devices import Device
+from pyorch.runtime.devices import Device, Devices
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import MiB
 
@@ -43,7 +43,8 @@ def test_the_measured_context_is_what_llama_cpp_allocates(small_moe: Path, n_ctx
 
 
 def test_buffers_are_counted_where_they_are() -> None:
-    device = Device("RPC1", "RPC0[127.0.0.1:5]", "the second process, and the first device of it", None, True)
+    second = Device("RPC1", "RPC0[127.0.0.1:5]", "the second process, and the first device of it", None, True)
+    third = Device("RPC2", "RPC0[127.0.0.1:6]", "the third process", None, True)
     lines = ["llama_context:        CPU  output buffer size =     1.00 MiB",
              *(f"llama_kv_cache: layer {n:3}: dev = {'CPU' if n == 3 else 'RPC1'}" for n in range(4)),
              "llama_kv_cache: RPC0[127.0.0.1:5] KV buffer size =     0.00 MiB",
@@ -51,8 +52,10 @@ def test_buffers_are_counted_where_they_are() -> None:
              "sched_reserve: RPC0[127.0.0.1:5] compute buffer size =    16.00 MiB",
              "sched_reserve: RPC0[127.0.0.1:6] compute buffer size =    32.00 MiB",
              "sched_reserve:  CUDA_Host compute buffer size =    64.00 MiB"]
-    assert measure.reported_sizes(lines, device) == measure.ContextSizes(99 * MiB, 22 * MiB)
-    assert measure.reported_sizes(lines, None) == measure.ContextSizes(121 * MiB, 0)
+    assert measure.reported_sizes(lines, Devices((second,), (4,))) == measure.ContextSizes(99 * MiB, (22 * MiB,))
+    assert measure.reported_sizes(lines, Devices((third, second), (1, 4))) == measure.ContextSizes(
+        67 * MiB, (32 * MiB, 22 * MiB))
+    assert measure.reported_sizes(lines, None) == measure.ContextSizes(121 * MiB)
 
 
 def test_a_context_that_llama_cpp_refuses_is_refused_with_its_reason(small_moe: Path) -> None:

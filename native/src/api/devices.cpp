@@ -14,6 +14,10 @@ pyorch_status pyorch_find_device(const char * name, void ** device) {
     return guarded([&] { *device = find_device(name); });
 }
 
+pyorch_status pyorch_next_device(void * after, void ** device) {
+    return guarded([&] { *device = next_device((ggml_backend_dev_t) after); });
+}
+
 pyorch_status pyorch_get_device(void * device, pyorch_device_info * info) {
     return guarded([&] {
         const auto         dev = (ggml_backend_dev_t) device;

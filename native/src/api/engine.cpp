@@ -37,6 +37,22 @@ void check_ahead(const pyorch_config & given) {
     }
 }
 
+void check_devices(const pyorch_config & given, int n_layers) {
+    if (given.n_devices > 0 && !given.plain) {
+        throw Failure(
+            PYORCH_INVALID, "a device needs experts as they lie in the model, not repacked for the processor");
+    }
+    if (given.n_devices > PYORCH_MAX_DEVICES) {
+        throw Failure(PYORCH_INVALID, format("experts lie on %d devices at most", PYORCH_MAX_DEVICES));
+    }
+    int begin = 0;
+    for (uint64_t i = 0; i < given.n_devices; begin = given.device_ends[i], ++i) {
+        if (given.device_ends[i] <= begin || (i + 1 == given.n_devices) != (given.device_ends[i] == n_layers)) {
+            throw Failure(PYORCH_INVALID, "devices divide all layers with experts, and each has one at least");
+        }
+    }
+}
+
 constexpr int32_t N_WEIGHTS = 2 * LearnedValue::N_WEIGHTS;
 
 void write_array(float * to, const std::vector<float> & from) {
@@ -71,10 +87,7 @@ pyorch_engine * make_engine(const pyorch_model_map * map, const pyorch_config * 
     }
     check_misses(given);
     check_ahead(given);
-    if (given.device && !given.plain) {
-        throw Failure(
-            PYORCH_INVALID, "a device needs experts as they lie in the model, not repacked for the processor");
-    }
+    check_devices(given, (int) map->map.layers.size());
     for (const MoeLayer & layer : map->map.layers) {
         const auto any = [](const std::vector<bool> & of) { return std::count(of.begin(), of.end(), true) > 0; };
         if (given.plain && layer.pack && (any(layer.pack->repacked) || any(layer.pack->nibbles))) {
@@ -139,12 +152,15 @@ pyorch_status pyorch_set_budget(pyorch_engine * engine, uint64_t budget_bytes) {
     return guarded_outside_callbacks(__func__, [&] { engine->table.set_budget(budget_bytes); });
 }
 
-pyorch_status pyorch_set_device_budget(pyorch_engine * engine, uint64_t bytes) {
+pyorch_status pyorch_set_device_budget(pyorch_engine * engine, int32_t device, uint64_t bytes) {
     return guarded_outside_callbacks(__func__, [&] {
         if (!engine->device) {
             throw Failure(PYORCH_INVALID, "the engine was made without a device");
         }
-        engine->device->set_budget(bytes);
+        if (device < 0 || (uint64_t) device >= engine->config.n_devices) {
+            throw Failure(PYORCH_INVALID, format("the engine has no device %d", device));
+        }
+        engine->device->set_budget(device, bytes);
     });
 }
 

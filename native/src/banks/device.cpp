@@ -76,4 +76,17 @@ ggml_backend_dev_t find_device(const std::string & name) {
             name == "auto" ? (names.empty() ? "" : " with memory of its own") : (" " + name).c_str(), there.c_str()));
 }
 
+ggml_backend_dev_t next_device(ggml_backend_dev_t device) {
+    bool behind = false;
+    for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+        const ggml_backend_dev_t next = ggml_backend_dev_get(i);
+        if (behind && ggml_backend_dev_type(next) == GGML_BACKEND_DEVICE_TYPE_GPU &&
+            ggml_backend_dev_backend_reg(next) == ggml_backend_dev_backend_reg(device)) {
+            return next;
+        }
+        behind |= next == device;
+    }
+    return nullptr;
+}
+
 } // namespace pyorch

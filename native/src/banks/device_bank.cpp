@@ -30,33 +30,41 @@ uint64_t largest_matrix(const MoeLayer & layer) {
     return bytes;
 }
 
-int n_whole_layers(const ModelMap & map, double share) {
+LayerRange all_layers(const ModelMap & map) { return { 0, (int) map.layers.size() }; }
+
+uint64_t expert_bytes(const ModelMap & map, LayerRange layers) {
+    uint64_t bytes = 0;
+    for (int layer = layers.begin; layer < layers.end; ++layer) {
+        bytes += map.layers[layer].n_expert * map.layers[layer].expert_bytes();
+    }
+    return bytes;
+}
+
+int n_whole_layers(const ModelMap & map, LayerRange layers, double share) {
     constexpr double PARTLY = 0.6; // of the experts of each of the others
-    const int        most   = map.n_decoded();
-    const double     n      = (double) map.layers.size() * std::max(0.0, share - PARTLY) / (1 - PARTLY);
+    const int        most   = std::max(0, std::min(map.n_decoded(), layers.end) - layers.begin);
+    const double     n      = (double) layers.size() * std::max(0.0, share - PARTLY) / (1 - PARTLY);
     return share >= 1 ? most : std::min((int) n, most);
 }
 
-std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, int n_whole, std::vector<int> & pool_of) {
+std::vector<DevicePool> form_device_pools(
+    const ModelMap & map, LayerRange layers, double share, int n_whole, std::vector<int> & pool_of) {
     std::vector<DevicePool> pools;
     pool_of.clear();
-    uint64_t whole = 0, all = 0;
-    for (int i = 0; i < (int) map.layers.size(); ++i) {
+    const int first = layers.begin + n_whole; // of the others
+    for (int i = layers.begin; i < first; ++i) {
         const MoeLayer & layer = map.layers[i];
-        all += layer.n_expert * layer.expert_bytes();
-        if (i < n_whole) {
-            whole += layer.n_expert * layer.expert_bytes();
-            pools.push_back({ { i }, layer.n_expert, layer.expert_bytes(), layer.n_expert });
-            pool_of.push_back(i);
-        }
+        pools.push_back({ { i }, layer.n_expert, layer.expert_bytes(), layer.n_expert });
+        pool_of.push_back(i - layers.begin);
     }
+    const uint64_t all = expert_bytes(map, layers), whole = expert_bytes(map, { layers.begin, first });
     share = all > whole ? std::max(0.0, share * (double) all - (double) whole) / (double) (all - whole) : 0;
-    for (int i = n_whole; i < (int) map.layers.size(); ++i) {
+    for (int i = first; i < layers.end; ++i) {
         const MoeLayer & layer = map.layers[i];
         const auto       slots = (uint64_t) (share * layer.n_expert);
         // The newest pool of its kind that has room.
         auto pool = std::find_if(pools.rbegin(), pools.rend(), [&](const DevicePool & p) {
-            return p.layers.front() >= n_whole && alike(map.layers[p.layers.front()], layer) &&
+            return p.layers.front() >= first && alike(map.layers[p.layers.front()], layer) &&
                 (p.n_slots + slots) * largest_matrix(layer) <= DevicePool::MAX_TENSOR_BYTES;
         });
         if (pool == pools.rend()) {
@@ -90,14 +98,15 @@ ggml_type known_type_of(const ExpertTensor & tensor) {
 
 } // namespace
 
-DeviceBank::DeviceBank(const ModelMap & map, ggml_backend_dev_t device, std::shared_ptr<PageLocks> locks) :
-        device(device), map(map), locks(std::move(locks)) {}
+DeviceBank::DeviceBank(
+    const ModelMap & map, ggml_backend_dev_t device, LayerRange layers, std::shared_ptr<PageLocks> locks) :
+        device(device), layers(layers), landings(device), map(map), locks(std::move(locks)) {}
 
 // share: of the experts that there are slots for.
 void DeviceBank::form_pools(double share) {
     pools.clear();
-    n_whole = whole_layers ? n_whole_layers(map, share) : 0;
-    for (const DevicePool & pool : form_device_pools(map, share, n_whole, pool_by_layer)) {
+    n_whole = whole_layers ? n_whole_layers(map, layers, share) : 0;
+    for (const DevicePool & pool : form_device_pools(map, layers, share, n_whole, pool_by_layer)) {
         pools.push_back({ pool, {} });
     }
 }
@@ -134,7 +143,7 @@ void DeviceBank::allocate_areas(uint64_t budget) {
     const size_t                     alignment = ggml_backend_buft_get_alignment(type);
     std::vector<int>                 kinds; // the first layer of each
     kind_by_layer.clear();
-    for (int i = 0; i < (int) map.layers.size(); ++i) {
+    for (int i = layers.begin; i < layers.end; ++i) {
         const auto kind = std::find_if(kinds.begin(), kinds.end(), [&](int of) {
             return alike(map.layers[of], map.layers[i]) && map.layers[of].n_expert == map.layers[i].n_expert;
         });
@@ -191,7 +200,7 @@ void DeviceBank::allocate_areas(uint64_t budget) {
 // are nothing, unless they are no number; and such may be what another kind left there. What the same kind left is
 // none.
 void DeviceBank::turn_area(int number, int layer) {
-    const int  kind     = kind_by_layer[layer];
+    const int  kind     = kind_by_layer[layer - layers.begin];
     const auto reads_on = [&](const ggml_tensor * t) {
         return ggml_backend_buffer_get_alloc_size(t->buffer, t) > ggml_nbytes(t);
     };
@@ -209,10 +218,7 @@ void DeviceBank::allocate(uint64_t budget, bool whole) {
     areas.clear();
     area_buffers.clear();
     buffer.reset();
-    uint64_t all = 0;
-    for (const auto & layer : map.layers) {
-        all += layer.n_expert * layer.expert_bytes();
-    }
+    const uint64_t all = expert_bytes(map, layers);
     if (budget < all) {
         allocate_areas(budget);
         budget -= used_bytes;
@@ -252,8 +258,8 @@ void DeviceBank::allocate(uint64_t budget, bool whole) {
     }
     if (!link) {
         uint64_t largest = 0; // of all matrices
-        for (const auto & layer : map.layers) {
-            largest = std::max(largest, largest_matrix(layer));
+        for (int layer = layers.begin; layer < layers.end; ++layer) {
+            largest = std::max(largest, largest_matrix(map.layers[layer]));
         }
         link = std::make_unique<DeviceLink>(device, largest, locks.get());
     }
@@ -272,7 +278,8 @@ bool DeviceBank::has_room_for_all() const {
 
 // ggml's RPC keeps a graph for each device, and takes another context's for it where a graph is not cut anywhere.
 bool DeviceBank::may_be_passed(int layer) const {
-    return has_whole(layer) && (layer > 0 || n_whole < map.n_decoded() || backend_of(device) != "RPC");
+    const int n_decoded = std::min(map.n_decoded(), layers.end) - layers.begin;
+    return has_whole(layer) && (layer > layers.begin || n_whole < n_decoded || backend_of(device) != "RPC");
 }
 
 bool DeviceBank::upload(int layer, int slot, int role, const char * bytes) {
@@ -490,6 +497,77 @@ void DeviceLandings::give_back(const Landing * landing) {
     std::lock_guard<std::mutex> lock(mutex);
     for (Piece & piece : pieces) {
         piece.taken = piece.taken && &piece != landing;
+    }
+}
+
+DeviceBanks::DeviceBanks(const ModelMap & map, const std::vector<ggml_backend_dev_t> & devices,
+    const std::vector<int> & ends, const std::shared_ptr<PageLocks> & locks) {
+    for (size_t i = 0; i < devices.size(); ++i) {
+        banks.push_back(
+            std::make_unique<DeviceBank>(map, devices[i], LayerRange{ i > 0 ? ends[i - 1] : 0, ends[i] }, locks));
+        by_layer.resize(ends[i], banks.back().get());
+    }
+}
+
+int DeviceBanks::pool_of(int layer) const {
+    int before = 0;
+    for (const auto & bank : banks) {
+        if (bank->layers.has(layer)) {
+            return before + bank->pool_of(layer);
+        }
+        before += (int) bank->all().size();
+    }
+    return before; // no layer is nowhere
+}
+
+bool DeviceBanks::have_areas() const {
+    bool any = false;
+    for (const auto & bank : banks) {
+        any |= bank->n_areas() > 0;
+        if (bank->n_areas() == 0 && !bank->has_room_for_all()) {
+            return false;
+        }
+    }
+    return any;
+}
+
+bool DeviceBanks::have_room_for_all() const {
+    return std::all_of(banks.begin(), banks.end(), [](const auto & bank) { return bank->has_room_for_all(); });
+}
+
+void DeviceBanks::wait_for_uploads() {
+    for (const auto & bank : banks) {
+        bank->wait_for_uploads();
+    }
+}
+
+uint64_t DeviceBanks::used() const {
+    uint64_t bytes = 0;
+    for (const auto & bank : banks) {
+        bytes += bank->used() + bank->landings.used();
+    }
+    return bytes;
+}
+
+uint64_t DeviceBanks::bytes_uploaded() const {
+    uint64_t bytes = 0;
+    for (const auto & bank : banks) {
+        bytes += bank->bytes_uploaded();
+    }
+    return bytes;
+}
+
+uint64_t DeviceBanks::upload_ns() const {
+    uint64_t ns = 0;
+    for (const auto & bank : banks) {
+        ns += bank->upload_ns();
+    }
+    return ns;
+}
+
+void DeviceBanks::reset_counts() {
+    for (const auto & bank : banks) {
+        bank->reset_counts();
     }
 }
 

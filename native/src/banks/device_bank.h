@@ -11,6 +11,9 @@
 //
 // Memory is taken once and kept. What is uploaded is as the model's file has it: no device knows the order of the
 // processor's kernels.
+//
+// Several devices divide the layers: each has the experts of consecutive ones, those that llama.cpp has it compute. So
+// nothing of a layer goes from one to another, and each has slots and areas of its own.
 
 #pragma once
 
@@ -40,120 +43,43 @@ struct DevicePool {
     int              n_slots = 0;
 };
 
+// Layers of a model, as indices into those with experts: from begin on, before end.
+struct LayerRange {
+    int begin;
+    int end;
+
+    int  size() const { return end - begin; }
+    bool has(int layer) const { return begin <= layer && layer < end; }
+};
+
+LayerRange all_layers(const ModelMap & map);
+
+// Of all their experts.
+uint64_t expert_bytes(const ModelMap & map, LayerRange layers);
+
 // Whether experts of two layers have the same matrices.
 bool alike(const MoeLayer & a, const MoeLayer & b);
 
 // Bytes of the largest matrix of an expert.
 uint64_t largest_matrix(const MoeLayer & layer);
 
-// How many layers are wholly on a device, where there are slots for a share of all experts: the first ones. A layer of
-// which a part is there costs a token some trips to the host, however small the rest; one that is wholly there costs
-// none, and prompts pass through no area. So what is more than most uses need goes to whole layers. With h(f) of the
-// uses answered by a share f of a layer's experts, C what the processor takes for all its uses of a layer and o what the
-// trips take, that pays from f on where o + C (1 - h(f)) = C h'(f) (1 - f). Uses of real models concentrate so that
+// How many of a device's layers are wholly there, where it has slots for a share of their experts: the first ones. A
+// layer of which a part is there costs a token some trips to the host, however small the rest; one that is wholly there
+// costs none, and prompts pass through no area. So what is more than most uses need goes to whole layers. With h(f) of
+// the uses answered by a share f of a layer's experts, C what the processor takes for all its uses of a layer and o what
+// the trips take, that pays from f on where o + C (1 - h(f)) = C h'(f) (1 - f). Uses of real models concentrate so that
 // 1 - h(f) = (1 - f)^k, k from 2 to 4, and o is 0.05 to 0.2 C: f is 0.5 to 0.75, and a token takes hardly longer by
 // another choice between them.
-int n_whole_layers(const ModelMap & map, double share);
+int n_whole_layers(const ModelMap & map, LayerRange layers, double share);
 
-// share: of the experts that there are slots for. pool_of: becomes the index of each layer's pool. A layer that is
-// wholly there, of the first n_whole, has a pool of its own, with a slot for each expert.
-std::vector<DevicePool> form_device_pools(const ModelMap & map, double share, int n_whole, std::vector<int> & pool_of);
+// share: of the layers' experts that there are slots for. pool_of: becomes the index of each layer's pool. A layer that
+// is wholly there, of the first n_whole, has a pool of its own, with a slot for each expert.
+std::vector<DevicePool> form_device_pools(
+    const ModelMap & map, LayerRange layers, double share, int n_whole, std::vector<int> & pool_of);
 
 // How many areas of so many bytes each a budget has room for beside slots: two, or one, or none where they would take
 // more than a third of it.
 int n_device_areas(uint64_t budget, uint64_t area_bytes);
-
-class DeviceBank {
-public:
-    struct Pool : DevicePool {
-        std::vector<ggml_tensor *> roles; // [n_in, n_out, n_slots] each
-    };
-
-    // locks: of the memory that matrices come from, null: none.
-    DeviceBank(const ModelMap & map, ggml_backend_dev_t device, std::shared_ptr<PageLocks> locks = nullptr);
-
-    DeviceBank(const DeviceBank &)             = delete;
-    DeviceBank & operator=(const DeviceBank &) = delete;
-
-    // Takes memory: at most so many bytes, and no more than all experts need. What the device refuses is
-    // asked for again, by a quarter less; then one more quarter is left to the buffers of contexts. That is said once,
-    // and it may come to nothing. whole: some layers may be there wholly. Called once, but again where it threw.
-    void allocate(uint64_t budget, bool whole = false);
-
-    const ggml_backend_dev_t device;
-
-    const std::vector<Pool> & all() const { return pools; }
-    int                       pool_of(int layer) const { return pool_by_layer[layer]; }
-    int                       n_slots(int layer) const { return pools[pool_of(layer)].n_slots; }
-    bool has_whole(int layer) const { return layer < n_whole; } // a slot for each expert of it, and of no other layer
-    bool may_be_passed(int layer) const;                        // by graphs that do not ask, once all are there
-    uint64_t used() const { return used_bytes; }                // of the device
-    bool     has_room_for_all() const;                          // experts of all layers, at once
-
-    // The slots for one matrix of a layer's experts.
-    ggml_tensor * slots(int layer, int role) const { return pools[pool_of(layer)].roles[role]; }
-
-    // Areas of which each has room for any layer: 0 where memory is short, or all experts have slots.
-    int n_areas() const { return (int) areas.size(); }
-
-    // Room for one matrix of all experts of a layer: [n_in, n_out, n_expert].
-    ggml_tensor * area(int number, int layer, int role) const { return areas[number][kind_by_layer[layer]][role]; }
-
-    // As upload(), to the place of the expert in an area; and from a slot: there after wait_for_uploads(), too. Where the
-    // area has experts of a layer of another kind, nothing computes there any more, and nothing is on its way.
-    bool upload_to_area(int number, int layer, int expert, int role, const char * bytes);
-    void copy_to_area(int number, int layer, int expert, int slot);
-    void copy_from_area(int number, int layer, int expert, int slot); // what is there
-
-    // Those of a layer that have slots (by expert, below 0: none) to an area in which nothing is yet that is wanted: by
-    // the device's kernels, at once.
-    void gather_in_area(int number, int layer, const std::vector<int> & slots);
-
-    // One matrix of an expert, as the model has it, goes to a slot that no kernel reads. It is there after the next
-    // wait_for_uploads(). True: bytes must stay until then; false: they may go before. Any number of threads.
-    bool upload(int layer, int slot, int role, const char * bytes);
-    void wait_for_uploads();
-
-    // Bytes that went to the device, and the time that took, summed over threads.
-    uint64_t bytes_uploaded() const { return uploaded; }
-    uint64_t upload_ns() const { return uploading_ns; }
-    void     reset_counts();
-
-private:
-    const ModelMap &        map;
-    std::vector<Pool>       pools;
-    std::vector<int>        pool_by_layer;
-    bool                    whole_layers = false;
-    int                     n_whole      = 0;
-    uint64_t                used_bytes   = 0;
-    std::atomic<uint64_t>   uploaded{ 0 };
-    std::atomic<uint64_t>   uploading_ns{ 0 };
-    ggml_context_ptr        tensors;
-    ggml_backend_buffer_ptr buffer;
-
-    // By kind of layers and role.
-    using Area = std::vector<std::vector<ggml_tensor *>>;
-
-    std::vector<Area>                    areas;
-    std::vector<int>                     kind_by_layer;
-    std::vector<int>                     kind_in; // by area, -1: none yet
-    ggml_context_ptr                     area_tensors;
-    std::vector<ggml_backend_buffer_ptr> area_buffers;
-
-    void     allocate_areas(uint64_t budget);
-    void     turn_area(int number, int layer);
-    bool     gather(int number, int layer, const std::vector<int> & slots);
-    void     form_pools(double share);
-    uint64_t make_tensors();
-    bool     send(ggml_tensor * to, int index, const char * bytes);
-
-    std::mutex              gathering;
-    ggml_backend_buffer_ptr gathered; // the numbers of slots
-    ggml_backend_ptr        gatherer; // the device's kernels; null: not yet
-
-    std::shared_ptr<PageLocks>  locks;
-    std::unique_ptr<DeviceLink> link; // goes first: it may be on its way to a buffer
-};
 
 // Memory for what goes from the processor to a device between the nodes of a graph, one piece for each context that
 // computes: rows that the processor computes, and where one token computes, numbers too.
@@ -211,6 +137,132 @@ private:
 
     Piece * find(int64_t n, int64_t n_numbers);
     bool    allocate(Piece & piece, int64_t n);
+};
+
+class DeviceBank {
+public:
+    struct Pool : DevicePool {
+        std::vector<ggml_tensor *> roles; // [n_in, n_out, n_slots] each
+    };
+
+    // layers: that the device has, and whoever asks asks of these. locks: of the memory that matrices come from, null:
+    // none.
+    DeviceBank(
+        const ModelMap & map, ggml_backend_dev_t device, LayerRange layers, std::shared_ptr<PageLocks> locks = nullptr);
+
+    DeviceBank(const DeviceBank &)             = delete;
+    DeviceBank & operator=(const DeviceBank &) = delete;
+
+    // Takes memory: at most so many bytes, and no more than all experts of its layers need. What the device refuses is
+    // asked for again, by a quarter less; then one more quarter is left to the buffers of contexts. That is said once,
+    // and it may come to nothing. whole: some layers may be there wholly. Called once, but again where it threw.
+    void allocate(uint64_t budget, bool whole = false);
+
+    const ggml_backend_dev_t device;
+    const LayerRange         layers;
+    DeviceLandings           landings;
+
+    const std::vector<Pool> & all() const { return pools; }
+    int                       pool_of(int layer) const { return pool_by_layer[layer - layers.begin]; }
+    int                       n_slots(int layer) const { return pools[pool_of(layer)].n_slots; }
+    bool has_whole(int layer) const { return layer - layers.begin < n_whole; } // a slot for each, and of no other layer
+    bool may_be_passed(int layer) const;         // by graphs that do not ask, once all are there
+    uint64_t used() const { return used_bytes; } // of the device
+    bool     has_room_for_all() const;           // experts of all its layers, at once
+
+    // The slots for one matrix of a layer's experts.
+    ggml_tensor * slots(int layer, int role) const { return pools[pool_of(layer)].roles[role]; }
+
+    // Areas of which each has room for any layer: 0 where memory is short, or all experts have slots.
+    int n_areas() const { return (int) areas.size(); }
+
+    // Room for one matrix of all experts of a layer: [n_in, n_out, n_expert].
+    ggml_tensor * area(int number, int layer, int role) const {
+        return areas[number][kind_by_layer[layer - layers.begin]][role];
+    }
+
+    // As upload(), to the place of the expert in an area; and from a slot: there after wait_for_uploads(), too. Where the
+    // area has experts of a layer of another kind, nothing computes there any more, and nothing is on its way.
+    bool upload_to_area(int number, int layer, int expert, int role, const char * bytes);
+    void copy_to_area(int number, int layer, int expert, int slot);
+    void copy_from_area(int number, int layer, int expert, int slot); // what is there
+
+    // Those of a layer that have slots (by expert, below 0: none) to an area in which nothing is yet that is wanted: by
+    // the device's kernels, at once.
+    void gather_in_area(int number, int layer, const std::vector<int> & slots);
+
+    // One matrix of an expert, as the model has it, goes to a slot that no kernel reads. It is there after the next
+    // wait_for_uploads(). True: bytes must stay until then; false: they may go before. Any number of threads.
+    bool upload(int layer, int slot, int role, const char * bytes);
+    void wait_for_uploads();
+
+    // Bytes that went to the device, and the time that took, summed over threads.
+    uint64_t bytes_uploaded() const { return uploaded; }
+    uint64_t upload_ns() const { return uploading_ns; }
+    void     reset_counts();
+
+private:
+    const ModelMap &        map;
+    std::vector<Pool>       pools;
+    std::vector<int>        pool_by_layer;
+    bool                    whole_layers = false;
+    int                     n_whole      = 0;
+    uint64_t                used_bytes   = 0;
+    std::atomic<uint64_t>   uploaded{ 0 };
+    std::atomic<uint64_t>   uploading_ns{ 0 };
+    ggml_context_ptr        tensors;
+    ggml_backend_buffer_ptr buffer;
+
+    // By kind of layers and role.
+    using Area = std::vector<std::vector<ggml_tensor *>>;
+
+    std::vector<Area>                    areas;
+    std::vector<int>                     kind_by_layer;
+    std::vector<int>                     kind_in; // by area, -1: none yet
+    ggml_context_ptr                     area_tensors;
+    std::vector<ggml_backend_buffer_ptr> area_buffers;
+
+    void     allocate_areas(uint64_t budget);
+    void     turn_area(int number, int layer);
+    bool     gather(int number, int layer, const std::vector<int> & slots);
+    void     form_pools(double share);
+    uint64_t make_tensors();
+    bool     send(ggml_tensor * to, int index, const char * bytes);
+
+    std::mutex              gathering;
+    ggml_backend_buffer_ptr gathered; // the numbers of slots
+    ggml_backend_ptr        gatherer; // the device's kernels; null: not yet
+
+    std::shared_ptr<PageLocks>  locks;
+    std::unique_ptr<DeviceLink> link; // goes first: it may be on its way to a buffer
+};
+
+// Those of all devices of a model, which have all of its layers.
+class DeviceBanks {
+public:
+    // ends: by device, in their order: the layer behind its last one.
+    DeviceBanks(const ModelMap & map, const std::vector<ggml_backend_dev_t> & devices, const std::vector<int> & ends,
+        const std::shared_ptr<PageLocks> & locks = nullptr);
+
+    const std::vector<std::unique_ptr<DeviceBank>> & all() const { return banks; }
+    DeviceBank &                                     of(int layer) const { return *by_layer[layer]; }
+
+    // Pools are numbered through.
+    int pool_of(int layer) const;
+
+    // Whether prompts pass through areas: those of each device whose layers want some.
+    bool have_areas() const;
+
+    bool     have_room_for_all() const;
+    void     wait_for_uploads();
+    uint64_t used() const; // of all devices, with what landed there
+    uint64_t bytes_uploaded() const;
+    uint64_t upload_ns() const;
+    void     reset_counts();
+
+private:
+    std::vector<std::unique_ptr<DeviceBank>> banks;
+    std::vector<DeviceBank *>                by_layer;
 };
 
 } // namespace pyorch

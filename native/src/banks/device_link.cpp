@@ -46,13 +46,13 @@ DeviceLink::DeviceLink(ggml_backend_dev_t device, uint64_t largest, PageLocks * 
         lanes.push_back(std::move(lane));
     }
     if (locks) {
-        locks->on_unlock([this] { wait(); });
+        locks->on_unlock(this, [this] { wait(); });
     }
 }
 
 DeviceLink::~DeviceLink() {
     if (locks) {
-        locks->on_unlock({});
+        locks->on_unlock(this, {});
     }
     wait();
 }

@@ -43,8 +43,10 @@ void PageLocks::unlock(const char * begin, uint64_t bytes) {
     bool                                settled = false;
     for (auto piece = pieces.begin(); piece != pieces.end();) {
         const bool meets = piece->first < begin + bytes && begin < piece->first + piece->second;
-        if (meets && !settled && settle) {
-            settle();
+        for (const auto & [reader, settle] : settles) {
+            if (meets && !settled) {
+                settle();
+            }
         }
         settled |= meets;
         if (meets) {
@@ -79,9 +81,12 @@ bool PageLocks::read(
     return true;
 }
 
-void PageLocks::on_unlock(std::function<void()> f) {
+void PageLocks::on_unlock(const void * reader, std::function<void()> f) {
     std::unique_lock<std::shared_mutex> lock(mutex);
-    settle = std::move(f);
+    settles.erase(reader);
+    if (f) {
+        settles[reader] = std::move(f);
+    }
 }
 
 } // namespace pyorch

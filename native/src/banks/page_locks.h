@@ -41,15 +41,16 @@ public:
     // they stay so until settle() of on_unlock() has returned. False: they are not, and nothing was called.
     bool read(const char * bytes, uint64_t n, const std::function<void(const char * begin, uint64_t n)> & use) const;
 
-    // Called before a piece is unlocked: waits for all that use() has begun.
-    void on_unlock(std::function<void()> f);
+    // Called before a piece is unlocked: waits for all that use() has begun for this reader; empty: there is none more.
+    void on_unlock(const void * reader, std::function<void()> f);
 
 private:
     Lock                       do_lock; // none: it cannot
     Unlock                     do_unlock;
-    std::function<void()>      settle;
     std::map<char *, uint64_t> pieces; // bytes by begin
     mutable std::shared_mutex  mutex;
+
+    std::map<const void *, std::function<void()>> settles; // by reader
 };
 
 } // namespace pyorch

@@ -14,18 +14,19 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
         table(table), seconds_per_byte(config.link_bytes_per_second > 0 ? 1 / config.link_bytes_per_second : 0),
         coming(table.map.layers.size()), there_at(table.map.layers.size()), ahead((int) config.device_ahead),
         ordered(table.map.layers.size()) {
-    uint64_t         all = 0, area = 1;
+    const LayerRange layers = all_layers(table.map);
+    const uint64_t   all    = expert_bytes(table.map, layers);
+    uint64_t         area   = 1;
     std::vector<int> n_slots, pool_of;
     for (const auto & of : table.map.layers) {
-        all += of.n_expert * of.expert_bytes();
         area = std::max(area, of.n_expert * of.expert_bytes());
     }
     slots_bytes = std::min((uint64_t) config.device_bytes, all);
     n_areas     = slots_bytes < all ? n_device_areas(slots_bytes, area) : 0;
     slots_bytes -= n_areas * area;
     const double share   = (double) slots_bytes / (double) all;
-    const int    n_whole = ahead > 0 ? 0 : n_whole_layers(table.map, share);
-    for (const DevicePool & pool : form_device_pools(table.map, share, n_whole, pool_of)) {
+    const int    n_whole = ahead > 0 ? 0 : n_whole_layers(table.map, layers, share);
+    for (const DevicePool & pool : form_device_pools(table.map, layers, share, n_whole, pool_of)) {
         n_slots.push_back(pool.n_slots);
     }
     seats = std::make_unique<DeviceTable>(

@@ -69,29 +69,31 @@ int32_t * Context::changed_of(int n_tokens) {
     return changed.data();
 }
 
-const DeviceLandings::Landing * Context::landing_of(int64_t n, int64_t most) {
-    if (landings.empty() || landings.back()->rows->ne[0] < n) {
-        auto landing = routing.device->landings.take(std::max(n, most)); // a reserve rounds tokens up
-        if (!landing) {
-            landing = routing.device->landings.take(n);
-        }
-        if (!landing) {
-            return nullptr;
-        }
-        landings.push_back(landing);
+const DeviceLandings::Landing * Context::landing_of(int layer, int64_t n, int64_t most) {
+    DeviceLandings & there = routing.device->bank(layer).landings;
+    const auto       last =
+        std::find_if(landings.rbegin(), landings.rend(), [&](const auto & landing) { return landing.first == &there; });
+    if (last != landings.rend() && last->second->rows->ne[0] >= n) {
+        return last->second;
     }
-    return landings.back();
+    const auto * landing = there.take(std::max(n, most)); // a reserve rounds tokens up
+    landing              = landing ? landing : there.take(n);
+    if (landing) {
+        landings.push_back({ &there, landing });
+    }
+    return landing;
 }
 
-const DeviceLandings::Landing * Context::zero_copy_of(int64_t n, int64_t n_used) {
-    for (const auto * piece : zero_copies) {
-        if (piece->holds(n * n_used, 2 * n_used)) {
+const DeviceLandings::Landing * Context::zero_copy_of(int layer, int64_t n, int64_t n_used) {
+    DeviceLandings & there = routing.device->bank(layer).landings;
+    for (const auto & [of, piece] : zero_copies) {
+        if (of == &there && piece->holds(n * n_used, 2 * n_used)) {
             return piece;
         }
     }
-    const auto * piece = routing.device->landings.take_zero_copy(n * n_used, 2 * n_used);
+    const auto * piece = there.take_zero_copy(n * n_used, 2 * n_used);
     if (piece) {
-        zero_copies.push_back(piece);
+        zero_copies.push_back({ &there, piece });
     }
     return piece;
 }
@@ -137,8 +139,8 @@ void end_context(const void * id, bool freed) {
             context->routing.device->forget(id);
         }
         for (const auto & pieces : { context->landings, context->zero_copies }) {
-            for (const auto * piece : pieces) {
-                context->routing.device->landings.give_back(piece);
+            for (const auto & [of, piece] : pieces) {
+                of->give_back(piece);
             }
         }
         std::lock_guard<std::mutex> lock(mutex);

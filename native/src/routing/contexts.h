@@ -78,9 +78,9 @@ struct Context {
     std::vector<int32_t>    changed;           // see RoutedBatch, of the layers of its running ubatch
     DeviceHold              on_device;         // what its latest layer computes with there
     std::array<unsigned, 2> needs = {};        // of the graphs that are built now: of prompts, and of few tokens
-    // Where the rows that the processor computes go there; each is larger than the one before. And those of one token.
-    std::vector<const DeviceLandings::Landing *> landings, zero_copies;
-    std::vector<GraphLayer>                      graph; // two entries a layer: prefill, decode
+    // Where the rows that the processor computes go there, those of one token too; of each device, the larger last.
+    std::vector<std::pair<DeviceLandings *, const DeviceLandings::Landing *>> landings, zero_copies;
+    std::vector<GraphLayer> graph; // two entries a layer: prefill, decode
 
     GraphLayer & at(int layer, bool decode) { return graph[2 * layer + decode]; }
 
@@ -99,12 +99,12 @@ struct Context {
     // then counts for as many as the one that lost most.
     int32_t * changed_of(int n_tokens);
 
-    // Memory of the device for n floats, until the context is freed, and at once for the most that will be asked for
-    // if there is room; null: it has none.
-    const DeviceLandings::Landing * landing_of(int64_t n, int64_t most);
+    // Memory of the layer's device for n floats, until the context is freed, and at once for the most that will be asked
+    // for if there is room; null: it has none.
+    const DeviceLandings::Landing * landing_of(int layer, int64_t n, int64_t most);
 
     // The same for one token without a copy, of n_used rows of n floats each; null: the device cannot.
-    const DeviceLandings::Landing * zero_copy_of(int64_t n, int64_t n_used);
+    const DeviceLandings::Landing * zero_copy_of(int layer, int64_t n, int64_t n_used);
 
     // A ubatch begins, with tokens at these positions. A request that begins, a sequence that joins or leaves, or one
     // that was cut back breaks what went on.

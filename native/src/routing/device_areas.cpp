@@ -7,8 +7,15 @@
 
 namespace pyorch {
 
-DeviceAreas::DeviceAreas(Table & table, DeviceBank & bank) : table(table), bank(bank), areas(bank.n_areas()) {
-    if (bank.n_areas() > 1) {
+DeviceAreas::DeviceAreas(Table & table, DeviceBanks & banks) : table(table), banks(banks), any(banks.have_areas()) {
+    for (const auto & bank : banks.all()) {
+        const int n = any ? bank->n_areas() : 0;
+        for (int layer = bank->layers.begin; layer < bank->layers.end; ++layer) {
+            index_of.push_back(n > 0 ? (int) areas.size() + layer % n : -1);
+        }
+        areas.resize(areas.size() + n);
+    }
+    if (areas.size() > 1) {
         thread = std::thread([this] { work(); });
     }
 }
@@ -25,7 +32,7 @@ DeviceAreas::~DeviceAreas() {
 }
 
 DeviceAreas::Area & DeviceAreas::area_for(int layer) {
-    Area & area = areas[number(layer)];
+    Area & area = areas[index_of[layer]];
     if (area.layer != layer) {
         area.layer = layer;
         area.there.assign(table.map.layers[layer].n_expert, 0);
@@ -67,7 +74,8 @@ bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> 
 
 // From their slots (by expert, below 0: none), but for those that are there. REQUIRES: nobody else touches the area.
 void DeviceAreas::copy(int layer, const std::vector<int> & slots) {
-    const std::vector<uint8_t> & there = areas[number(layer)].there;
+    const std::vector<uint8_t> & there = areas[index_of[layer]].there;
+    DeviceBank &                 bank  = banks.of(layer);
     if (std::none_of(there.begin(), there.end(), [](uint8_t is) { return is != 0; })) {
         bank.gather_in_area(number(layer), layer, slots);
         return;
@@ -82,7 +90,8 @@ void DeviceAreas::copy(int layer, const std::vector<int> & slots) {
 
 void DeviceAreas::bring(Owner & holder, int layer, const std::vector<int> & from_host) {
     // Nobody else touches the area of this layer now.
-    Area & area = areas[number(layer)];
+    Area &       area = areas[index_of[layer]];
+    DeviceBank & bank = banks.of(layer);
     copy(layer, slots_here);
     for (size_t expert = 0; expert < slots_here.size(); ++expert) {
         area.there[expert] |= slots_here[expert] >= 0;
@@ -144,14 +153,13 @@ void DeviceAreas::work() {
 
 // Those that have slots: all of them, for that takes a part of a millisecond.
 void DeviceAreas::copy_ahead(std::unique_lock<std::mutex> & lock, int layer) {
-    const int              number = this->number(layer);
-    const std::vector<int> slots  = ahead_slots;
-    busy                          = true;
+    const std::vector<int> slots = ahead_slots;
+    busy                         = true;
     lock.unlock();
     copy(layer, slots);
     lock.lock();
     for (int expert = 0; expert < (int) slots.size(); ++expert) {
-        areas[number].there[expert] |= slots[expert] >= 0;
+        areas[index_of[layer]].there[expert] |= slots[expert] >= 0;
     }
     busy = false;
     changed.notify_all();
@@ -162,7 +170,8 @@ void DeviceAreas::upload_ahead(std::unique_lock<std::mutex> & lock, int layer) {
     constexpr int          AT_ONCE = 16;
     const int              number  = this->number(layer);
     const auto             n_roles = (int) table.map.layers[layer].tensors.size();
-    std::vector<uint8_t> & there   = areas[number].there;
+    std::vector<uint8_t> & there   = areas[index_of[layer]].there;
+    DeviceBank &           bank    = banks.of(layer);
     for (int next = 0; next < table.map.layers[layer].n_expert && ahead == layer && !ending;) {
         busy = true;
         lock.unlock();

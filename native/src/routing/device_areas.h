@@ -49,16 +49,21 @@ public:
     // Of fewer tokens the processor computes sooner than their experts are uploaded.
     static constexpr int LEAST_TOKENS = 32;
 
-    // REQUIRES: the bank has its memory.
-    DeviceAreas(Table & table, DeviceBank & bank);
+    // REQUIRES: the banks have their memory.
+    DeviceAreas(Table & table, DeviceBanks & banks);
     ~DeviceAreas();
 
     DeviceAreas(const DeviceAreas &)             = delete;
     DeviceAreas & operator=(const DeviceAreas &) = delete;
 
-    bool take(int n_tokens, bool decode) const { return !decode && n_tokens >= LEAST_TOKENS && bank.n_areas() > 0; }
+    bool take(int n_tokens, bool decode) const { return !decode && n_tokens >= LEAST_TOKENS && any; }
+    bool take(int layer, int n_tokens, bool decode) const { return take(n_tokens, decode) && index_of[layer] >= 0; }
 
-    int number(int layer) const { return layer % bank.n_areas(); }
+    // Of those of the layer's device.
+    int number(int layer) const { return layer % banks.of(layer).n_areas(); }
+
+    // Whether a layer may come while the one before it is computed.
+    bool may_come_ahead(int layer) const { return index_of[layer] >= 0 && index_of[layer] != index_of[layer - 1]; }
 
     // Whether the context has the areas: it gets them if nobody has.
     bool own(const void * context);
@@ -73,14 +78,14 @@ public:
 
     // Then the next layer begins to come: what has slots, by expert as above, from there, and all else that host memory
     // has. Those in slots stay there until stop_ahead(), or release().
-    // REQUIRES: there are two areas.
+    // REQUIRES: it may.
     void bring_ahead(int layer, const std::vector<int> & slots);
 
     // Nothing is brought ahead for the context any more.
     void stop_ahead(const void * context);
 
     // Whether the expert of the layer at hand could be read, once it was brought.
-    bool has(int layer, int expert) const { return areas[number(layer)].there[expert] != 0; }
+    bool has(int layer, int expert) const { return areas[index_of[layer]].there[expert] != 0; }
 
     // Until nothing comes ahead any more.
     void wait_idle();
@@ -95,11 +100,13 @@ private:
     };
 
     Table &                 table;
-    DeviceBank &            bank;
+    DeviceBanks &           banks;
+    const bool              any; // areas
     std::mutex              mutex;
     std::condition_variable changed;
     const void *            owner = nullptr;
-    std::vector<Area>       areas;
+    std::vector<Area>       areas;          // of all devices
+    std::vector<int>        index_of;       // by layer, in these; -1: none of its device
     std::vector<int>        slots_here;     // of experts of the layer at hand, that are to be copied; -1: none
     int                     ahead  = -1;    // the layer that is coming
     bool                    busy   = false; // one of its experts is on its way

@@ -149,8 +149,8 @@ private:
             }
             if (graph.is_experts(t)) {
                 const int role = managed(t->src[0])->role;
-                made->src[0]   = in_area ? tier.area(graph.layer, role) : tier.bank.slots(graph.layer, role);
-                made->src[2]   = slots;
+                made->src[0] = in_area ? tier.area(graph.layer, role) : tier.bank(graph.layer).slots(graph.layer, role);
+                made->src[2] = slots;
             }
         }
         ggml_format_name(made, "pyorch_device.%s", ggml_get_name(t));
@@ -192,9 +192,9 @@ void ask_one_thread(ggml_tensor * custom) {
 // nothing overwrites: `slots`, and the weights where they are ours.
 ggml_tensor * beside_device(const llama_moe_route & route, const GraphLayer & layer, ggml_tensor * slots) {
     const DeviceTier &  tier = *layer.context->routing.device;
-    const ggml_tensor * in =
-        layer.batch.through_area ? tier.area(layer.batch.layer, 0) : tier.bank.slots(layer.batch.layer, 0);
-    ggml_tensor * none = ggml_new_tensor_1d(route.ctx, GGML_TYPE_I32, 0);
+    const ggml_tensor * in   = layer.batch.through_area ? tier.area(layer.batch.layer, 0) :
+                                                          tier.bank(layer.batch.layer).slots(layer.batch.layer, 0);
+    ggml_tensor *       none = ggml_new_tensor_1d(route.ctx, GGML_TYPE_I32, 0);
     ggml_backend_tensor_alloc(in->buffer, none, in->data);
     ggml_format_name(none, "pyorch_beside-%d", route.il);
     ggml_set_input(none);
@@ -261,11 +261,12 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
     const llama_moe_route & route = graph.route;
     DeviceTier &            tier  = *layer.context->routing.device;
     layer.batch.on_device         = false;
-    const bool whole              = tier.is_whole(layer.batch.layer);
-    layer.batch.through_area      = !whole && tier.takes_area((int) route.selected->ne[1], route.decode);
-    layer.may_repeat              = may_repeat(route, tier.bank, layer.batch.layer);
+    const int  at                 = layer.batch.layer;
+    const bool whole              = tier.is_whole(at);
+    layer.batch.through_area      = !whole && tier.takes_area(at, (int) route.selected->ne[1], route.decode);
+    layer.may_repeat              = may_repeat(route, tier.bank(at), at);
     const int64_t n_least         = layer.may_repeat ? 1 : route.selected->ne[0];
-    const int     n_slots         = tier.bank.n_slots(layer.batch.layer);
+    const int     n_slots         = tier.bank(at).n_slots(at);
     if (!layer.batch.through_area && n_slots < n_least) {
         if (n_slots > 0 && route.selected->ne[1] == 1) {
             say_off_device(route, format("there is room for %d of them, and a token uses %d", n_slots, (int) n_least));
@@ -281,7 +282,7 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
         layer.numbers               = nullptr;
         const ggml_tensor * outputs = graph.nodes.back().tensor;
         if (!layer.batch.alone && layer.may_repeat && outputs->type == GGML_TYPE_F32 && ggml_is_contiguous(outputs)) {
-            layer.zero_copy = layer.context->zero_copy_of(outputs->ne[0], outputs->ne[1]);
+            layer.zero_copy = layer.context->zero_copy_of(at, outputs->ne[0], outputs->ne[1]);
         }
         if (layer.zero_copy) {
             layer.numbers = add_zero_copy_numbers(route, layer, slots);
@@ -335,7 +336,8 @@ ggml_tensor * join_device_rows(
         return ggml_get_rows(route.ctx, both, half(route, layer.numbers, 1));
     }
     if (!last && n > 0 && released->type == GGML_TYPE_F32 && ggml_is_contiguous(released)) {
-        layer.landing = layer.context->landing_of(n, released->ne[0] * released->ne[1] * route.n_ubatch);
+        layer.landing =
+            layer.context->landing_of(layer.batch.layer, n, released->ne[0] * released->ne[1] * route.n_ubatch);
     }
     // The device's way is the first source, so that it has begun when the processor begins.
     if (!layer.landing) {
@@ -376,7 +378,8 @@ void inputs_op(ggml_tensor * inputs, int ith, int nth, void * user) {
 
 void fetch_inputs(GraphLayer & g, const float * here) {
     g.inputs.clear();
-    const bool in_time = g.context->routing.device->landings.reads_host; // beside what the device computes
+    const bool in_time =
+        g.context->routing.device->bank(g.batch.layer).landings.reads_host; // beside what the device computes
     if (!g.device_inputs || !is_by_processor(g) || (in_time && !here)) {
         return;
     }

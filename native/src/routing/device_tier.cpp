@@ -8,11 +8,18 @@
 
 namespace pyorch {
 
-DeviceTier::DeviceTier(
-    Table & table, ggml_backend_dev_t device, const pyorch_config & config, std::shared_ptr<PageLocks> locks) :
-        bank(table.map, device, std::move(locks)), landings(device), table(table),
-        policy((pyorch_policy) config.policy), misses((pyorch_device_misses) config.device_misses),
-        n_ahead((int) config.device_ahead), budget(config.device_bytes) {}
+static std::vector<ggml_backend_dev_t> devices_of(const pyorch_config & config) {
+    std::vector<ggml_backend_dev_t> devices;
+    for (uint64_t i = 0; i < config.n_devices; ++i) {
+        devices.push_back((ggml_backend_dev_t) config.devices[i]);
+    }
+    return devices;
+}
+
+DeviceTier::DeviceTier(Table & table, const pyorch_config & config, const std::shared_ptr<PageLocks> & locks) :
+        banks(table.map, devices_of(config), { config.device_ends, config.device_ends + config.n_devices }, locks),
+        table(table), policy((pyorch_policy) config.policy), misses((pyorch_device_misses) config.device_misses),
+        n_ahead((int) config.device_ahead), budgets(config.device_bytes, config.device_bytes + config.n_devices) {}
 
 DeviceTier::~DeviceTier() {
     {
@@ -25,13 +32,13 @@ DeviceTier::~DeviceTier() {
     }
 }
 
-void DeviceTier::set_budget(uint64_t bytes) {
+void DeviceTier::set_budget(int device, uint64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
     if (opened) {
         throw Failure(
             PYORCH_INVALID, "the memory of the device is taken when the first context is made, and stays as it is");
     }
-    budget = bytes;
+    budgets[device] = bytes;
 }
 
 void DeviceTier::open(uint64_t landing_bytes) {
@@ -42,37 +49,46 @@ void DeviceTier::open(uint64_t landing_bytes) {
     }
     // Where all experts fit, no row comes from the processor.
     // Slots for guests are taken from all layers: so none is there wholly.
-    bank.allocate(budget - (budget < table.map.expert_bytes() ? std::min(landing_bytes, budget / LANDING_SHARE) : 0),
-        n_ahead == 0);
-    landings.set_limit(std::max(budget, bank.used()) - bank.used());
     std::vector<int> pool_of, n_slots;
+    for (size_t i = 0; i < budgets.size(); ++i) {
+        DeviceBank & bank = *banks.all()[i];
+        const bool   all  = budgets[i] >= expert_bytes(table.map, bank.layers);
+        bank.allocate(budgets[i] - (all ? 0 : std::min(landing_bytes, budgets[i] / LANDING_SHARE)), n_ahead == 0);
+        bank.landings.set_limit(std::max(budgets[i], bank.used()) - bank.used());
+        for (const auto & pool : bank.all()) {
+            n_slots.push_back(pool.n_slots);
+        }
+    }
     for (size_t layer = 0; layer < table.map.layers.size(); ++layer) {
-        pool_of.push_back(bank.pool_of((int) layer));
+        pool_of.push_back(banks.pool_of((int) layer));
     }
-    for (const auto & pool : bank.all()) {
-        n_slots.push_back(pool.n_slots);
-    }
-    seats = std::make_unique<DeviceTable>(table.map.n_experts(), pool_of, n_slots, policy);
+    all_fit = banks.have_room_for_all();
+    seats   = std::make_unique<DeviceTable>(table.map.n_experts(), pool_of, n_slots, policy);
     // Where there is room for all, each is uploaded once, and serves ever after.
-    seats->set_misses(bank.has_room_for_all() ? PYORCH_UPLOAD : misses);
-    if (n_ahead > 0 && !bank.has_room_for_all()) {
+    seats->set_misses(all_fit ? PYORCH_UPLOAD : misses);
+    if (n_ahead > 0 && !all_fit) {
         seats->set_ahead(n_ahead);
     }
-    areas    = std::make_unique<DeviceAreas>(table, bank);
+    areas    = std::make_unique<DeviceAreas>(table, banks);
     uploader = std::thread([this] { work(); });
-    all_fit  = bank.has_room_for_all();
     opened   = true; // else the next context tries again
     std::vector<uint8_t> loaded(table.map.layers.size());
     uint64_t             n_bytes = 0;
-    for (size_t layer = 0; layer < loaded.size(); ++layer) {
-        n_bytes += bank.has_whole((int) layer) ? bank.n_slots((int) layer) * table.map.layers[layer].expert_bytes() : 0;
+    std::string          names;
+    for (const auto & bank : banks.all()) {
+        uint64_t there = 0;
+        for (int layer = bank->layers.begin; layer < bank->layers.end; ++layer) {
+            there += bank->has_whole(layer) ? bank->n_slots(layer) * table.map.layers[layer].expert_bytes() : 0;
+        }
+        names += there > 0 ? (names.empty() ? "" : ", ") + std::string(ggml_backend_dev_name(bank->device)) : "";
+        n_bytes += there;
     }
     if (n_bytes > 0) {
         notice(format("note: all experts of %s layers (%s) are read first, for %s", all_fit ? "all" : "some",
-            mebibytes(n_bytes).c_str(), ggml_backend_dev_name(bank.device)));
+            mebibytes(n_bytes).c_str(), names.c_str()));
     }
-    for (size_t layer = 0; layer < loaded.size(); ++layer) {
-        loaded[layer] = bank.has_whole((int) layer) && load_whole((int) layer) && bank.may_be_passed((int) layer);
+    for (int layer = 0; layer < (int) loaded.size(); ++layer) {
+        loaded[layer] = bank(layer).has_whole(layer) && load_whole(layer) && bank(layer).may_be_passed(layer);
     }
     whole = loaded;
     tell_moved();
@@ -84,9 +100,9 @@ bool DeviceTier::load_whole(int layer) {
     std::vector<int> all(table.map.layers[layer].n_expert);
     std::iota(all.begin(), all.end(), 0);
     table.acquire(owner, layer, { all, {}, Demand::SCAN_TOKENS, false, false, true, false });
-    const std::vector<uint8_t> came = bring_in_order(table, bank, owner, layer, all,
-        [&](size_t i, int role, const char * bytes) { return bank.upload(layer, all[i], role, bytes); });
-    bank.wait_for_uploads();
+    const std::vector<uint8_t> came = bring_in_order(table, bank(layer), owner, layer, all,
+        [&](size_t i, int role, const char * bytes) { return bank(layer).upload(layer, all[i], role, bytes); });
+    bank(layer).wait_for_uploads();
     const bool is_there =
         table.release(owner) && std::all_of(came.begin(), came.end(), [](uint8_t each) { return each != 0; });
     table.forget(owner);
@@ -121,7 +137,7 @@ void DeviceTier::settle(std::unique_lock<std::mutex> & lock, int layer) {
     const auto is_seen = [&](const Upload & u) { return u.ahead || u.layer != layer || u.ended; };
     ended.wait(lock, [&] { return std::all_of(uploads.begin(), uploads.end(), is_seen); });
     if (std::any_of(uploads.begin(), uploads.end(), [&](const Upload & u) { return u.layer == layer; })) {
-        bank.wait_for_uploads(); // what was sent arrives
+        bank(layer).wait_for_uploads(); // what was sent arrives
     }
     uploads.remove_if([&](const Upload & u) {
         if (u.ahead || u.layer != layer) {
@@ -171,8 +187,9 @@ void DeviceTier::settle_ahead(
 
 // Whether something is under way to a slot that nobody wants there any more.
 bool DeviceTier::is_written(int layer, int slot) const {
-    return std::any_of(uploads.begin(), uploads.end(),
-        [&](const Upload & u) { return u.dropped && u.slot == slot && bank.pool_of(u.layer) == bank.pool_of(layer); });
+    return std::any_of(uploads.begin(), uploads.end(), [&](const Upload & u) {
+        return u.dropped && u.slot == slot && banks.pool_of(u.layer) == banks.pool_of(layer);
+    });
 }
 
 void DeviceTier::order(
@@ -292,10 +309,10 @@ void DeviceTier::set_limits(int layer, int min, int max) {
     }
     minima.resize(table.map.layers.size());
     int sum = min;
-    for (int other : bank.all()[bank.pool_of(layer)].layers) {
+    for (int other : bank(layer).all()[bank(layer).pool_of(layer)].layers) {
         sum += other != layer ? minima[other] : 0;
     }
-    const int n_slots = bank.n_slots(layer) - seats->n_kept(layer);
+    const int n_slots = bank(layer).n_slots(layer) - seats->n_kept(layer);
     if (min > 0 && sum >= n_slots) {
         throw Failure(PYORCH_BUDGET,
             format("a minimum of %d experts in layer %d leaves none of %d slots of the device "
@@ -350,10 +367,10 @@ bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot, bo
     for (int role = 0; role < (int) table.map.layers[layer].tensors.size() && came; ++role) {
         const char * bytes = table.address(owner, layer, expert, role, true);
         came               = table.readable(bytes);
-        stays |= came && bank.upload(layer, slot, role, bytes);
+        stays |= came && bank(layer).upload(layer, slot, role, bytes);
     }
     if (waits && stays) {
-        bank.wait_for_uploads();
+        bank(layer).wait_for_uploads();
     }
     return came;
 }
@@ -374,7 +391,8 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch, bo
     const std::vector<int> slots = places_of(batch);
     std::vector<uint8_t>   came;
     if (batch.alone) {
-        came = bring_in_order(table, bank, owner, batch.layer, batch.device.uploads,
+        DeviceBank & bank = this->bank(batch.layer);
+        came              = bring_in_order(table, bank, owner, batch.layer, batch.device.uploads,
             [&](size_t i, int role, const char * bytes) { return bank.upload(batch.layer, slots[i], role, bytes); });
     } else {
         // What passes through a window cannot be taken out of its order: the processor computes it.
@@ -391,7 +409,7 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch, bo
 
 // While the layer at hand computes, the next one begins to come.
 void DeviceTier::bring_next(DeviceHold & hold, int layer) {
-    if (bank.n_areas() < 2 || layer == (int) table.map.layers.size()) {
+    if (layer == (int) table.map.layers.size() || !areas->may_come_ahead(layer)) {
         return;
     }
     std::vector<int> slots(table.map.layers[layer].n_expert, DeviceTable::NONE);
@@ -420,9 +438,9 @@ void DeviceTier::keep_passing(const RoutedBatch & batch) {
         }
     }
     for (size_t i = 0; i < slots.size(); ++i) {
-        bank.copy_from_area(areas->number(batch.layer), batch.layer, batch.device.behind[i], slots[i]);
+        bank(batch.layer).copy_from_area(areas->number(batch.layer), batch.layer, batch.device.behind[i], slots[i]);
     }
-    bank.wait_for_uploads();
+    bank(batch.layer).wait_for_uploads();
     std::lock_guard<std::mutex> lock(mutex);
     for (int expert : batch.device.behind) {
         areas->has(batch.layer, expert) ? seats->arrived(batch.layer, expert, false) :
@@ -445,7 +463,7 @@ std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
 // Once what was sent there is there.
 void DeviceTier::arrive(
     DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came) {
-    bank.wait_for_uploads();
+    bank(batch.layer).wait_for_uploads();
     std::lock_guard<std::mutex> lock(mutex);
     for (size_t i = 0; i < slots.size(); ++i) {
         const int expert = batch.device.uploads[i];
@@ -509,7 +527,7 @@ void DeviceTier::work() {
         const bool came = wants && held && upload(u.owner, u.layer, u.expert, u.slot, true);
         table.unshare(u.owner);
         if (u.ahead && held) { // its slot may be somebody else's as soon as it has ended
-            bank.wait_for_uploads();
+            bank(u.layer).wait_for_uploads();
         }
         lock.lock();
         u.came  = came;
@@ -528,7 +546,7 @@ void DeviceTier::wait_idle() {
     if (opened) {
         lock.unlock();
         areas->wait_idle();
-        bank.wait_for_uploads();
+        banks.wait_for_uploads();
     }
 }
 
@@ -542,10 +560,14 @@ void DeviceTier::mark(int layer, std::vector<uint8_t> & mask) {
 void DeviceTier::add_stats(int only, pyorch_stats & stats) {
     std::lock_guard<std::mutex> lock(mutex);
     if (only < 0) {
-        stats.device_upload_ns  = bank.upload_ns();
-        stats.device_used_bytes = bank.used() + landings.used();
-        stats.device_budget_bytes =
-            all_fit ? stats.device_used_bytes : std::min(budget, table.map.expert_bytes() + landings.used());
+        stats.device_upload_ns    = banks.upload_ns();
+        stats.device_used_bytes   = banks.used();
+        stats.device_budget_bytes = all_fit ? stats.device_used_bytes : 0;
+        for (size_t i = 0; i < budgets.size() && !all_fit; ++i) {
+            const DeviceBank & bank = *banks.all()[i];
+            stats.device_budget_bytes +=
+                std::min(budgets[i], expert_bytes(table.map, bank.layers) + bank.landings.used());
+        }
     }
     for (int layer = 0; seats && layer < (int) table.map.layers.size(); ++layer) {
         if (only >= 0 && layer != only) {
@@ -557,13 +579,13 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
         stats.device_bytes += counts.device_loads * table.map.layers[layer].expert_bytes();
     }
     if (only < 0) {
-        stats.device_bytes = bank.bytes_uploaded();
+        stats.device_bytes = banks.bytes_uploaded();
     }
 }
 
 void DeviceTier::reset_stats() {
     std::lock_guard<std::mutex> lock(mutex);
-    bank.reset_counts();
+    banks.reset_counts();
     if (seats) {
         seats->reset_counts();
     }

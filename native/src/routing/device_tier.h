@@ -1,5 +1,6 @@
 // The tier above host memory: experts in slots of a device (banks/device_bank.h), who is there
-// (residency/device_table.h), and what moves them.
+// (residency/device_table.h), and what moves them. Of several devices, which divide the layers: a pool of slots is one
+// device's, and all else is the same.
 //
 // What is there is computed there. What is not is computed by the processor, from host memory, and comes behind that if
 // it is worth more than what must go for it: it serves when its layer comes again, and not before, however soon it
@@ -46,15 +47,14 @@ class DeviceTier {
 public:
     // REQUIRES: the table outlives it, and its reader.
     // locks: of the table's memory, null: none.
-    DeviceTier(Table & table, ggml_backend_dev_t device, const pyorch_config & config,
-        std::shared_ptr<PageLocks> locks = nullptr);
+    DeviceTier(Table & table, const pyorch_config & config, const std::shared_ptr<PageLocks> & locks = nullptr);
     ~DeviceTier();
 
     DeviceTier(const DeviceTier &)             = delete;
     DeviceTier & operator=(const DeviceTier &) = delete;
 
-    // Throws Failure once memory was taken.
-    void set_budget(uint64_t bytes);
+    // Of one of the devices, by its number. Throws Failure once memory was taken.
+    void set_budget(int device, uint64_t bytes);
 
     // The rows of a layer that the processor computes take so many bytes at most: takes the memory, the first time.
     void open(uint64_t landing_bytes);
@@ -65,9 +65,11 @@ public:
     // Whether each expert of a layer is in the slot of its number, and stays there, and graphs need not ask.
     bool is_whole(int layer) const { return !whole.empty() && whole[layer] != 0; }
 
-    DeviceBank     bank;
-    DeviceLandings landings;
-    HostCopies     host_copies;
+    DeviceBanks banks;
+    HostCopies  host_copies;
+
+    // That of the layer's device.
+    DeviceBank & bank(int layer) const { return banks.of(layer); }
 
     // Says which of batch.wanted are computed on the device, and, unless batch.overlaps, what is to come there. visit: of
     // batch.asked. hold: of the context, what it held is given back.
@@ -109,12 +111,12 @@ public:
 
     // Whether a ubatch of so many tokens is a prompt that may pass through areas; and whether the context has them: it
     // gets them where no other has.
-    bool has_areas_for(int n_tokens, bool decode) const { return areas && takes_area(n_tokens, decode); }
+    bool has_areas_for(int n_tokens, bool decode) const { return areas && areas->take(n_tokens, decode); }
     bool take_areas(const DeviceHold & hold) { return areas->own(&hold); }
 
     // Whether a graph of so many tokens computes in areas, and the tensor that it multiplies with there.
-    bool          takes_area(int n_tokens, bool decode) const { return areas->take(n_tokens, decode); }
-    ggml_tensor * area(int layer, int role) const { return bank.area(areas->number(layer), layer, role); }
+    bool takes_area(int layer, int n_tokens, bool decode) const { return areas->take(layer, n_tokens, decode); }
+    ggml_tensor * area(int layer, int role) const { return bank(layer).area(areas->number(layer), layer, role); }
 
     // mask[n_expert]: becomes 1 for each expert of the layer that is there.
     void mark(int layer, std::vector<uint8_t> & mask);
@@ -148,7 +150,7 @@ private:
     const pyorch_device_misses misses;
     const int                  n_ahead; // experts of forecasts a layer
     std::atomic<bool>          by_forecasts{ true };
-    uint64_t                   budget;
+    std::vector<uint64_t>      budgets; // by device
 
     std::mutex                   mutex;
     std::condition_variable      wanted;

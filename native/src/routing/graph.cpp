@@ -74,7 +74,8 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
         g.jobs = ghost_jobs(*batch.ghost_layer, batch.requested, batch.ghosts);
     }
     if (batch.on_device) {
-        set_device_rows(g, batch.through_area ? batch.n_expert : g.context->routing.device->bank.n_slots(batch.layer));
+        const DeviceBank & bank = g.context->routing.device->bank(batch.layer);
+        set_device_rows(g, batch.through_area ? batch.n_expert : bank.n_slots(batch.layer));
         for (size_t expert = 0; expert < batch.device.slots.size(); ++expert) {
             if (batch.device.slots[expert] >= 0) {
                 batch.elsewhere.resize(batch.n_expert);

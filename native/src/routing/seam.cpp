@@ -205,7 +205,7 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
     if (layer.unasked) {
         const ExpertGraph graph(*route, m->layer, experts);
         m->routing->recipes.learn(graph); // other servers may ask for its experts
-        compute_in_slots(graph, m->routing->device->bank);
+        compute_in_slots(graph, m->routing->device->bank(m->layer));
         return experts;
     }
     if (route->warmup) {

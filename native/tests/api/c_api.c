@@ -146,7 +146,7 @@ static void make_calls(calls * c) {
     FORBIDDEN(pyorch_set_budget, (engine, UINT64_MAX));
     FORBIDDEN(pyorch_set_policy, (engine, PYORCH_LRU));
     FORBIDDEN(pyorch_set_layer_limits, (engine, c->il, 0, c->n_expert));
-    FORBIDDEN(pyorch_set_device_budget, (engine, 0));
+    FORBIDDEN(pyorch_set_device_budget, (engine, 0, 0));
     FORBIDDEN(pyorch_set_device_limits, (engine, c->il, 0, c->n_expert));
     FORBIDDEN(pyorch_stop_listening, (engine));
     FORBIDDEN(pyorch_disconnect, (engine, 0));

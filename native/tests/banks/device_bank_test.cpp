@@ -43,7 +43,7 @@ void areas_hold_nothing_of_another_kind() {
     const ModelMap map = synthetic_map(
         path, 4, 4, [](int) { return 64; }, 2, [](int layer) { return layer < 2 ? GGML_TYPE_Q8_0 : GGML_TYPE_Q5_0; });
     ggml_backend_device device = device_that_reads_on();
-    DeviceBank          bank(map, &device);
+    DeviceBank          bank(map, &device, all_layers(map));
     uint64_t            largest = 0;
     for (const MoeLayer & layer : map.layers) {
         largest = std::max(largest, layer.n_expert * layer.expert_bytes());
@@ -82,10 +82,10 @@ void areas_hold_nothing_of_another_kind() {
 void all_experts_have_slots_where_the_budget_is_what_they_take() {
     const ModelMap      map = synthetic_map(path, 4, 4, [](int) { return 64; }, 2, [](int) { return GGML_TYPE_Q8_0; });
     ggml_backend_device device = device_that_reads_on();
-    DeviceBank          bank(map, &device);
+    DeviceBank          bank(map, &device, all_layers(map));
     bank.allocate(map.expert_bytes());
     CHECK(bank.has_room_for_all() && bank.used() > map.expert_bytes());
-    DeviceBank less(map, &device);
+    DeviceBank less(map, &device, all_layers(map));
     less.allocate(map.expert_bytes() - 1);
     CHECK(!less.has_room_for_all() && less.used() < map.expert_bytes());
 }
@@ -153,7 +153,7 @@ void a_device_reads_what_is_locked_until_its_memory_goes() {
         }
         CHECK(!std::all_of(slots.begin(), slots.end(), across));
         // Who reads is waited for before a piece is unlocked, and that comes before its pages go.
-        locks->on_unlock([&] { system.log.push_back("settle"); });
+        locks->on_unlock(&system, [&] { system.log.push_back("settle"); });
         for (const Slot & slot : slots) {
             bank.give(slot);
         }

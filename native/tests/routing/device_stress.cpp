@@ -103,8 +103,9 @@ static void check(const DeviceTier & tier, const Table & table, const Computed &
         for (int role = 0;
             computed_layer.slots[e] >= 0 && role < (int) table.map.layers[computed_layer.layer].tensors.size();
             ++role) {
-            ggml_tensor *         t = computed_layer.in_area ? tier.area(computed_layer.layer, role) :
-                                                               tier.bank.slots(computed_layer.layer, role);
+            ggml_tensor *         t = computed_layer.in_area ?
+                tier.area(computed_layer.layer, role) :
+                tier.bank(computed_layer.layer).slots(computed_layer.layer, role);
             std::vector<uint32_t> words(t->nb[2] / sizeof(uint32_t));
             ggml_backend_tensor_get(t, words.data(), computed_layer.slots[e] * t->nb[2], t->nb[2]);
             const uint32_t expected = word_of(computed_layer.layer, role, e);
@@ -148,7 +149,7 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
             batch.n_used       = N_USED;
             batch.experts      = ids.data();
             batch.on_device    = true;
-            batch.through_area = tier.takes_area(n_tokens, !prompt);
+            batch.through_area = tier.takes_area(batch.layer, n_tokens, !prompt);
             check(tier, table, computed); // until now
             if (seed % 2) {               // else predictors have changed: their forecasts may come at any time
                 settle();
@@ -257,19 +258,32 @@ void stress_device(const char * path, int seed, int n_passes) {
     pyorch_config config = {};
     config.budget_bytes  = map.expert_bytes() / 2;
     config.read_bytes    = 48 * 1024;
-    config.device_bytes  = map.expert_bytes() * 2 / 3;
+    config.devices[0] = config.devices[1] = cpu_backend().device;
     Table table(map, std::make_unique<HostBank>(map, config.budget_bytes), std::make_unique<UnsteadySource>(map),
         plain_codec(), config);
     ReaderThreads reader(table.loader(), 2);
-    for (const auto & [misses, ahead, bytes] : { std::tuple(PYORCH_PROCESSOR, 2, map.expert_bytes() * 2 / 3),
-             std::tuple(PYORCH_UPLOAD, 2, map.expert_bytes() * 2 / 3),
-             std::tuple(PYORCH_PROCESSOR, 0, map.expert_bytes() - 1) }) { // with whole layers
+    const double  some = 2.0 / 3, nearly_all = 1 - 1e-6; // with whole layers
+    for (const auto & [misses, ahead, share, ends] : {
+             std::tuple(PYORCH_PROCESSOR, 2, some, std::vector<int>{ N_LAYERS }),
+             std::tuple(PYORCH_UPLOAD, 2, some, std::vector<int>{ N_LAYERS }),
+             std::tuple(PYORCH_PROCESSOR, 0, nearly_all, std::vector<int>{ N_LAYERS }),
+             std::tuple(PYORCH_PROCESSOR, 2, some, std::vector<int>{ 5, N_LAYERS }),
+             std::tuple(PYORCH_UPLOAD, 0, nearly_all, std::vector<int>{ 5, N_LAYERS }),
+         }) {
         config.device_misses = misses;
         config.device_ahead  = ahead;
-        config.device_bytes  = bytes;
-        DeviceTier tier(table, cpu_backend().device, config);
+        config.n_devices     = ends.size();
+        for (size_t i = 0; i < ends.size(); ++i) {
+            const LayerRange layers = { i > 0 ? ends[i - 1] : 0, ends[i] };
+            config.device_ends[i]   = ends[i];
+            config.device_bytes[i]  = (uint64_t) (share * (double) expert_bytes(map, layers));
+        }
+        DeviceTier tier(table, config);
         tier.open(0);
-        CHECK(!tier.has_room_for_all() && tier.bank.n_areas() == 2);
+        CHECK(!tier.has_room_for_all());
+        for (const auto & bank : tier.banks.all()) {
+            CHECK(bank->n_areas() >= (ends.size() == 1 ? 2 : 1));
+        }
         std::atomic<bool>        done{ false };
         std::atomic<int>         n_computed{ 0 };
         std::thread              changes([&] { change_about(tier, seed, done); });

@@ -1,0 +1,133 @@
+"""Several devices divide a model's layers, and what they compute are the bits of the model on the processor, whose
+kernels are theirs here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from devices import DeviceProcess
+from models import assert_same_bits, small_model
+
+from pyorch.errors import DeviceError
+from pyorch.llama import device as where
+from pyorch.llama.context import Context
+from pyorch.llama.managed import find
+from pyorch.llama.model import Model
+from pyorch.runtime import fatal
+from pyorch.runtime.devices import Device, find_device
+from pyorch.sizes import GiB, MiB
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DeviceProcess, DeviceProcess]]:
+    processes = tuple(DeviceProcess(tmp_path_factory.mktemp("device") / "log") for _ in range(2))
+    yield processes
+    for process in processes:
+        process.stop()
+
+
+def names(pair: tuple[DeviceProcess, DeviceProcess]) -> str:
+    return ",".join(process.name for process in pair)
+
+
+def context(model: Model) -> Context:
+    return Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=32, n_threads=1)
+
+
+def decode(ctx: Context, tokens: list[int]) -> np.ndarray:
+    ctx.clear()
+    return np.concatenate([ctx.decode(tokens[:70]), *(ctx.decode([token]) for token in tokens[:12]),
+                           ctx.decode(tokens[:5])])
+
+
+@pytest.fixture(scope="module")
+def expected(small_moe: Path, prompt_tokens: list[int]) -> np.ndarray:
+    with small_model(small_moe, "100%", prefetch="none", use_extra_bufts=False) as model, context(model) as ctx:
+        return decode(ctx, prompt_tokens)
+
+
+# Each device with room for two areas, for one, for none; with whole layers, and with all of them.
+@pytest.mark.parametrize(("vram_budget", "budget", "options"), [
+    ("5%", "50%", {"device_misses": "upload"}),
+    ("40%", "30%", {"device_misses": "upload"}),
+    ("30%", "100%", {"device_misses": "upload", "prefetch": "quasi-hidden:1", "device_ahead": 2}),
+    ("40%", "312KiB", {}),
+    ("80%", "50%", {}),
+    ("100%", "30%", {}),
+])
+def test_logits_are_the_same_in_contexts_side_by_side(
+    small_moe: Path, pair: tuple[DeviceProcess, DeviceProcess], prompt_tokens: list[int], expected: np.ndarray,
+    vram_budget: str, budget: str, options: dict[str, object],
+) -> None:
+    with small_model(small_moe, budget, device=names(pair), vram_budget=vram_budget, **options) as model:
+        with context(model) as one, context(model) as other, ThreadPoolExecutor(2) as threads:
+            for made in threads.map(decode, (one, other), (prompt_tokens, prompt_tokens)):
+                assert_same_bits(made, expected)
+        experts = model.stats().experts
+        assert experts.device_used_bytes <= experts.device_budget_bytes and experts.peak_bytes <= experts.budget_bytes
+        found = find(model.llama.model).devices
+        assert len(found.each) == 2 and found.ends == (4, 8) and model.device == f"{found.each[0].name}, " + (
+            found.each[1].name)
+        for blocks in found.blocks():
+            assert sum(int((model.residency[il] == 2).sum()) for il in blocks) > 0, "each has some"
+
+
+def test_where_all_fits_llama_cpp_keeps_the_model_on_both(
+    small_moe: Path, pair: tuple[DeviceProcess, DeviceProcess], prompt_tokens: list[int], expected: np.ndarray
+) -> None:
+    with small_model(small_moe, "50%", device=names(pair)) as model, context(model) as ctx:
+        assert model.engine is None and len(model.device.split(", ")) == 2
+        assert_same_bits(decode(ctx, prompt_tokens), expected)
+
+
+def test_layers_are_divided_as_memory_allows(
+    small_moe: Path, pair: tuple[DeviceProcess, DeviceProcess], prompt_tokens: list[int], expected: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is said to be so much: what they have is the processor's. A budget is the same share of each one's experts."""
+    first = find_device(pair[0].name)
+    monkeypatch.setattr(Device, "total_bytes", lambda _: 4 * GiB)
+    monkeypatch.setattr(Device, "free_bytes", lambda self: (5 * GiB // 4 if self == first else 13 * GiB // 4))
+    with small_model(small_moe, "50%", device=names(pair), vram_budget="40%") as model, context(model) as ctx:
+        plan = find(model.llama.model).plan
+        assert plan.devices.ends == (2, 8) and plan.device_bytes[1] == 3 * plan.device_bytes[0]
+        assert_same_bits(decode(ctx, prompt_tokens), expected)
+        assert 0 < sum(int((model.residency[il] == 2).sum()) for il in range(2)) < 64
+    # What one of them lacks beside its part of the context is not taken from the other.
+    said = []
+    monkeypatch.setattr(fatal, "notice", said.append)
+    monkeypatch.setattr(Device, "free_bytes", lambda self: (3 * MiB if self == first else 4 * GiB))
+    with small_model(small_moe, "50%", device=names(pair), vram_budget="40%") as model, context(model) as ctx:
+        assert_same_bits(decode(ctx, prompt_tokens), expected)
+        assert len(find(model.llama.model).devices.each) == 1 and said == [], "it would have no layer"
+
+
+def test_of_several_gpus_the_fastest_that_suffice_are_used(
+    small_moe: Path, pair: tuple[DeviceProcess, DeviceProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = (find_device(process.name) for process in pair)
+    rates = {slow.name: 2e9, fast.name: 8e9}
+    monkeypatch.setattr(where, "find_devices", lambda _: [slow, fast])
+    monkeypatch.setattr(where, "rates_of", lambda device, *_: [1e10, 1e9, 1e9, rates[device.name], 1e10])
+    monkeypatch.setattr(Device, "total_bytes", lambda _: 64 * MiB)
+    for free, used in ((4 * GiB, [fast]), (1792 * MiB, [fast, slow])):  # a context is taken for 1.5 GiB at most
+        monkeypatch.setattr(Device, "free_bytes", lambda _, free=free: free)
+        with small_model(small_moe, "50%", device="auto", vram_budget="40%") as model:
+            assert list(find(model.llama.model).devices.each) == used
+    rates[slow.name] = 5e8  # the processor is faster
+    with small_model(small_moe, "50%", device="auto", vram_budget="40%") as model:
+        assert model.device == fast.name
+
+
+def test_one_that_is_lost_fails_the_decode(small_moe: Path, tmp_path: Path, prompt_tokens: list[int]) -> None:
+    pair = DeviceProcess(tmp_path / "one"), DeviceProcess(tmp_path / "other")
+    with small_model(small_moe, "50%", device=names(pair), vram_budget="40%") as model, context(model) as ctx:
+        ctx.decode(prompt_tokens[:40])
+        pair[1].stop()
+        with pytest.raises(DeviceError, match=f"the device {names(pair)} is lost"):
+            ctx.decode(prompt_tokens[:1])
+    pair[0].stop()
