@@ -70,8 +70,8 @@ def load(
         packed: False: read the model itself, also where it has a pack
         pools: shares of memory for the forms of a compressed pack: full, compressed, signs and mantissas,
             exponents (default: by MODEL.plan.json, else planned when the model is loaded)
-        device: compute dense layers on this device, and experts that lie in its memory: none, auto (the first
-            GPU, if it computes experts sooner than the processor), a name such as CUDA0, or rpc:HOST:PORT
+        device: compute dense layers on these devices, and experts that lie in their memory: none, auto (the
+            GPUs that compute experts sooner than the processor), names such as CUDA0, or rpc:HOST:PORT
         vram_budget: its memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what
             is left
         device_misses: what computes experts that it lacks: processor, or upload: the device, once it has them

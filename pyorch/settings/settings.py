@@ -81,9 +81,9 @@ class Settings:
         default_text="by MODEL.plan.json, else planned when the model is loaded",
     )
     device: str = option(
-        NONE, device_name, "the name of a device", group=DEVICE, metavar="NAME",
-        help="compute dense layers on this device, and experts that lie in its memory: none, auto (the first GPU, if "
-             "it computes experts sooner than the processor), a name such as CUDA0, or rpc:HOST:PORT",
+        NONE, device_name, "the names of devices", group=DEVICE, metavar="NAME,...",
+        help="compute dense layers on these devices, and experts that lie in their memory: none, auto (the GPUs that "
+             "compute experts sooner than the processor), names such as CUDA0, or rpc:HOST:PORT",
     )
     vram_budget: Budget = option(
         AUTO, vram_budget, "a size or a share", flag="--vram-budget", group=DEVICE, metavar="SIZE",

@@ -89,7 +89,7 @@ def test_an_address_is_a_host_and_a_port(refused, device: str) -> None:
     (("--device", "auto", "--vram-budget", "resident"), "--vram-budget is a size"),
     (("--device", "auto", "--vram-budget", "much"), '--vram-budget "much" is not understood: use'),
     (("--device", "auto", "--device-misses", "somebody"), "must be processor or upload"),
-    (("--device", ""), "must be the name of a device"),
+    (("--device", ""), "must be the names of devices"),
     (("--device", "auto"), "there is no device: "),
 ])
 def test_options_that_cannot_mean_anything_are_refused(refused, options: tuple[str, ...], sentence: str) -> None:

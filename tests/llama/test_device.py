@@ -714,7 +714,7 @@ def test_a_device_that_is_not_there_is_named(small_moe: Path) -> None:
         small_model(small_moe, "50%", device="CUDA7")
     with pytest.raises(PyorchError, match="no device can be reached at 127.0.0.1:1"):
         small_model(small_moe, "50%", device="rpc:127.0.0.1:1")
-    with pytest.raises(PyorchError, match="must be the name of a device"):
+    with pytest.raises(PyorchError, match="must be the names of devices"):
         small_model(small_moe, "50%", device="\udcff")
     with pytest.raises(PyorchError, match="no device CUDA0"):
         small_model(small_moe, "50%", device="CUDA0,CUDA1")

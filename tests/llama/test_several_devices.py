@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import batches
 import numpy as np
 import pytest
+from architectures import Zoo
 from devices import DeviceProcess
 from models import assert_same_bits, small_model
 
+import pyorch
 from pyorch.errors import DeviceError
 from pyorch.llama import device as where
 from pyorch.llama.context import Context
@@ -28,6 +31,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DeviceProce
     yield processes
     for process in processes:
         process.stop()
+
+
+@pytest.fixture(autouse=True)
+def equal_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else layers would be divided by what this machine has free at two moments."""
+    monkeypatch.setattr(Device, "free_bytes", lambda _: 4 * GiB)
 
 
 def names(pair: tuple[DeviceProcess, DeviceProcess]) -> str:
@@ -131,3 +140,22 @@ def test_one_that_is_lost_fails_the_decode(small_moe: Path, tmp_path: Path, prom
         with pytest.raises(DeviceError, match=f"the device {names(pair)} is lost"):
             ctx.decode(prompt_tokens[:1])
     pair[0].stop()
+
+
+@pytest.mark.parametrize(("name", "type_name", "ends"), [
+    ("deepseek-v3", "Q8_0", (3, 5)), ("gpt-oss-mxfp4", "MXFP4", (2, 4)), ("qwen3-next-fused", "Q8_0", (2, 4)),
+])
+def test_layouts_of_experts_are_divided(
+    zoo: Zoo, pair: tuple[DeviceProcess, DeviceProcess], name: str, type_name: str, ends: tuple[int, int]
+) -> None:
+    """A block without experts before the others; biases, of which both sides have copies; recurrent layers."""
+    made = []
+    for budget, options in (("resident", {"device": pair[0].name}),
+                            ("50%", {"device": names(pair), "vram_budget": "60%"})):
+        arguments = {"n_ctx": 64, "n_batch": 64, "n_ubatch": batches.N_UBATCH, **options}
+        with pyorch.load(zoo.path(name, type_name), budget=budget, **arguments) as model:
+            with Context(model.llama.model, n_threads=1, **batches.CONTEXT) as ctx:
+                made.append(np.concatenate([row for shape in batches.SHAPES for row in shape(ctx.decode)]))
+            if budget != "resident":
+                assert find(model.llama.model).devices.ends == ends and model.stats().experts.device_hits > 0
+    assert_same_bits(made[1], made[0])
