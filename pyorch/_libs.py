@@ -87,16 +87,33 @@ LIBGOMP_SPIN_COUNT = "300000"
 # many are computed by one thread: to wake the others each time took up to a third of a token's time, and 10,000 rounds
 # of 20 to 50 ns did not do (docs/device.md).
 DEVICE_SPIN_COUNT = "100000"
-_DEVICE_BACKENDS = ("cuda", "hip", "musa", "sycl", "vulkan")
+_DEVICE_BACKENDS = ("cuda", "hip", "musa", "sycl", "vulkan")  # the last lies in a wheel, whatever the machine has
 
 chose_spin_count = False  # whether that in the environment is ours
 
 
 def spin_count() -> str:
-    """Of this build: whether it can use a device is known before a device is named."""
+    """Of this build and machine: whether a device can be used is known before one is named."""
     ours = _lib_dir()
-    devices = any(os.path.exists(os.path.join(ours, f"libggml-{name}{SUFFIX}")) for name in _DEVICE_BACKENDS)
-    return DEVICE_SPIN_COUNT if devices else SPIN_COUNT
+    *built, vulkan = (os.path.exists(os.path.join(ours, f"libggml-{name}{SUFFIX}")) for name in _DEVICE_BACKENDS)
+    return DEVICE_SPIN_COUNT if any(built) or (vulkan and has_gpu_driver()) else SPIN_COUNT
+
+
+def has_gpu_driver(root: str = "/") -> bool:
+    """Whether Linux has the driver of a GPU that may have memory of its own: of NVIDIA, also in WSL, or of AMD with as
+    much as no processor with graphics sets aside by itself. Others are not seen so: Intel's say it nowhere."""
+    if any(os.path.exists(os.path.join(root, node)) for node in ("dev/nvidia0", "dev/dxg")):
+        return True
+    from glob import glob
+
+    for path in glob(os.path.join(root, "sys/class/drm/card*/device/mem_info_vram_total")):
+        try:
+            with open(path, encoding="ascii") as file:
+                if int(file.read()) >= 3 << 30:
+                    return True
+        except (OSError, ValueError):
+            continue
+    return False
 
 
 def choose_spin_count() -> None:

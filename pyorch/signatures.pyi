@@ -72,7 +72,7 @@ def load(
             exponents (default: by MODEL.plan.json, else planned when the model is loaded)
         device: compute dense layers on these devices, and experts that lie in their memory: none, auto (the
             GPUs that compute experts sooner than the processor), names such as CUDA0, or rpc:HOST:PORT
-        vram_budget: its memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what
+        vram_budget: their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what
             is left
         device_misses: what computes experts that it lacks: processor, or upload: the device, once it has them
         device_ahead: upload up to N experts of a layer before it comes, as the predictor that --prefetch

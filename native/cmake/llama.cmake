@@ -165,6 +165,14 @@ function(install_llama_licenses destination component)
         write_libgomp_notice("${notices}/LICENSE-libgomp")
     endif()
 
+    if(GGML_VULKAN) # whose headers in C++ are compiled in: "Apache-2.0 OR MIT"
+        file(STRINGS "${Vulkan_INCLUDE_DIR}/vulkan/vulkan.hpp" copyright REGEX "Copyright .*Khronos" LIMIT_COUNT 1)
+        string(REGEX REPLACE "^[ /*]*" "" copyright "${copyright}")
+        file(READ "${LLAMA_SOURCE_DIR}/LICENSE" mit)
+        string(REGEX REPLACE "Copyright[^\n]*" "${copyright}" mit "${mit}")
+        file(WRITE "${notices}/LICENSE-vulkan-headers" "${mit}")
+    endif()
+
     install(DIRECTORY "${notices}/" DESTINATION "${destination}" COMPONENT ${component})
 endfunction()
 

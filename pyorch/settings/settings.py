@@ -87,7 +87,7 @@ class Settings:
     )
     vram_budget: Budget = option(
         AUTO, vram_budget, "a size or a share", flag="--vram-budget", group=DEVICE, metavar="SIZE",
-        help="its memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what is left",
+        help="their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what is left",
     )
     device_misses: str = option(
         PROCESSOR, device_misses, "processor or upload", flag="--device-misses", group=DEVICE, metavar="WHO",
