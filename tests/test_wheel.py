@@ -349,7 +349,7 @@ def test_without_a_driver_of_a_gpu_its_vulkan_backend_changes_nothing(
         shutil.move(tmp_path / backend.name, backend)
     assert all(done.returncode == 0 and done.stderr == told[-1].stderr for done in told), told
     assert len({json.loads(done.stdout)["text"] for done in told}) == 1
-    assert refused.returncode == 2 and "there is no device with memory of its own" in refused.stderr
+    assert refused.returncode == 2 and "Vulkan of this build finds none: is the driver" in refused.stderr
 
 
 def test_its_vulkan_backend_computes_where_there_is_a_driver(with_vulkan: Installed, models: list[Path]) -> None:
@@ -366,7 +366,7 @@ for budget, options in (("resident", {}), ("50%", {"vram_budget": "50%", "device
     with pyorch.load(sys.argv[1], budget=budget, device="Vulkan0", n_ctx=64, n_threads=1, **options) as model:
         with Context(model.llama.model, n_ctx=64, n_threads=1, exact=True) as context:
             made.append(np.concatenate([context.decode(list(range(300, 340))), context.decode([7])]))
-experts = model.stats().experts
+        experts = model.stats().experts
 print((made[0].view(np.uint32) == made[1].view(np.uint32)).all(), experts.device_computed > 0)
 """
     done = with_vulkan.run("-c", program, models[1], GGML_VK_VISIBLE_DEVICES="0")

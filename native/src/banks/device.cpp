@@ -14,6 +14,16 @@ bool computes(ggml_backend_dev_t device) {
     return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
 }
 
+// Backends of GPUs that this build has, and that were loaded: what they look for is a driver.
+std::string gpu_backends() {
+    std::string names;
+    for (size_t i = 0; i < ggml_backend_reg_count(); ++i) {
+        const std::string name = ggml_backend_reg_name(ggml_backend_reg_get(i));
+        names += name == "CPU" || name == "RPC" || name == "BLAS" ? "" : (names.empty() ? "" : " and ") + name;
+    }
+    return names;
+}
+
 [[noreturn]] void refuse(const char * endpoint, const std::exception & failure) {
     throw Failure(PYORCH_IO, format("no device can be reached at %s: %s", endpoint, failure.what()));
 }
@@ -68,9 +78,14 @@ ggml_backend_dev_t find_device(const std::string & name) {
         }
         names += computes(device) ? std::string(names.empty() ? "" : ", ") + ggml_backend_dev_name(device) : "";
     }
-    const std::string there = names.empty() ?
-        "this build finds none: a GPU needs CMAKE_ARGS=\"-DGGML_CUDA=ON\" pip install ., see docs/device.md" :
-        "there are " + names;
+    const std::string backends = gpu_backends();
+    std::string       there =
+        "this build finds none: a GPU needs CMAKE_ARGS=\"-DGGML_CUDA=ON\" pip install ., see docs/device.md";
+    if (!names.empty()) {
+        there = "there are " + names;
+    } else if (!backends.empty()) {
+        there = backends + " of this build finds none: is the driver of a GPU installed? See docs/device.md";
+    }
     throw Failure(PYORCH_INVALID,
         format("there is no device%s: %s; a device of another process is rpc:HOST:PORT",
             name == "auto" ? (names.empty() ? "" : " with memory of its own") : (" " + name).c_str(), there.c_str()));
