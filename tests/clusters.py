@@ -127,8 +127,8 @@ class Cluster:
         wait_until(is_back)
         return found
 
-    def complete(self, url: str, prompt: object = PROMPT) -> str:
-        asked = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "cache_prompt": False}
+    def complete(self, url: str, prompt: object = PROMPT, **more: object) -> str:
+        asked = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "cache_prompt": False, **more}
         body = json.dumps(asked).encode()
         headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {self.key}"} if self.key else {})

@@ -27,9 +27,9 @@ typedef struct pyorch_endpoint {
 } pyorch_endpoint;
 
 // Answers other servers from now on. n_threads: that compute for them. port: where it listens. A layer is computed once
-// a context of the model was made. Experts are held under the engine's budget; beside it, what waits takes an eighth of
-// that at most, or what four requests of 1024 rows times experts take with their answers, if that is more; and no more
-// than four of 4096. PYORCH_INVALID if it listens already.
+// a context of the model was made. Experts are held under the engine's budget; beside it, requests and answers take an
+// eighth of that at most, or what four requests of 1024 rows times experts take with their answers, if that is more; and
+// no more than four of 4096. What has no room waits. PYORCH_INVALID if it listens already.
 pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_endpoint * at, int32_t n_threads, int32_t * port);
 
 // Ends that, and all connections; nothing where it does not listen.
@@ -43,7 +43,7 @@ typedef struct pyorch_served {
     uint64_t slots;  // rows times experts that were computed
     uint64_t compute_ns;
     char     error[256];   // why somebody was refused last, "" if nobody was
-    uint64_t buffer_bytes; // of memory beside the engine's budget: to compute in, and of requests and answers that wait
+    uint64_t buffer_bytes; // of memory beside the engine's budget: to compute in, and for requests and answers
 } pyorch_served;
 
 // Since it listens. PYORCH_INVALID if it does not.

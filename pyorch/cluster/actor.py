@@ -251,8 +251,9 @@ class Server:
                 self._listening = True
                 if _was_restarted():
                     self._catch_up()
+            self._present()  # first: a share answers nobody without the others
+            if self._job.placement is not None:
                 self.settle()
-            self._present()
         except NoAnswer as error:  # it ends, or hangs: status says so
             self._reason = str(error)
         except PyorchError as error:

@@ -145,7 +145,7 @@ class Served:
     """What was computed for others since the engine listens. The names are those of pyorch_served.
 
     slots: rows times experts. error: why somebody was refused last, "" if nobody was. buffer_bytes: of memory beside
-    the budget, in which it is computed, and of requests and answers that wait.
+    the budget, in which it is computed, and for requests and answers.
     """
 
     connections: int

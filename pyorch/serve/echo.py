@@ -25,7 +25,7 @@ from pyorch.library.numerics import np
 from pyorch.llama import measure, memory
 from pyorch.llama.context import Context, log_softmax
 from pyorch.llama.managed import ManagedModel
-from pyorch.serve.failures import reason
+from pyorch.serve.failures import NOBODY_HAS_IT, reason
 from pyorch.serve.routes import Answer, Request, as_json, refusal
 from pyorch.serve.vocabulary import Vocabulary
 
@@ -78,8 +78,13 @@ class Echo:
             n_ctx = -(-longest // _ROUND) * _ROUND
             self.reserve(n_ctx)
             n_batch = min(_N_BATCH, max(1, _OUTPUT_BYTES // (4 * vocabulary.n_tokens)))
-            with Context(model, n_ctx, n_batch, n_batch, exact=True) as context:
-                choices = [_choice(context, vocabulary, i, prompt, asked) for i, prompt in enumerate(asked.prompts)]
+            try:
+                with Context(model, n_ctx, n_batch, n_batch, exact=True) as context:
+                    choices = [_choice(context, vocabulary, i, prompt, asked) for i, prompt in enumerate(asked.prompts)]
+            except PyorchError as error:
+                if NOBODY_HAS_IT not in str(error):
+                    raise
+                return refusal(503, str(error))
         if self._managed.devices is not None and self._managed.devices.is_lost():
             return refusal(503, reason(self._managed))
         n_prompt = sum(map(len, asked.prompts))

@@ -14,18 +14,28 @@ PATHS = ("/completion", "/completions", "/v1/completions", "/chat/completions", 
 
 GOES_ON = "the server loads the model again and goes on without it"  # where its device is lost
 
+# Of the engine, where no server of a cluster is there that has an expert which this one lacks: another server of the
+# cluster may answer, or this one later.
+NOBODY_HAS_IT = "no server that has it answers"
+
 _SAID = '"message":"Compute error."'  # in its JSON, whole or a part of a stream
+_UNAVAILABLE = (('"code":500', '"code":503'), ('"type":"server_error"', '"type":"unavailable_error"'))
 
 
 def explained(managed: ManagedModel) -> Handler:
     """Adds the reason to what llama-server says of a decode that failed: the engine's sentence, or that the device is
-    lost."""
+    lost. Where another server is missing the status is 503."""
 
     def explain(request: Request) -> Answer | None:
         why = reason(managed) if _SAID in request.own else ""
         if not why:
             return None
-        return Answer(request.own.replace(_SAID, f"{_SAID[:-1]} {json.dumps(why)[1:]}"), status=request.own_status)
+        said, status = request.own.replace(_SAID, f"{_SAID[:-1]} {json.dumps(why)[1:]}"), request.own_status
+        if NOBODY_HAS_IT in why:
+            for before, after in _UNAVAILABLE:
+                said = said.replace(before, after)
+            status = 503 if status == 500 else status  # a stream has begun with 200
+        return Answer(said, status=status)
 
     return explain
 

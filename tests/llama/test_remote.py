@@ -332,6 +332,27 @@ def test_what_a_share_lacks_is_asked_of_all_that_have_it_and_then_fails(shares, 
                 assert_same_bits(rows, right)
 
 
+def test_what_a_share_lacks_waits_until_a_server_that_has_it_was_met(shares, small_moe, prompt_tokens):
+    with small_model(small_moe, "100%") as whole:
+        expected = decoded(whole, prompt_tokens)
+    for _ in range(10):  # it waits for five seconds, and this machine may be slower
+        with small_model(shares[0], "60%", placed=True) as even, small_model(shares[1], "60%", placed=True) as odd:
+            with ThreadPoolExecutor(1) as pool:
+                early = pool.submit(decoded, even, prompt_tokens)
+                end = time.monotonic() + HANG_SECONDS
+                while even.engine.stats().hits + even.engine.stats().misses == 0:  # of the first layer
+                    assert time.monotonic() < end
+                    time.sleep(0.005)
+                with joined(even, odd) as of_even:
+                    place_shares(even, 0, [of_even])
+                    if early.exception() is None:
+                        break
+    else:
+        pytest.fail("it never waited")
+    for rows, right in zip(early.result(), expected, strict=True):
+        assert_same_bits(rows, right)
+
+
 def test_what_one_server_fails_another_that_has_it_is_asked_for(shares, small_moe, prompt_tokens):
     """The first is said to have all odd experts, and has none of them."""
     with small_model(small_moe, "100%") as whole:

@@ -201,7 +201,7 @@ def test_who_does_not_belong_is_refused_in_a_sentence(small_moe, small_moe_q4, c
 
 # Rubbish on the wire: native/src/cluster/frames.h
 
-MAGIC, VERSION = 0x58455950, 2
+MAGIC, VERSION = 0x58455950, 3
 HELLO, WELCOME, REFUSED, COMPUTE, COMPUTED, FAILED, PING, PONG = range(1, 9)
 HEADER = struct.Struct("<IHHQQ")
 
@@ -330,7 +330,7 @@ def test_a_request_that_memory_has_no_room_for_is_refused_and_the_server_goes_on
             in_use = int(status.partition("VmSize:")[2].split()[0]) << 10
             before = resource.prlimit(server.process.pid, resource.RLIMIT_AS)
             resource.prlimit(server.process.pid, resource.RLIMIT_AS, (in_use, before[1]))
-            connection.sendall(frame(COMPUTE, bytes(1 << 18)))
+            connection.sendall(frame(COMPUTE, compute(rows=512 * (0,), experts=512 * (0,), n_rows=512)))
             kind, _, why = receive_frame(connection)
             assert (kind, why) == (REFUSED, b"there is no memory for a request as large as its")
         resource.prlimit(server.process.pid, resource.RLIMIT_AS, before)
@@ -346,7 +346,7 @@ LIES = {
     "an answer too long": lambda number, size: frame(COMPUTED, bytes(size + 4), number),
     "a sentence without an end": lambda number, size: frame(FAILED, b"x" * 1025, number),
     "a question": lambda number, size: frame(COMPUTE, bytes(64), number),
-    "signs of life that nobody asked for": lambda number, size: 100 * frame(PONG),
+    "signs of life that nobody asked for": lambda number, size: 5000 * frame(PONG),
     "the end": lambda number, size: b"",
     "half an answer": lambda number, size: frame(COMPUTED, bytes(size), number)[:-1],
     "a refusal": lambda number, size: frame(REFUSED, b"no memory"),

@@ -8,7 +8,7 @@ using namespace pyorch;
 
 namespace {
 
-// Of requests and answers that wait at a listener, beside the budget: so small a part of it, but room for requests of so
+// Of requests and their answers at a listener, beside the budget: so small a part of it, but room for requests of so
 // many slots, a quarter of those of a ubatch of 512 tokens with eight experts each. Within the budget it would be memory
 // that placements count on: an eighth less doubled the reads of servers that lack a fifth of the experts.
 constexpr uint64_t QUOTA_OF_BUDGET = 8;

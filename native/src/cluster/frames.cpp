@@ -136,7 +136,7 @@ void ExpertRows::copy_inputs(int slot, float * to) const {
     }
 }
 
-ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers, int max_slots) {
+ComputeHead read_head(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers, int max_slots) {
     ComputeHead head;
     if (bytes < sizeof(head)) {
         throw Failure(PYORCH_FORMAT, format("a request of %llu bytes", (unsigned long long) bytes));
@@ -160,10 +160,16 @@ ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<
         throw Failure(PYORCH_FORMAT,
             format("%llu bytes for %d rows and %d slots", (unsigned long long) bytes, head.n_rows, head.n_slots));
     }
-    ExpertRows rows;
+    return head;
+}
+
+ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers, int max_slots) {
+    const ComputeHead  head  = read_head(payload, bytes, layers, max_slots);
+    const LayerShape & layer = layers[head.layer];
+    ExpertRows         rows;
     rows.layer   = head.layer;
     rows.n_in    = head.n_embd;
-    rows.type    = type;
+    rows.type    = (RowType) head.type;
     rows.n_rows  = head.n_rows;
     rows.n_slots = head.n_slots;
     rows.row     = (const int32_t *) (payload + sizeof(head));

@@ -6,7 +6,7 @@
 //     COMPUTE               ->
 //                           <-  COMPUTED, or FAILED with a sentence; in any order
 //     PING                  ->
-//                           <-  PONG
+//                           <-  PONG; also unasked, ten times a second at most, while a request waits to be read
 //                           <-  REFUSED at any time, with a sentence and the end of the connection
 //
 // Nothing of a frame is believed before it was checked; what follows a header is read only if its length can be right.
@@ -25,7 +25,7 @@ enum class FrameKind : uint16_t { HELLO = 1, WELCOME, REFUSED, COMPUTE, COMPUTED
 
 struct FrameHeader {
     static constexpr uint32_t MAGIC   = 0x58455950; // "PYEX"
-    static constexpr uint16_t VERSION = 2;
+    static constexpr uint16_t VERSION = 3;
 
     uint32_t magic   = MAGIC;
     uint16_t version = VERSION;
@@ -115,7 +115,11 @@ void set_header(Frame & frame, uint64_t id, uint64_t bytes);
 Frame make_compute(int layer, int n_used, int n_embd, const std::vector<int> & slots, const int32_t * experts,
     const float * weights, const float * inputs, RowType type = RowType::F32);
 
-// What a payload of COMPUTE says, of so many slots at most; points into it. Throws Failure for what cannot be.
+// How a payload of COMPUTE of so many bytes begins. Throws Failure for what cannot be.
+ComputeHead read_head(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers,
+    int max_slots = ExpertRows::MAX_SLOTS);
+
+// What it says, of so many slots at most; points into it. Throws Failure for what cannot be.
 ExpertRows read_compute(const char * payload, uint64_t bytes, const std::vector<LayerShape> & layers,
     int max_slots = ExpertRows::MAX_SLOTS);
 

@@ -18,6 +18,7 @@ using std::chrono::milliseconds;
 constexpr size_t CHUNK     = 256 << 10; // taken from or given to a connection before it is the next one's turn
 constexpr int    TICK_MS   = 100;       // between two looks at the clock, at most
 constexpr int    LINGER_MS = 500;       // for who is refused to read why
+constexpr int    BYTES_MS  = 1024;      // of a transfer that others wait for: slower, it counts as stalled
 
 constexpr const char * NOBODY = "who connects must say who it is";
 
@@ -104,13 +105,13 @@ void Listener::serve_all() {
             if (stopping) {
                 return;
             }
-            make_room();
             for (const auto & session : sessions) {
                 look_at_clock(*session);
             }
             sessions.remove_if([](const auto & session) { return session->ended; });
             for (const auto & session : sessions) {
-                fds.push_back({ session->socket.fd(), (short) (session->out.empty() ? POLLIN : POLLIN | POLLOUT), 0 });
+                const int events = (session->waits ? 0 : POLLIN) | (session->out.empty() ? 0 : POLLOUT);
+                fds.push_back({ session->socket.fd(), (short) events, 0 });
             }
         }
         poll(fds.data(), fds.size(), sessions.empty() ? -1 : TICK_MS);
@@ -124,12 +125,19 @@ void Listener::serve_all() {
                 flush(*session);
             }
             if (fds[i++].revents & (POLLIN | POLLHUP | POLLERR)) {
-                receive(*session);
+                if (session->waits) { // and is gone
+                    std::lock_guard<std::mutex> lock(mutex);
+                    end(*session);
+                } else {
+                    receive(*session);
+                }
             }
         }
         if (fds[1].revents) {
             accept_next();
         }
+        std::lock_guard<std::mutex> lock(mutex);
+        make_room(); // here, where what has come and could go has: nobody else is late for this thread being so
     }
 }
 
@@ -160,7 +168,7 @@ void Listener::accept_next() {
 void Listener::receive(Session & session) {
     std::string why;
     int64_t     n = 1;
-    for (size_t left = CHUNK; left > 0 && n > 0 && why.empty(); left -= std::min<size_t>(left, n)) {
+    for (size_t left = CHUNK; left > 0 && n > 0 && why.empty() && !session.waits; left -= std::min<size_t>(left, n)) {
         try {
             const Place place = place_for(session);
             n                 = receive_some(session.socket, place.to, std::min(left, place.bytes));
@@ -185,7 +193,7 @@ void Listener::receive(Session & session) {
     }
 }
 
-// Memory is taken for what has arrived, and for as much again.
+// Memory is taken for what has arrived, and for as much again; of a request, for its head first.
 Listener::Place Listener::place_for(Session & session) {
     if (session.received < sizeof(session.header)) {
         return { (char *) &session.header + session.received, sizeof(session.header) - session.received };
@@ -193,14 +201,13 @@ Listener::Place Listener::place_for(Session & session) {
     std::vector<char> & payload = session.payload;
     const size_t        arrived = session.received - sizeof(session.header);
     if (arrived == payload.size() && !session.cut_off()) {
-        const size_t size = std::min<uint64_t>(session.header.bytes, std::max(2 * arrived, CHUNK));
+        const bool   is_head = arrived == 0 && session.header.kind == (uint16_t) FrameKind::COMPUTE;
+        const size_t size =
+            std::min<uint64_t>(session.header.bytes, is_head ? sizeof(ComputeHead) : std::max(2 * arrived, CHUNK));
         payload.reserve(size);
         payload.resize(size);
-        std::lock_guard<std::mutex> lock(mutex);
-        hold(session, size - arrived);
-        make_room();
     }
-    if (session.cut_off()) { // for room, just now: it has no payload any more
+    if (session.cut_off()) { // it has no payload any more
         return { ignored, sizeof(ignored) };
     }
     return { payload.data() + arrived, payload.size() - arrived };
@@ -216,6 +223,8 @@ std::string Listener::take(Session & session, size_t bytes) {
     std::string why;
     if (session.received == sizeof(session.header)) {
         why = accept_header(session);
+    } else if (session.received == sizeof(session.header) + sizeof(ComputeHead) && session.joined) {
+        why = accept_head(session);
     }
     if (why.empty() && session.received == sizeof(session.header) + session.header.bytes) {
         why              = accept_frame(session);
@@ -244,6 +253,23 @@ std::string Listener::accept_header(Session & session) {
     return "";
 }
 
+// Of a request: from here on it needs room.
+std::string Listener::accept_head(Session & session) {
+    try {
+        const ComputeHead head = read_head(session.payload.data(), session.header.bytes, config.layers, max_slots);
+        std::lock_guard<std::mutex> lock(mutex);
+        session.room = session.header.bytes + sizeof(FrameHeader) +
+            (uint64_t) head.n_slots * config.layers[head.layer].n_out * sizeof(float);
+        session.waits     = true;
+        session.signed_at = Clock::now();
+        waiting.push_back(session.shared_from_this());
+        give_room();
+        return "";
+    } catch (const Failure & failure) {
+        return format("a request cannot be: %s", failure.what());
+    }
+}
+
 std::string Listener::accept_frame(Session & session) {
     if (!session.joined) {
         return join(session);
@@ -268,7 +294,8 @@ std::string Listener::accept_frame(Session & session) {
         if (session.requests.empty()) {
             turns.push_back(session.shared_from_this());
         }
-        session.requests.push_back({ session.header.id, std::move(session.payload) });
+        session.requests.push_back({ session.header.id, std::move(session.payload), session.room });
+        session.room = 0;
     }
     asked.notify_one();
     return "";
@@ -288,7 +315,6 @@ std::string Listener::join(Session & session) {
     const Welcome welcome = { config.kernels, (uint64_t) max_slots };
 
     std::lock_guard<std::mutex> lock(mutex);
-    hold(session, -(int64_t) session.payload.capacity());
     ++counters.connections;
     send(session, make_frame(FrameKind::WELCOME, 0, &welcome, sizeof(welcome)));
     return "";
@@ -304,6 +330,11 @@ void Listener::look_at_clock(Session & session) {
         if (Clock::now() > session.linger) {
             end(session);
         }
+    } else if (session.waits) { // its requests for signs of life are behind what is not read
+        if (session.out.empty() && is_over(session.signed_at, SIGN_MS)) {
+            session.signed_at = Clock::now();
+            send(session, make_frame(FrameKind::PONG, 0, nullptr, 0));
+        }
     } else if (!session.joined) {
         if (is_over(session.begun, JOIN_MS)) {
             refuse(session, NOBODY);
@@ -317,15 +348,50 @@ void Listener::look_at_clock(Session & session) {
     }
 }
 
-void Listener::make_room() {
-    while (held > quota) {
-        const auto most = std::max_element(
-            sessions.begin(), sessions.end(), [](const auto & a, const auto & b) { return a->held < b->held; });
-        if ((*most)->refused()) {
-            end(**most);
+// To those that wait for it, in their order: a small request does not go before a large one for ever. Who has a half of
+// the quota waits for its own answers only.
+void Listener::give_room() {
+    for (auto next = waiting.begin(); next != waiting.end();) {
+        Session & session = **next;
+        if (!session.cut_off()) {
+            if (session.held + session.room > quota / 2) {
+                ++next;
+                continue;
+            }
+            if (held + session.room > quota) {
+                return;
+            }
+            hold(session, session.room);
         }
-        refuse(**most, "there is no memory left for requests and answers, of which it has most");
-        asked.notify_one(); // who computes waits for room, too
+        session.waits = false;
+        session.heard = session.begun = Clock::now();
+        next                          = waiting.erase(next);
+    }
+}
+
+// Holds room and does not go on.
+bool Listener::stalls(const Session & session) const {
+    const auto is_late = [&](Clock::time_point begun, Clock::time_point moved, uint64_t bytes) {
+        return is_over(moved, config.stall_ms) || is_over(begun, config.stall_ms + (int) (bytes / BYTES_MS));
+    };
+    const bool comes =
+        session.room > 0 && !session.waits && is_late(session.begun, session.heard, session.header.bytes);
+    const bool goes = !session.out.empty() && is_late(session.since, session.moved, session.out.front().size());
+    return !session.cut_off() && (comes || goes);
+}
+
+void Listener::make_room() {
+    give_room();
+    while (!waiting.empty()) {
+        std::shared_ptr<Session> most;
+        for (const auto & session : sessions) {
+            most = stalls(*session) && (!most || session->held > most->held) ? session : most;
+        }
+        if (!most) {
+            return;
+        }
+        refuse(*most, "there is no memory left for requests and answers, of which it has most");
+        give_room();
     }
 }
 
@@ -359,7 +425,9 @@ void Listener::release(Session & session) {
     session.payload = std::vector<char>();
     session.requests.clear();
     session.out.clear();
-    session.sent = 0;
+    session.sent  = 0;
+    session.room  = 0;
+    session.waits = false;
     hold(session, -(int64_t) session.held);
 }
 
@@ -367,7 +435,7 @@ void Listener::send(Session & session, Frame frame) {
     hold(session, frame.capacity());
     session.out.push_back(std::move(frame));
     if (session.out.size() == 1) {
-        session.since = Clock::now();
+        session.since = session.moved = Clock::now();
         flush(session);
     }
 }
@@ -384,11 +452,12 @@ void Listener::flush(Session & session) {
         }
         left -= n;
         session.sent += n;
+        session.moved = Clock::now();
         if (session.sent == first.size()) {
             hold(session, -(int64_t) first.capacity());
             session.out.pop_front();
             session.sent  = 0;
-            session.since = Clock::now();
+            session.since = session.moved;
         }
     }
     if (session.out.empty() && session.refused()) {
@@ -403,7 +472,7 @@ void Listener::compute_all() {
         Request                  request;
         {
             std::unique_lock<std::mutex> lock(mutex);
-            asked.wait(lock, [&] { return stopping || (!turns.empty() && held <= quota); });
+            asked.wait(lock, [&] { return stopping || !turns.empty(); });
             if (stopping) {
                 return;
             }
@@ -414,7 +483,6 @@ void Listener::compute_all() {
             }
             request = std::move(session->requests.front());
             session->requests.pop_front();
-            hold(*session, -(int64_t) request.payload.capacity());
             if (!session->requests.empty()) {
                 turns.push_back(session);
             }
@@ -440,10 +508,11 @@ void Listener::compute_all() {
         counters.slots += rows.n_slots;
         counters.compute_ns += ns_since(begin);
         if (!session->cut_off()) {
+            hold(*session, -(int64_t) request.room); // but for its answer
             send(*session, std::move(frame));
-            if (!session->out.empty() || held > quota) { // the rest is for the thread that has the connections
-                waker.wake();
-            }
+        }
+        if (!session->out.empty() || !waiting.empty()) { // the rest is for the thread that has the connections
+            waker.wake();
         }
     }
 }

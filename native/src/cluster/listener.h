@@ -1,9 +1,11 @@
 // Where other servers ask this one: it listens, checks who joins and what they send, and answers.
 //
 // One thread has all connections and never waits for one of them; another one computes what was asked, of one connection
-// after the other. Memory is taken as bytes arrive, out of one quota for all connections: where it is used up, the one
-// that holds most is cut off. So whoever sends without end, sends half of something or reads nothing costs its own
-// connection. Whoever sends what cannot be is told so in a sentence and cut off; who is silent is dropped.
+// after the other. A request is read once there is room for it and its answer in one quota for all connections, of which
+// one has half at most; until then it stays where it is, in the order in which requests came, and who asks gets signs of
+// life. So what is read can always be answered. Who holds room and does not go on (sends half of something, reads
+// nothing) is cut off where others wait for that. Whoever sends what cannot be is told so in a sentence and cut off; who
+// is silent is dropped.
 
 #pragma once
 
@@ -23,7 +25,8 @@ namespace pyorch {
 
 struct ListenerConfig : Endpoint {
     std::vector<LayerShape> layers;
-    uint64_t                quota = UINT64_MAX; // bytes; what MIN_REQUESTS of the largest ones take is enough
+    uint64_t                quota    = UINT64_MAX; // bytes; what MIN_REQUESTS of the largest ones take is enough
+    int                     stall_ms = 1000; // who moves nothing for so long loses its room where others wait for it
 };
 
 // What the largest request takes with its answer, of so many slots.
@@ -37,6 +40,7 @@ public:
     static constexpr int FRAME_MS      = 60000; // from a frame's beginning to its end: who asks waits no longer, either
     static constexpr int MAX_QUEUED    = 64;    // requests and answers of a connection that wait
     static constexpr int MIN_REQUESTS  = 4;     // as large as any, with their answers: so many have room together
+    static constexpr int SIGN_MS       = 100;   // between signs of life for those
 
     // compute: outputs [n_slots][n_out] of rows, or throws Failure; called by one thread. Throws Failure where it
     // cannot listen.
@@ -44,7 +48,7 @@ public:
     Listener(ListenerConfig config, Compute compute);
     ~Listener();
 
-    // Of what waits, of all connections. One more of each is computed meanwhile.
+    // Of requests and answers, of all connections.
     const uint64_t quota;
 
     // Of a request.
@@ -58,6 +62,7 @@ private:
     struct Request {
         uint64_t          id;
         std::vector<char> payload;
+        uint64_t          room; // in the quota, with its answer
     };
     struct Session : std::enable_shared_from_this<Session> {
         Socket socket;
@@ -68,13 +73,17 @@ private:
         size_t            received = 0;  // bytes of it and of its header
         std::vector<char> payload;
         Clock::time_point heard = Clock::now(), begun = heard; // begun: the frame
+        Clock::time_point signed_at = {};                      // while it waits, its last sign of life
 
         // Guarded by the mutex.
+        uint64_t            room  = 0;     // of the request that comes, with its answer
+        bool                waits = false; // for that: nothing is read
         bool                ended = false;
         std::deque<Request> requests;
         std::deque<Frame>   out;
         uint64_t            sent   = 0;  // bytes of the first of them
         Clock::time_point   since  = {}; // when that became the first
+        Clock::time_point   moved  = {}; // when something of it went last
         uint64_t            held   = 0;  // bytes of the quota
         Clock::time_point   linger = {}; // refused: what it sends is thrown away until then
 
@@ -96,7 +105,8 @@ private:
     std::mutex                           mutex;
     std::condition_variable              asked;
     bool                                 stopping = false;
-    std::deque<std::shared_ptr<Session>> turns; // who has requests, in the order in which one of each is computed
+    std::deque<std::shared_ptr<Session>> turns;   // who has requests, in the order in which one of each is computed
+    std::list<std::shared_ptr<Session>>  waiting; // for room, in their order
     uint64_t                             held     = 0;
     pyorch_served                        counters = {};
     std::string                          sentence;
@@ -111,9 +121,12 @@ private:
     Place       place_for(Session & session);
     std::string take(Session & session, size_t bytes);
     std::string accept_header(Session & session);
+    std::string accept_head(Session & session);
     std::string accept_frame(Session & session);
     std::string join(Session & session);
     void        look_at_clock(Session & session);
+    void        give_room();
+    bool        stalls(const Session & session) const;
     void        make_room();
     void        refuse(Session & session, const std::string & why);
     void        end(Session & session);

@@ -14,16 +14,24 @@ namespace pyorch {
 
 using std::chrono::milliseconds;
 
+// Between signs of life for who waits, at the least: a listener takes twice as long.
+static constexpr int SIGN_MS = 50;
+
 bool Answer::wait() {
     std::unique_lock<std::mutex> lock(mutex);
     settled.wait(lock, [&] { return state != PENDING; });
     return state == HERE;
 }
 
-void Answer::settle(bool here) {
+bool Answer::was_lost() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return state == LOST;
+}
+
+void Answer::settle(State as) {
     {
         std::lock_guard<std::mutex> lock(mutex);
-        state = here ? HERE : FAILED;
+        state = as;
     }
     settled.notify_all();
 }
@@ -56,8 +64,43 @@ std::string Peer::error() {
     return sentence;
 }
 
+Clock::time_point Peer::lost_since() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return lost_at;
+}
+
+// Slots. REQUIRES: the mutex.
+int64_t Peer::pending() const {
+    int64_t n = 0;
+    for (const auto & [id, one] : questions) {
+        n += one.n_slots;
+    }
+    return n;
+}
+
+int64_t Peer::room() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return (int64_t) MOST_WAITING * most_slots - pending();
+}
+
+// REQUIRES: the mutex.
+bool Peer::has_room_for(int n_slots) const {
+    return questions.empty() || pending() + n_slots <= (int64_t) MOST_WAITING * most_slots;
+}
+
 std::shared_ptr<Answer> Peer::ask(std::shared_ptr<Frame> frame, int n_slots, int n_out) {
     std::lock_guard<std::mutex> lock(mutex);
+    return has_room_for(n_slots) ? send(std::move(frame), n_slots, n_out) : nullptr;
+}
+
+std::shared_ptr<Answer> Peer::ask_in_turn(std::shared_ptr<Frame> frame, int n_slots, int n_out) {
+    std::unique_lock<std::mutex> lock(mutex);
+    answered_some.wait(lock, [&] { return !is_joined || has_room_for(n_slots); });
+    return send(std::move(frame), n_slots, n_out);
+}
+
+// REQUIRES: the mutex.
+std::shared_ptr<Answer> Peer::send(std::shared_ptr<Frame> frame, int n_slots, int n_out) {
     if (!is_joined) {
         return nullptr;
     }
@@ -119,9 +162,7 @@ pyorch_pace Peer::pace() {
     if (seconds_since(answered) * known.answers > FORGOTTEN * known.seconds) {
         known = {};
     }
-    for (const auto & [id, one] : questions) {
-        known.pending += one.n_slots;
-    }
+    known.pending += (double) pending();
     return known;
 }
 
@@ -179,8 +220,10 @@ void Peer::run() {
         if (cut_off) {
             return;
         }
-        const auto again = Clock::now() + milliseconds(overloaded ? std::max(config.answer_ms, 250) : 250);
-        overloaded       = false;
+        const int  longest = std::max(config.answer_ms, PAUSE_MS);
+        const int  pause   = overloaded ? longest : std::min(longest, PAUSE_MS << std::clamp(refusals - 1, 0, 16));
+        const auto again   = Clock::now() + milliseconds(pause);
+        overloaded         = false;
         while (!stopping && Clock::now() < again) {
             pollfd p = { waker.fd(), POLLIN, 0 };
             poll(&p, 1, (int) std::chrono::ceil<milliseconds>(again - Clock::now()).count());
@@ -202,14 +245,16 @@ void Peer::lose(const std::string & why) {
         out.clear();
         socket.close();
         sentence  = format("server %s:%d %s", config.address.c_str(), config.port, why.c_str());
+        lost_at   = was_joined ? Clock::now() : lost_at;
         has_tried = true;
     }
+    answered_some.notify_all();
     if (question.answer) {
-        question.answer->settle(false);
+        question.answer->settle(Answer::LOST);
         question = {};
     }
     for (auto & one : unanswered) {
-        one.second.answer->settle(false);
+        one.second.answer->settle(Answer::LOST);
     }
     tried.notify_all();
     if (was_joined) {
@@ -232,6 +277,7 @@ std::string Peer::live() {
     received   = 0;
     in_payload = false;
     n_pings    = 0;
+    n_pongs    = 0;
     last_heard = Clock::now();
     {
         const Hello                 hello = hello_of(config);
@@ -339,8 +385,11 @@ std::string Peer::accept_header() {
     if (is_joined ? !answers && kind != FrameKind::REFUSED : !joins) {
         return rubbish(format("a frame of kind %d was not to come", header.kind));
     }
-    if (kind == FrameKind::PONG && n_pings-- == 0) { // without end, they would leave no time for anything else
-        return rubbish("it answers what it was not asked");
+    if (kind == FrameKind::PONG) { // without end, they would leave no time for anything else
+        const auto n_signs = (uint64_t) ((Clock::now() - joined_at) / milliseconds(SIGN_MS));
+        if (n_pongs++ == n_pings + n_signs) {
+            return rubbish("it answers what it was not asked");
+        }
     }
     uint64_t bytes = kind == FrameKind::WELCOME ? sizeof(Welcome) : 0;
     if (kind == FrameKind::COMPUTED || kind == FrameKind::FAILED) {
@@ -352,6 +401,7 @@ std::string Peer::accept_header() {
         question = found->second;
         bytes    = question.n_numbers * bytes_of(config.rows);
         questions.erase(found);
+        answered_some.notify_all();
     }
     if (says_why ? header.bytes > MAX_SENTENCE : header.bytes != bytes) {
         return rubbish(format("a frame of kind %d with %llu bytes", header.kind, (unsigned long long) header.bytes));
@@ -375,12 +425,17 @@ std::string Peer::accept_payload() {
             is_joined = true;
             has_tried = true;
         }
+        joined_at = Clock::now();
         tried.notify_all();
         changed();
         break;
     }
     case FrameKind::REFUSED:
-        (is_joined ? overloaded : cut_off) = true;
+        if (is_joined) {
+            ++refusals;
+        } else {
+            cut_off = true;
+        }
         return "refuses: " + sentence_of(payload.data(), header.bytes);
     case FrameKind::COMPUTED: {
         if (!is_as_it_is(header)) {
@@ -390,12 +445,14 @@ std::string Peer::accept_payload() {
             std::lock_guard<std::mutex> lock(mutex);
             note_pace(question);
         }
-        question.answer->settle(true);
+        refusals = 0;
+        question.answer->settle(Answer::HERE);
         question = {};
         break;
     }
     case FrameKind::FAILED: {
-        question.answer->settle(false);
+        refusals = 0;
+        question.answer->settle(Answer::FAILED);
         question = {};
         std::lock_guard<std::mutex> lock(mutex);
         ++counters.failed;

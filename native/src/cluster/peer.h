@@ -1,7 +1,8 @@
 // Another server, as one that asks it sees it: a connection that lives as long as it can.
 //
-//     joining --WELCOME--> joined --lost--> joining again, four times a second; or, when an answer took too long or was
-//        |                   |              refused, after as long as an answer may take
+//     joining --WELCOME--> joined --lost--> joining again, four times a second; when it was refused, after twice as long
+//        |                   |              each time until it gets an answer; and when an answer took too long, after as
+//        |                   |              long as one may take, which is also the longest
 //        +--REFUSED----------+--rubbish---> cut off, for good
 //
 // One thread connects, receives, and sends what the kernel did not take at once; who asks sends as much as goes without
@@ -37,16 +38,19 @@ public:
     // Until it is there; false: it failed.
     bool wait();
 
+    // It failed because the server was lost, which may be asked again when it is back; else the server cannot.
+    bool was_lost();
+
     std::vector<float> rows; // [n_slots][n_out], once it is there
 
 private:
     friend class Peer;
-    enum { PENDING, HERE, FAILED } state = PENDING;
+    enum State { PENDING, HERE, FAILED, LOST } state = PENDING;
 
     std::mutex              mutex;
     std::condition_variable settled;
 
-    void settle(bool here);
+    void settle(State as);
 };
 
 class Peer {
@@ -56,6 +60,13 @@ public:
 
     // A server drops who is silent for five times as long.
     static constexpr int MAX_BEAT_MS = 2000;
+
+    // Before it is joined again, when it was lost.
+    static constexpr int PAUSE_MS = 250;
+
+    // Of the slots that a server takes in one request: so many times as many wait there at once, of all that is asked
+    // here. It has room for these, whatever others ask it.
+    static constexpr int MOST_WAITING = 2;
 
     // changed: it joined, or was lost. Called by its thread. Throws Failure for what is no address.
     Peer(PeerConfig config, std::function<void()> changed);
@@ -68,8 +79,14 @@ public:
 
     bool joined() const { return is_joined; }
 
-    // Null where it is lost. frame: of COMPUTE, for so many slots.
+    // Null where it is lost, or has no room for these. frame: of COMPUTE, for so many slots.
     std::shared_ptr<Answer> ask(std::shared_ptr<Frame> frame, int n_slots, int n_out);
+
+    // The same, but waits for room.
+    std::shared_ptr<Answer> ask_in_turn(std::shared_ptr<Frame> frame, int n_slots, int n_out);
+
+    // For so many slots more it has room now.
+    int64_t room();
 
     // Until the answer for so many slots, as such answers came lately, behind what it was asked for before; 0 where that
     // is not known: none has come, or it was not asked for much longer than that, and may have become faster.
@@ -84,6 +101,9 @@ public:
     bool             same_bits() const { return has_same_kernels && config.rows == RowType::F32; }
     pyorch_peer_info counts(); // without the rest
     std::string      error();  // why it was lost last, "" if it never was
+
+    // When it was lost last, or before anything, if it never was.
+    Clock::time_point lost_since();
 
 private:
     struct Question {
@@ -112,7 +132,7 @@ private:
     Waker                 waker;
 
     std::mutex                   mutex;
-    std::condition_variable      tried;
+    std::condition_variable      tried, answered_some;
     Socket                       socket;
     std::deque<Outgoing>         out;
     std::map<uint64_t, Question> questions; // by id
@@ -122,6 +142,7 @@ private:
     Clock::time_point            answered; // the last question
     pyorch_peer_info             counters = {};
     std::string                  sentence;
+    Clock::time_point            lost_at;
     bool                         has_tried = false;
 
     // Of its thread alone: the frame that is being received.
@@ -131,25 +152,29 @@ private:
     uint64_t          received   = 0; // bytes of the header or, once that is complete, of the payload
     bool              in_payload = false;
     bool              cut_off    = false;
-    bool              overloaded = false; // what asks it so soon again would wait as long
-    uint64_t          n_pings    = 0;     // without a PONG yet
-    Clock::time_point last_heard;
+    bool              overloaded = false;       // what asks it so soon again would wait as long
+    int               refusals   = 0;           // since its last answer
+    uint64_t          n_pings = 0, n_pongs = 0; // since it was joined
+    Clock::time_point joined_at, last_heard;
 
     std::thread thread;
 
-    static size_t pace_of(int n_slots);
-    const Pace *  known_pace(int n_slots) const;
-    void          note_pace(const Question & last);
-    void          run();
-    std::string   live();
-    void          lose(const std::string & why);
-    void          push(std::shared_ptr<Frame> frame);
-    void          flush();
-    bool          is_as_it_is(const FrameHeader & of) const;
-    std::string   receive();
-    std::string   accept_header();
-    std::string   accept_payload();
-    std::string   rubbish(const std::string & what);
+    static size_t           pace_of(int n_slots);
+    int64_t                 pending() const;
+    bool                    has_room_for(int n_slots) const;
+    std::shared_ptr<Answer> send(std::shared_ptr<Frame> frame, int n_slots, int n_out);
+    const Pace *            known_pace(int n_slots) const;
+    void                    note_pace(const Question & last);
+    void                    run();
+    std::string             live();
+    void                    lose(const std::string & why);
+    void                    push(std::shared_ptr<Frame> frame);
+    void                    flush();
+    bool                    is_as_it_is(const FrameHeader & of) const;
+    std::string             receive();
+    std::string             accept_header();
+    std::string             accept_payload();
+    std::string             rubbish(const std::string & what);
 };
 
 } // namespace pyorch

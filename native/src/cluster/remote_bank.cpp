@@ -8,8 +8,18 @@
 
 namespace pyorch {
 
-// Of the slots that a server takes in one request: so many times as many wait there at once, of all that is asked here.
-static constexpr int MOST_WAITING = 2;
+RemoteBank::RemoteBank(
+    std::vector<LayerShape> of_layers, std::vector<std::vector<uint8_t>> lacking_, std::chrono::milliseconds patience) :
+        layers(std::move(of_layers)), lacking(std::move(lacking_)),
+        lacks_any(std::any_of(lacking.begin(), lacking.end(),
+            [](const auto & layer) {
+                return std::any_of(layer.begin(), layer.end(), [](uint8_t e) { return e != 0; });
+            })),
+        patience(patience) {
+    for (const LayerShape & layer : layers) {
+        placement.emplace_back(layer.n_expert);
+    }
+}
 
 RemoteBank::~RemoteBank() {
     std::vector<std::shared_ptr<Peer>> last; // end without the mutex, which their threads may take
@@ -53,7 +63,6 @@ void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
     {
         std::lock_guard<std::mutex>   lock(mutex);
         std::vector<std::vector<int>> of_layer(layers[layer].n_expert);
-        bool                          remote = false;
         for (size_t i = 0; i < to.size(); ++i) {
             if (to[i] < -1 || to[i] >= (int) peers.size() || (to[i] >= 0 && !peers[to[i]])) {
                 throw Failure(PYORCH_INVALID, format("there is no server %d", to[i]));
@@ -61,15 +70,15 @@ void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
             std::vector<int> & places = of_layer[i / n_places];
             if (to[i] >= 0 && places.size() == i % n_places) { // none behind the end
                 places.push_back(to[i]);
-                remote = true;
             }
         }
-        placement[layer].clear();
-        if (remote) {
-            placement[layer] = std::move(of_layer);
-        }
-        is_active = std::any_of(placement.begin(), placement.end(), [](const auto & l) { return !l.empty(); });
+        placement[layer] = std::move(of_layer);
+        placed_at        = Clock::now();
+        is_active        = std::any_of(placement.begin(), placement.end(), [](const auto & l) {
+            return std::any_of(l.begin(), l.end(), [](const auto & places) { return !places.empty(); });
+        });
     }
+    arrived.notify_all();
     tell(layer);
 }
 
@@ -125,9 +134,22 @@ void RemoteBank::tell(int layer) {
 }
 
 void RemoteBank::tell_all() {
+    {
+        std::lock_guard<std::mutex> lock(mutex); // or who looks just now would miss it
+    }
+    arrived.notify_all();
     for (int layer = 0; layer < (int) layers.size(); ++layer) {
         tell(layer);
     }
+}
+
+// When something was placed, or a server was lost. REQUIRES: the mutex.
+Clock::time_point RemoteBank::last_change() const {
+    Clock::time_point last = placed_at;
+    for (const auto & peer : peers) {
+        last = peer ? std::max(last, peer->lost_since()) : last;
+    }
+    return last;
 }
 
 // By server: the experts that it is asked for. Not those that nobody has who is there, and has room for their slots.
@@ -166,28 +188,30 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
     std::vector<RemoteRows>            rows;
     std::vector<RowType>               types;
     {
-        std::lock_guard<std::mutex> lock(mutex);
-        const auto &                of_layer = placement[layer];
-        if (of_layer.empty()) {
-            return {};
-        }
+        std::lock_guard<std::mutex>   lock(mutex);
+        const auto &                  of_layer = placement[layer];
         std::vector<std::vector<int>> slots_of(of_layer.size());
         std::vector<int>              wanted;
         std::vector<uint8_t>          absent(of_layer.size()); // and nobody else is asked for it
         for (int slot = 0; slot < n_tokens * n_used; ++slot) {
             const int e = experts[slot];
-            if (!here[e] && !of_layer[e].empty()) {
+            if (!here[e] && (!of_layer[e].empty() || lacks(layer, e))) {
                 if (slots_of[e].empty()) {
                     wanted.push_back(e);
                 }
                 slots_of[e].push_back(slot);
             }
-            absent[e] = !here[e];
+            absent[e] = !here[e] && !lacks(layer, e);
+        }
+        if (wanted.empty()) {
+            return {};
         }
         std::vector<std::vector<int>> experts_at = choose(layer, wanted, slots_of, {});
+        std::vector<uint8_t>          is_chosen(of_layer.size());
         for (const std::vector<int> & there : experts_at) {
             for (int e : there) {
-                absent[e] = 0;
+                absent[e]    = 0;
+                is_chosen[e] = 1;
             }
         }
         if (read.known()) {
@@ -201,7 +225,7 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
             // All rows of an expert are in one request. What would be more than a server has room for beside what others
             // ask it is computed here, or asked when it has answered.
             const size_t first = rows.size(), most = peers[peer]->max_slots();
-            auto         left = (int64_t) (MOST_WAITING * most) - (int64_t) peers[peer]->pace().pending;
+            int64_t      left = peers[peer]->room();
             for (int e : experts_at[peer]) {
                 const size_t n      = slots_of[e].size();
                 const auto   to_ask = (left -= (int64_t) n) >= 0 ? peers[peer] : nullptr;
@@ -216,6 +240,18 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
                 }
                 rows.back().slots.insert(rows.back().slots.end(), slots_of[e].begin(), slots_of[e].end());
             }
+        }
+        const size_t first = rows.size(), most = ExpertRows::MAX_SLOTS;
+        for (int e : wanted) { // that nobody has who is there: send_again() waits for one
+            if (is_chosen[e] || !lacks(layer, e) || slots_of[e].size() > most) {
+                continue;
+            }
+            if (rows.size() == first || rows.back().slots.size() + slots_of[e].size() > most) {
+                asked.push_back(nullptr);
+                rows.emplace_back();
+                types.push_back(RowType::F32);
+            }
+            rows.back().slots.insert(rows.back().slots.end(), slots_of[e].begin(), slots_of[e].end());
         }
     }
     uint64_t n_slots = 0;
@@ -250,7 +286,7 @@ bool RemoteBank::wait(int layer, RemoteRows & rows) {
             std::lock_guard<std::mutex> lock(mutex);
             peer = rows.peer < 0 ? nullptr : peers[rows.peer];
         }
-        rows.answer = peer ? peer->ask(rows.frame, (int) rows.slots.size(), layers[layer].n_out) : nullptr;
+        rows.answer = peer ? peer->ask_in_turn(rows.frame, (int) rows.slots.size(), layers[layer].n_out) : nullptr;
         if (rows.answer) {
             std::lock_guard<std::mutex> lock(mutex);
             counters.slots += rows.slots.size();
@@ -261,9 +297,13 @@ bool RemoteBank::wait(int layer, RemoteRows & rows) {
 
 std::vector<RemoteRows> RemoteBank::send_again(int layer, const RemoteRows & lost) {
     const Frame &    frame = *lost.frame;
-    const ExpertRows of = read_compute(frame.data() + sizeof(FrameHeader), frame.size() - sizeof(FrameHeader), layers);
+    const ExpertRows of  = read_compute(frame.data() + sizeof(FrameHeader), frame.size() - sizeof(FrameHeader), layers);
+    const auto       now = Clock::now();
+    const auto       until  = lost.until == Clock::time_point() ? now + patience : lost.until;
     std::vector<int> failed = lost.failed;
-    failed.push_back(lost.peer);
+    if (now >= until || (lost.answer && !lost.answer->was_lost())) {
+        failed.push_back(lost.peer);
+    }
     std::vector<std::vector<int>> slots_of(layers[layer].n_expert);
     std::vector<int>              wanted;
     bool                          needed = false;
@@ -277,29 +317,39 @@ std::vector<RemoteRows> RemoteBank::send_again(int layer, const RemoteRows & los
     if (!needed) {
         return {};
     }
-    std::vector<RemoteRows>     rows;
-    std::lock_guard<std::mutex> lock(mutex);
-    if (placement[layer].empty()) {
-        return {};
+    std::vector<RemoteRows>       rows;
+    std::vector<std::vector<int>> experts_at;
+    std::vector<uint8_t>          is_chosen;
+    std::unique_lock<std::mutex>  lock(mutex);
+    for (;;) {
+        experts_at = choose(layer, wanted, slots_of, failed);
+        is_chosen.assign(layers[layer].n_expert, 0);
+        for (const std::vector<int> & there : experts_at) {
+            for (int e : there) {
+                is_chosen[e] = 1;
+            }
+        }
+        if (std::all_of(wanted.begin(), wanted.end(), [&](int e) { return is_chosen[e] || !lacks(layer, e); })) {
+            break;
+        }
+        const auto end = placed_at == Clock::time_point() ? until : std::min(until, last_change() + patience);
+        if (Clock::now() >= end) {
+            return {};
+        }
+        arrived.wait_until(lock, end);
     }
-    std::vector<std::vector<int>> experts_at = choose(layer, wanted, slots_of, failed);
-    std::vector<uint8_t>          is_chosen(layers[layer].n_expert);
     for (size_t peer = 0; peer < experts_at.size(); ++peer) {
         const size_t first = rows.size();
         for (int e : experts_at[peer]) {
             if (rows.size() == first ||
                 rows.back().slots.size() + slots_of[e].size() > (size_t) peers[peer]->max_slots()) {
-                rows.push_back({ {}, nullptr, nullptr, (int) peer, failed });
+                rows.push_back({ {}, nullptr, nullptr, (int) peer, failed, until });
             }
             rows.back().slots.insert(rows.back().slots.end(), slots_of[e].begin(), slots_of[e].end());
-            is_chosen[e] = 1;
         }
     }
-    RemoteRows rest = { {}, nullptr, nullptr, -1, failed }; // is computed here
+    RemoteRows rest = { {}, nullptr, nullptr, -1, failed, until }; // is computed here
     for (int e : wanted) {
-        if (!is_chosen[e] && lacks(layer, e)) {
-            return {};
-        }
         if (!is_chosen[e]) {
             rest.slots.insert(rest.slots.end(), slots_of[e].begin(), slots_of[e].end());
         }

@@ -1,5 +1,8 @@
 // Experts that other servers compute: who has which, and the rows that are sent there.
 //
+// What no file here has waits for a server that has it, as long as one may come: a few seconds from when it was wanted,
+// and from when something was placed or lost.
+//
 // All rows of an expert in a ubatch are computed in one place, here or there: kernels depend on how many there are. Of
 // the servers that have an expert and are there, the one gets it that is expected to have answered first. A server that is
 // lost has no experts until it joins again: those that no other one has are computed here meanwhile.
@@ -18,7 +21,8 @@ struct RemoteRows {
     std::shared_ptr<Frame>  frame;       // that asks for them
     std::shared_ptr<Answer> answer;      // null: it is not asked yet
     int                     peer   = -1; // its number; -1: nobody is asked
-    std::vector<int>        failed = {}; // numbers of those that did not answer before
+    std::vector<int>        failed = {}; // numbers of those that cannot, or were lost for too long
+    Clock::time_point       until  = {}; // servers that come are waited for; unset: it has not failed yet
 };
 
 // How long experts of a layer would be read from the own disk, in seconds; unknown: they are not.
@@ -32,9 +36,10 @@ struct ReadCost {
 
 class RemoteBank {
 public:
-    // lacking: by layer and expert, nonzero for those that no file here has; empty: none.
-    explicit RemoteBank(std::vector<LayerShape> of_layers, std::vector<std::vector<uint8_t>> lacking = {}) :
-            layers(std::move(of_layers)), lacking(std::move(lacking)), placement(layers.size()) {}
+    // lacking: by layer and expert, nonzero for those that no file here has; empty: none. patience: how long these wait
+    // for a server that has them.
+    explicit RemoteBank(std::vector<LayerShape> of_layers, std::vector<std::vector<uint8_t>> lacking = {},
+        std::chrono::milliseconds patience = std::chrono::seconds(5));
     ~RemoteBank();
 
     RemoteBank(const RemoteBank &)             = delete;
@@ -57,8 +62,8 @@ public:
     // empty, this one does.
     void place(int layer, const std::vector<int> & peers, int n_places);
 
-    // Whether any expert has another place.
-    bool active() const { return is_active; }
+    // Whether any expert has another place, or needs one.
+    bool active() const { return lacks_any || is_active; }
 
     // Sends the slots of a ubatch [n_tokens][n_used] that others compute, and marks their experts.
     // inputs: [n_tokens][n_in]; here: by expert, nonzero for those that are computed here whatever their place. Of what
@@ -67,8 +72,8 @@ public:
         const float * inputs, const std::vector<uint8_t> & here, const ReadCost & read,
         std::vector<uint8_t> & elsewhere);
 
-    // What a server did not answer, and cannot be computed here, for others that have its experts: none is asked yet.
-    // Empty where it can, and where nobody else has them.
+    // What a server did not answer, and cannot be computed here, for others that have its experts, or for the same one
+    // when it is back: none is asked yet. Waits for one that may come. Empty where it can, and where nobody has them.
     std::vector<RemoteRows> send_again(int layer, const RemoteRows & lost);
 
     // Until the answer is there; asks for it where that was not done yet. False: it failed.
@@ -90,9 +95,13 @@ public:
 
 private:
     const std::vector<std::vector<uint8_t>>    lacking;
+    const bool                                 lacks_any;
+    const std::chrono::milliseconds            patience;
     std::mutex                                 mutex;
+    std::condition_variable                    arrived; // somebody joined, or something was placed
     std::vector<std::shared_ptr<Peer>>         peers;
-    std::vector<std::vector<std::vector<int>>> placement; // by layer and expert; an empty layer: all here
+    std::vector<std::vector<std::vector<int>>> placement;      // by layer and expert; none: here
+    Clock::time_point                          placed_at = {}; // last
     std::atomic<bool>                          is_active{ false };
     std::atomic<bool>                          may_read{ false };
     std::atomic<bool>                          is_trial{ false };
@@ -101,10 +110,11 @@ private:
     std::mutex telling; // so that nobody is told an older state last
     Changed    changed;
 
-    void tell(int layer);
-    void tell_all();
-    bool computes(int peer) const { return peers[peer] && peers[peer]->joined(); }
-    bool lacks(int layer, int expert) const { return !lacking.empty() && lacking[layer][expert]; }
+    void              tell(int layer);
+    void              tell_all();
+    bool              computes(int peer) const { return peers[peer] && peers[peer]->joined(); }
+    bool              lacks(int layer, int expert) const { return !lacking.empty() && lacking[layer][expert]; }
+    Clock::time_point last_change() const;
     std::vector<std::vector<int>> choose(int layer, const std::vector<int> & wanted,
         const std::vector<std::vector<int>> & slots_of, const std::vector<int> & failed) const;
     size_t                        keep_for_reading(int layer, const ReadCost & read, int n_read,

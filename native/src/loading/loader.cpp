@@ -289,11 +289,13 @@ void Loader::take_given_up(std::vector<char *> & slots) {
 }
 
 void Loader::fail(Load & load, int role, int file, const std::string & why) {
-    load.failed = true;
+    const MoeLayer &  layer = map.layers[load.layer];
+    const std::string from  = layer.lacks(load.expert) ? "" : " from " + map.files[file].path;
+    load.failed             = true;
     take_back(load);
     orders.failed(load,
-        format("cannot read expert %d of %s from %s: %s", load.expert,
-            map.layers[load.layer].tensors[role].name.c_str(), map.files[file].path.c_str(), why.c_str()));
+        format("cannot read expert %d of %s%s: %s", load.expert, layer.tensors[role].name.c_str(), from.c_str(),
+            why.c_str()));
 }
 
 static constexpr const char * CHANGED = "the file was changed after it was loaded";

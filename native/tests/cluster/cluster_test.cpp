@@ -12,7 +12,9 @@
 #include <atomic>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <random>
+#include <sys/socket.h>
 
 using namespace pyorch;
 
@@ -465,7 +467,180 @@ static void test_a_server_that_answers_too_late_is_lost_and_asked_again() {
     }
 }
 
+// As the node behind the experts goes through what was sent. False: nobody has it.
+static bool joined(RemoteBank & bank, int layer, const std::vector<RemoteRows> & sent) {
+    std::deque<RemoteRows> all(sent.begin(), sent.end());
+    for (; !all.empty(); all.pop_front()) {
+        RemoteRows rows = all.front();
+        if (bank.wait(layer, rows)) {
+            CHECK(rows.answer->rows.size() == rows.slots.size() * LAYERS[layer].n_out);
+            continue;
+        }
+        const auto again = bank.send_again(layer, rows);
+        if (again.empty()) {
+            return false;
+        }
+        all.insert(all.end(), again.begin(), again.end());
+    }
+    return true;
+}
+
+// Rows of three experts of layer 0, ten of each.
+static std::vector<RemoteRows> send_thirty(RemoteBank & bank) {
+    std::vector<int32_t> experts(30);
+    for (int i = 0; i < 30; ++i) {
+        experts[i] = i / 10;
+    }
+    const std::vector<float> weights(30, 1.0f), inputs(30 * LAYERS[0].n_in, 1.0f);
+    std::vector<uint8_t>     elsewhere;
+    return bank.send(0, 30, 1, experts.data(), weights.data(), inputs.data(), std::vector<uint8_t>(8), {}, elsewhere);
+}
+
+static const std::vector<std::vector<uint8_t>> ALL_LACK = { std::vector<uint8_t>(8, 1), std::vector<uint8_t>(4, 1) };
+static constexpr std::chrono::milliseconds     FOR_EVER = std::chrono::minutes(10), AT_ONCE{ 20 };
+
+static void test_many_who_lack_all_ask_one_at_once_and_nobody_is_refused() {
+    std::atomic<bool> waits{ true };
+    ListenerConfig    small = listener_config(0);
+    small.quota             = Listener::MIN_REQUESTS * largest_with_answer(LAYERS, 10);
+    small.stall_ms          = 600000;
+    Listener                                 listener(small, [&](const ExpertRows & rows, float * outputs) {
+        while (waits) {
+            std::this_thread::yield();
+        }
+        compute(rows, outputs);
+    });
+    std::vector<std::unique_ptr<RemoteBank>> banks;
+    std::vector<std::thread>                 threads;
+    for (int b = 0; b < 8; ++b) {
+        banks.push_back(std::make_unique<RemoteBank>(LAYERS, ALL_LACK, FOR_EVER));
+        banks.back()->place(0, std::vector<int>(8, banks.back()->connect(peer_config(listener.port()))), 1);
+        for (int t = 0; t < 2; ++t) { // contexts
+            threads.emplace_back([bank = banks.back().get()] { CHECK(joined(*bank, 0, send_thirty(*bank))); });
+        }
+    }
+    const auto n_signs = [&] {
+        uint64_t n = 0;
+        for (const auto & bank : banks) {
+            const pyorch_peer_info info = bank->peer(0)->counts();
+            CHECK(info.times_lost == 0);
+            n += (info.bytes_received - sizeof(FrameHeader) - sizeof(Welcome)) / sizeof(FrameHeader);
+        }
+        return n;
+    };
+    while (n_signs() < 100) { // most of them unasked: a ping is sent every two seconds
+        for (const auto & bank : banks) {
+            CHECK(bank->peer(0)->pace().pending <= 20); // of both contexts
+        }
+    }
+    waits = false;
+    for (auto & thread : threads) {
+        thread.join();
+    }
+    for (const auto & bank : banks) {
+        const pyorch_peer_info info = bank->peer(0)->counts();
+        CHECK(info.times_lost == 0 && info.failed == 0 && info.slots == 60);
+    }
+    CHECK(listener.counts().refused == 0 && listener.counts().slots == 8 * 60);
+}
+
+static void test_what_is_lacking_waits_for_a_server_that_has_it_and_then_for_no_other_one() {
+    Listener   listener(listener_config(0), compute);
+    RemoteBank bank(LAYERS, ALL_LACK, FOR_EVER);
+    CHECK(bank.active());
+    std::thread early([&] { CHECK(joined(bank, 0, send_thirty(bank))); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50)); // it has begun, most likely
+    const int peer = bank.connect(peer_config(listener.port()));
+    bank.place(0, std::vector<int>(8, peer), 1);
+    early.join();
+    CHECK(bank.peer(peer)->counts().slots == 30);
+
+    RemoteBank alone(LAYERS, ALL_LACK, AT_ONCE);
+    CHECK(!joined(alone, 0, send_thirty(alone)));
+    auto      second = std::make_unique<Listener>(listener_config(0), compute);
+    const int gone   = alone.connect(peer_config(second->port()));
+    alone.place(0, std::vector<int>(8, gone), 1);
+    CHECK(joined(alone, 0, send_thirty(alone)));
+    second.reset();
+    CHECK(!joined(alone, 0, send_thirty(alone)));
+
+    // When a server has been away for longer nobody waits for it: that would hold up all that needs it not.
+    RemoteBank away(LAYERS, ALL_LACK, std::chrono::seconds(1));
+    second          = std::make_unique<Listener>(listener_config(0), compute);
+    const int third = away.connect(peer_config(second->port()));
+    away.place(0, std::vector<int>(8, third), 1);
+    second.reset();
+    while (away.peer(third)->joined()) {
+        std::this_thread::yield();
+    }
+    CHECK(!joined(away, 0, send_thirty(away)));
+    const auto begin = Clock::now();
+    int        n     = 0;
+    while (n < 100 && !joined(away, 0, send_thirty(away))) {
+        ++n;
+    }
+    CHECK(n == 100 && Clock::now() - begin < std::chrono::seconds(50));
+}
+
+// Who lets others join, and refuses what it is asked first.
+static void refuse_one(const Socket & listening) {
+    Socket socket;
+    while (!(socket = accept_from(listening)).open()) {
+        std::this_thread::yield();
+    }
+    const auto next = [&] { // frame: its kind
+        Frame bytes(sizeof(FrameHeader));
+        for (size_t n = 0; n < bytes.size();) {
+            const int64_t more = receive_some(socket, bytes.data() + n, bytes.size() - n);
+            CHECK(more >= 0);
+            n += more;
+            if (n == sizeof(FrameHeader)) {
+                FrameHeader header;
+                memcpy(&header, bytes.data(), sizeof(header));
+                bytes.resize(sizeof(header) + header.bytes);
+            }
+        }
+        return (FrameKind) ((const FrameHeader *) bytes.data())->kind;
+    };
+    const auto put = [&](const Frame & frame) {
+        CHECK(send_some(socket, frame.data(), frame.size()) == (int64_t) frame.size());
+    };
+    CHECK(next() == FrameKind::HELLO);
+    const Welcome welcome = { 9, 100 };
+    put(make_frame(FrameKind::WELCOME, 0, &welcome, sizeof(welcome)));
+    while (next() != FrameKind::COMPUTE) {
+    }
+    put(make_frame(FrameKind::REFUSED, 0, "there is no room"));
+    shutdown(socket.fd(), SHUT_WR); // and not closed: it might still send, and would not read this then
+    char ignored[64];
+    while (receive_some(socket, ignored, sizeof(ignored)) >= 0) {
+    }
+}
+
+static void test_what_a_server_refused_is_asked_again_soon_and_its_answer_is_awaited() {
+    Socket      listening = listen_at("127.0.0.1", 0);
+    const int   port      = port_of(listening);
+    RemoteBank  bank(LAYERS, ALL_LACK, FOR_EVER);
+    std::thread asks([&] { // it joins before anybody is asked
+        bank.place(0, std::vector<int>(8, bank.connect(peer_config(port))), 1);
+        CHECK(joined(bank, 0, send_thirty(bank)));
+    });
+    const auto  begin = Clock::now();
+    for (int i = 0; i < 3; ++i) {
+        refuse_one(listening);
+    }
+    listening.close();
+    Listener listener(listener_config(port), compute);
+    asks.join();
+    CHECK(Clock::now() - begin < std::chrono::milliseconds(peer_config(port).answer_ms)); // the ban for who fails
+    CHECK(bank.peer(0)->counts().times_lost == 3);
+    CHECK(bank.peer(0)->error().find("refuses: there is no room") != std::string::npos);
+}
+
 int main() {
+    test_many_who_lack_all_ask_one_at_once_and_nobody_is_refused();
+    test_what_is_lacking_waits_for_a_server_that_has_it_and_then_for_no_other_one();
+    test_what_a_server_refused_is_asked_again_soon_and_its_answer_is_awaited();
     test_a_server_that_answers_too_late_is_lost_and_asked_again();
     test_many_ask_while_servers_come_and_go();
     test_servers_that_have_the_same_experts_share_the_work();

@@ -5,6 +5,7 @@
 #include "base/status.h"
 #include "check.h"
 
+#include <algorithm>
 #include <arpa/inet.h>
 #include <atomic>
 #include <cstring>
@@ -70,8 +71,18 @@ public:
         return get(payload.data(), payload.size()) ? (FrameKind) header.kind : FrameKind(0);
     }
 
+    // The same without signs of life, which come while a request waits for room.
+    FrameKind answer() {
+        FrameKind kind;
+        while ((kind = next()) == FrameKind::PONG) {
+            ++n_signs;
+        }
+        return kind;
+    }
+
     FrameHeader       header;
     std::vector<char> payload;
+    std::atomic<int>  n_signs{ 0 };
 
 private:
     Socket connection;
@@ -101,7 +112,7 @@ static bool is_answer(const Client & client, uint64_t id, int n_slots) {
 }
 
 static bool answers(Client & client, uint64_t id, int n_slots = 1) {
-    return client.put(request(id, n_slots)) && client.next() == FrameKind::COMPUTED && is_answer(client, id, n_slots);
+    return client.put(request(id, n_slots)) && client.answer() == FrameKind::COMPUTED && is_answer(client, id, n_slots);
 }
 
 static uint64_t resident_bytes() {
@@ -143,6 +154,7 @@ static void test_who_holds_most_goes_where_memory_is_used_up() {
     const int      n_slots = 1024;
     ListenerConfig small   = config();
     small.quota            = Listener::MIN_REQUESTS * largest_with_answer(LAYERS, n_slots);
+    small.stall_ms         = 100;
     Listener                             listener(small, compute);
     Client                               honest(listener.port());
     std::vector<std::unique_ptr<Client>> halves; // of requests, together more than the quota
@@ -169,6 +181,73 @@ static void test_who_holds_most_goes_where_memory_is_used_up() {
     while (listener.counts().refused == before) {
         CHECK(answers(honest, 8));
     }
+}
+
+// Eight who each ask for more at once than one may have; all together have room for as much as two.
+static void test_requests_for_which_there_is_no_room_are_read_when_there_is_and_signs_of_life_come_meanwhile() {
+    const int         n_slots = 10;
+    std::atomic<bool> waits{ true };
+    ListenerConfig    small = config();
+    small.quota             = Listener::MIN_REQUESTS * largest_with_answer(LAYERS, n_slots);
+    small.stall_ms          = 600000; // also where this machine takes its time
+    Listener                             listener(small, [&](const ExpertRows & rows, float * outputs) {
+        while (waits) {
+            std::this_thread::yield();
+        }
+        compute(rows, outputs);
+    });
+    std::vector<std::unique_ptr<Client>> clients;
+    std::vector<std::future<void>>       answered;
+    for (int c = 0; c < 8; ++c) {
+        clients.push_back(std::make_unique<Client>(listener.port()));
+        answered.push_back(std::async(std::launch::async, [&client = *clients.back(), c] {
+            const auto sent = std::async(std::launch::async, [&] {
+                for (int i = 0; i < 3; ++i) {
+                    CHECK(client.put(request(10 * c + i, n_slots)));
+                }
+            });
+            for (int i = 0; i < 3; ++i) {
+                CHECK(client.answer() == FrameKind::COMPUTED && is_answer(client, 10 * c + i, n_slots));
+            }
+        }));
+    }
+    const auto n_live = [&] {
+        return std::count_if(clients.begin(), clients.end(), [](const auto & client) { return client->n_signs > 5; });
+    };
+    while (n_live() < 8) { // each has one request more than what there is room for
+        CHECK(listener.counts().buffer_bytes <= listener.quota);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    waits = false;
+    for (auto & each : answered) {
+        each.get();
+        CHECK(listener.counts().buffer_bytes <= listener.quota);
+    }
+    CHECK(listener.counts().requests == 24 && listener.counts().refused == 0);
+}
+
+static void test_who_asks_most_has_half_of_the_room() {
+    std::atomic<bool> waits{ true };
+    ListenerConfig    small = config();
+    small.quota             = Listener::MIN_REQUESTS * largest_with_answer(LAYERS, 10);
+    small.stall_ms          = 600000;
+    Listener listener(small, [&](const ExpertRows & rows, float * outputs) {
+        while (waits && rows.weight[0] == 1) {
+            std::this_thread::yield();
+        }
+        compute(rows, outputs);
+    });
+    Client   greedy(listener.port()), honest(listener.port());
+    for (int i = 0; i < 4; ++i) {
+        CHECK(greedy.put(request(i, 10)));
+    }
+    CHECK(greedy.next() == FrameKind::PONG && greedy.next() == FrameKind::PONG);
+    CHECK(listener.counts().buffer_bytes <= listener.quota / 2);
+    CHECK(honest.put(request(1, 10, 2)) && honest.put(make_frame(FrameKind::PING, 0, nullptr, 0)));
+    CHECK(honest.next() == FrameKind::PONG); // behind its request, which was read
+    CHECK(listener.counts().buffer_bytes > listener.quota / 2);
+    waits = false;
+    CHECK(honest.next() == FrameKind::COMPUTED && is_answer(honest, 1, 10));
 }
 
 static void test_a_request_is_a_part_of_the_quota_with_its_answer() {
@@ -271,6 +350,8 @@ int main() {
     test_headers_alone_take_no_memory();
     test_who_does_not_read_its_answer_delays_nobody();
     test_who_holds_most_goes_where_memory_is_used_up();
+    test_requests_for_which_there_is_no_room_are_read_when_there_is_and_signs_of_life_come_meanwhile();
+    test_who_asks_most_has_half_of_the_room();
     test_a_request_is_a_part_of_the_quota_with_its_answer();
     test_a_flood_of_requests_is_answered_in_turn_with_others();
     test_strangers_keep_nobody_out();
