@@ -349,6 +349,8 @@ def check(
     path = Path(path or container.default_path(model, packs.KIND)).absolute()
     with ModelMap(model) as model_map, ModelMap(model) as attached:
         metadata, arrays = packs.read(path, model_map)
+        if packs.SHARE in metadata and not model_map.info.slim:
+            raise FormatError(packs.beside_whole(path, arrays, model_map))
         attached.attach_pack(path)  # which checks the index
         if layout is not None and metadata[packs.LAYOUTS] != layouts_of(model_map, layout):
             raise FormatError(f"{path} does not hold the experts in the {layout} layout: make it again with --layout "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -107,12 +108,7 @@ def share_of(model_map: ModelMap) -> dict[int, np.ndarray] | None:
     metadata, arrays = read(model_map.pack, model_map)
     if SHARE not in metadata:
         return None
-    share = {}
-    for layer in model_map.layers:
-        rows = np.ascontiguousarray(arrays[index_name(layer.il)]).view(CHUNK).ravel()
-        share[layer.il] = np.ones(layer.n_expert, bool)
-        share[layer.il][rows["expert"][rows["offset"] == NOWHERE]] = False
-    return share
+    return _held(model_map.pack, arrays, model_map)
 
 
 def open_model(path: str | os.PathLike[str], share: bool = False) -> ModelMap:
@@ -148,9 +144,9 @@ def attach(model_map: ModelMap, plain: bool = False) -> str:
     if path is None or model_map.pack is not None or not model_map.layers:
         return ""
     try:
-        metadata, _ = read(path, model_map)
+        metadata, arrays = read(path, model_map)
         if SHARE in metadata and not model_map.info.slim:
-            return f"{path} has a share of the experts, and belongs beside the slim model that was written with it"
+            return beside_whole(path, arrays, model_map)
         layouts = metadata.get(LAYOUTS)
         if plain and any(str(scheme).startswith(codecs.NIBBLE) for scheme in metadata.get(CODECS, [])):
             return (f"{path} holds nibbles, from which devices and kernels without repacking do not compute: for these "
@@ -161,6 +157,14 @@ def attach(model_map: ModelMap, plain: bool = False) -> str:
     except FormatError as error:
         return str(error)
     return ""
+
+
+def beside_whole(path: Path, arrays: Mapping[str, np.ndarray], model_map: ModelMap) -> str:
+    """Why the pack of a share is not used beside a model with all experts."""
+    held = _held(path, arrays, model_map)
+    n_lacking, n_experts = sum(int((~row).sum()) for row in held.values()), sum(map(len, held.values()))
+    return (f"{path} has a share of the experts, without {n_lacking} of {n_experts}, and belongs beside the slim model "
+            "that was written with it")
 
 
 # How large the parts of compressed experts are, by the index of the pack that a model has attached
@@ -237,6 +241,18 @@ def _slots(il: int, sizes: dict[int, PartSizes], model_map: ModelMap) -> PartSiz
     alike = [size for other, size in sizes.items() if model_map.layer(other).expert_bytes == expert_bytes]
     return replace(sizes[il], e_memory=max(size.e_memory for size in alike),
                    sm_memory=max(size.sm_memory for size in alike))
+
+
+def _held(path: Path, arrays: Mapping[str, np.ndarray], model_map: ModelMap) -> dict[int, np.ndarray]:
+    held = {}
+    try:
+        for layer in model_map.layers:
+            rows = np.ascontiguousarray(arrays[index_name(layer.il)]).view(CHUNK).ravel()
+            held[layer.il] = np.ones(layer.n_expert, bool)
+            held[layer.il][rows["expert"][rows["offset"] == NOWHERE]] = False
+    except (KeyError, ValueError, IndexError):
+        raise FormatError(f"{path} is damaged where it says what is where; make it again") from None
+    return held
 
 
 def _pages(n_bytes: np.ndarray) -> int:

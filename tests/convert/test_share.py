@@ -127,6 +127,8 @@ def test_a_share_is_refused_where_it_is_of_no_use(
     with ModelMap(model) as whole:
         assert "belongs beside the slim model that was written with it" in packs.attach(whole)
         assert whole.pack is None
+    assert main(["pack", str(model), "--check"]) == 2
+    assert "has a share of the experts, without 336 of 512, and belongs beside" in capsys.readouterr().err
 
 
 def test_a_pack_that_lacks_experts_is_none_of_a_whole_model(model: Path) -> None:
