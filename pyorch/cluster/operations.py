@@ -104,6 +104,7 @@ def brought_up(
             if not ray_address:  # the servers are here: what cannot be is refused before anything starts
                 found = _examined(cluster, lambda server: examine(
                     _model_of(cluster, server), server, _keys_of(cluster), placement))
+                _check_ubatch(found, settings or {}, flags)
             try:
                 if not ray_address:
                     say("starting Ray")
@@ -115,6 +116,7 @@ def brought_up(
                     nodes = _nodes(ray, cluster)
                     found = _examined(cluster, lambda server: _examine_there(
                         ray, cluster, server, nodes[server.name], placement))
+                    _check_ubatch(found, settings or {}, flags)
                 if setting is not None and any(one.has_share for one in found.values()):
                     say("experts stay where the plan has them: a server with a share of them cannot take in others")
                     setting = None
@@ -322,6 +324,20 @@ def _check_same(cluster: Cluster, found: Mapping[str, Examined]) -> None:
         if found[name].fingerprint != found[first].fingerprint:
             raise PyorchError(f"server {name} has another model than server {first}: its fingerprint is "
                               f"{found[name].fingerprint[:12]}, that of {first} {found[first].fingerprint[:12]}")
+
+
+def _check_ubatch(found: Mapping[str, Examined], settings: Mapping[str, Any], flags: Sequence[str]) -> None:
+    """PyorchError where a server with a share is to compute more tokens at once than the others take of it."""
+    shares = [name for name, one in found.items() if one.has_share]
+    if not shares:
+        return
+    from pyorch.llama.context_plan import MAX_SHARE_UBATCH  # of llama.cpp, which takes its time
+    from pyorch.serve.llama_server import UBATCH, Flags
+
+    n_ubatch = Flags([*flags, *(("-ub", settings["n_ubatch"]) if settings.get("n_ubatch") else ())]).number(UBATCH, 512)
+    if n_ubatch > MAX_SHARE_UBATCH:
+        raise PyorchError(f"server {shares[0]}: it has a share of the experts, and other servers take no more than "
+                          f"{MAX_SHARE_UBATCH} rows for one of them: a ubatch of {n_ubatch} tokens is too wide")
 
 
 def _jobs(

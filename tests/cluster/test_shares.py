@@ -131,6 +131,11 @@ def test_what_no_share_can_be_used_for_is_refused_before_ray_starts(
         refused("up", "--config", other, "--plan", plan)
     assert "has a share of the experts, for one server of a cluster" in refused("up", "--config", other)
 
+    one = write_config(tmp_path, small_moe, a=directory / "shares/a/small.gguf")
+    for width in (("--ubatch", 2048), ("--", "-ub", 2048)):
+        assert "server a: it has a share of the experts, and other servers take no more than 1024 rows" in \
+            refused("up", "--config", one, "--plan", plan, *width)
+
     shares = write_config(tmp_path, directory / "small.gguf",
                           **{name: directory / f"shares/{name}/small.gguf" for name in ("a", "b")})
     part = write_plan(tmp_path / "part.json", small_moe, n_covered=60)
