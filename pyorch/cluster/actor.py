@@ -138,7 +138,7 @@ class Server:
     def settle(self) -> None:
         """Keeps of its share of the plan what there is room for, after moves."""
         n_pinned, reason = self._ask("pin", seconds=_PLAN_SECONDS)
-        self._reason = reason and f"{n_pinned} experts of the plan stay in memory, and no more: {reason}"
+        self._reason = reason and f"{n_pinned} experts of the plan stay in memory: {reason}"
 
     def introduce(self, name: str) -> bool:
         """Another server presents itself, which computes for others already, if it has a plan. Returns whether this

@@ -38,6 +38,7 @@ from pyorch.serve.llama_server import Flags
 from pyorch.serve.server import serve
 from pyorch.sidecars import packs
 from pyorch.sidecars.container import fingerprint
+from pyorch.sizes import format_bytes
 
 _METRICS = {  # of llama-server, and what they are called here
     "requests_processing": "requests_running", "requests_deferred": "requests_waiting",
@@ -162,7 +163,8 @@ class Serving:
     def pin(self) -> tuple[int, str]:
         """Keeps the experts of the plan in memory, of each layer alike many, as many as the budget lets.
 
-        Returns how many are kept, and why not all: a sentence, or "".
+        Returns how many are kept, and why not all: a sentence, or "", also where only what a layer needs at once is
+        not left for the plan.
         """
         placement = self._following().placement
         own = [np.flatnonzero(row).tolist() for row in placement.held[placement.servers.index(self._job.name)]]
@@ -255,17 +257,26 @@ class Serving:
 
     def _keep(self, experts: Iterable[Sequence[int]]) -> str:
         """As many of these in memory as there is room for, layer (an index) and number. Returns why not all, or ""."""
-        layers, reason = self._peers.placement.layers, ""
+        layers = self._peers.placement.layers
         for layer, expert in experts:
             try:
-                if not reason:
-                    self._engine.pin(layers[layer], [expert])
-                    self._pinned.add((layers[layer], expert))
+                self._engine.pin(layers[layer], [expert])
+                self._pinned.add((layers[layer], expert))
             except BudgetError:
-                reason = "the rest of its budget is for what a layer needs at once"
+                return self._excess()
             except PyorchError as error:
-                reason = str(error)
-        return reason
+                return str(error)
+        return ""
+
+    def _excess(self) -> str:
+        """By how much the plan is more than the memory, or ""."""
+        placement, budget = self._peers.placement, self._engine.stats().budget_bytes
+        n_held = placement.held[placement.servers.index(self._job.name)].sum(axis=1)
+        with ModelMap(self._job.model) as model_map:
+            wanted = sum(int(n) * model_map.layer(il).expert_bytes for il, n in zip(placement.layers, n_held))
+        return "" if wanted <= budget else (
+            f"its experts of the plan take {format_bytes(wanted, round_up=True)}, and its memory is "
+            f"{format_bytes(budget)}: those that do not stay are read when they are used")
 
     def _metrics(self) -> dict[str, Any]:
         """Of llama-server, by the names of Counters; nothing where it does not answer soon."""

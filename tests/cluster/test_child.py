@@ -6,14 +6,20 @@ import signal
 import subprocess
 import sys
 from multiprocessing import Pipe
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from models import small_model
 from processes import HANG_SECONDS
 
 from pyorch.cluster.actor import Server
 from pyorch.cluster.child import Serving
+from pyorch.cluster.members import Job
+from pyorch.cluster.peers import Peers
+from pyorch.cluster.placement.placement import ABSENT, Placement
+from pyorch.sidecars.container import fingerprint
 
 _SERVING = """
 import sys
@@ -74,6 +80,21 @@ def test_what_cannot_be_answered_is_said_and_the_process_still_ends_with_its_act
             kind, answered, refused = ours.recv()
             assert (kind, answered) == ("refused", number) and sentence in refused
     assert process.wait() == -signal.SIGTERM
+
+
+def test_of_a_plan_that_the_memory_is_for_nothing_is_said_and_of_a_larger_one_by_how_much(small_moe: Path) -> None:
+    with small_model(small_moe, "50%") as model:
+        layers, digest = model.map.layers, fingerprint(model.map)
+        serving = Serving(None, Job("a", str(small_moe), "127.0.0.1", 1, 1, "50%", digest, "token"))
+        serving._engine, serving._peers = model.engine, Peers(model.engine, "a", "token", digest)
+        n_fitting = model.engine.stats().budget_bytes // sum(layer.expert_bytes for layer in layers)
+        for n_held, says in ((n_fitting, ""), (n_fitting + 1, "its experts of the plan take ")):
+            device = np.full((1, len(layers), 64), ABSENT, np.int16)
+            device[0, :, :n_held] = 0
+            serving._peers.follow(Placement(("a",), tuple(layer.il for layer in layers), (64,) * len(layers), device))
+            n_kept, reason = serving.pin()
+            assert 0 < n_kept < n_fitting * len(layers)  # a layer needs some room at once
+            assert reason.startswith(says) and bool(reason) == bool(says)
 
 
 @pytest.mark.parametrize(("has_pack", "fetched"), [(False, [(1, 2)]), (True, [])])

@@ -99,7 +99,9 @@ def test_servers_keep_what_the_plan_gives_them_as_far_as_their_memory_goes(clust
     assert servers["a"]["digest"] == servers["b"]["digest"] != ""
     for server in servers.values():
         assert server["placed"] == 8 * 32
-    assert 0 < servers["a"]["counters"]["pinned"] < 8 * 32 and "needs at once" in servers["a"]["reason"]
+    n_pinned, reason = servers["a"]["counters"]["pinned"], servers["a"]["reason"]
+    assert 0 < n_pinned < 8 * 32 and f"{n_pinned} experts of the plan stay in memory: its experts" in reason
+    assert "those that do not stay are read when they are used" in reason
     assert servers["b"]["counters"]["pinned"] == 8 * 32 and servers["b"]["reason"] == ""
 
 
