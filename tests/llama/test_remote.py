@@ -23,8 +23,10 @@ from pyorch.convert.share import share_for, write_share
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama.context import Context, log_softmax
 from pyorch.llama.model import Model
+from pyorch.runtime.disk import measure_bandwidth
 from pyorch.runtime.engine import HERE
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars import packs
 from pyorch.sidecars.container import fingerprint
 
 TOKEN = "a token for tests"
@@ -403,6 +405,11 @@ def test_an_expert_that_a_share_lacks_is_neither_kept_nor_read_ahead(shares):
         small_model(shares[0], "100%", placed=True, n_ctx=2048, n_batch=2048, n_ubatch=1056)
     with small_model(shares[0], "100%", placed=True, n_ctx=4096, n_batch=4096) as even:
         assert llama_cpp.llama_n_ubatch(even.llama.ctx) <= 1024
+
+
+def test_a_disk_is_measured_with_experts_that_are_on_it(shares):
+    with packs.open_model(shares[3], share=True) as one:  # of 64
+        assert measure_bandwidth(one, 0.2).bytes_per_second > 0
 
 
 def test_a_placement_may_change_at_any_time(small_moe, resident, prompt_tokens):

@@ -20,8 +20,10 @@ static constexpr uint64_t SMALL_REQUEST = 512u << 10;
 struct House {
     static constexpr int N_EXPERT = 4;
 
-    explicit House(int budget_in_experts, std::unique_ptr<Source> source = call_source(touch_pages, nullptr)) :
-            map(synthetic_map(path, 3, N_EXPERT, [](int) { return 32768; })),
+    // lacking: an expert of each layer that no file has; -1: none.
+    explicit House(
+        int budget_in_experts, std::unique_ptr<Source> source = call_source(touch_pages, nullptr), int lacking = -1) :
+            map(share(synthetic_map(path, 3, N_EXPERT, [](int) { return 32768; }), lacking)),
             table(map, std::make_unique<HostBank>(map, budget_in_experts * map.layers[0].slot_bytes()),
                 std::move(source), plain_codec(), {}),
             disk(table.loader()) {}
@@ -45,6 +47,19 @@ struct House {
         std::function<void()> while_short;
         double                ns_per_byte = 1; // half a millisecond are less than the least request
     };
+
+    static ModelMap share(ModelMap whole, int lacking) {
+        for (MoeLayer & layer : whole.layers) {
+            PackedLayer pack = { 0, {}, {}, std::vector<bool>(3), std::vector<bool>(3) };
+            for (int e = 0; e < N_EXPERT; ++e) {
+                pack.offset.push_back(e == lacking ? NOWHERE : e * layer.slot_bytes());
+            }
+            if (lacking >= 0) {
+                layer.pack = std::make_shared<PackedLayer>(std::move(pack));
+            }
+        }
+        return whole;
+    }
 
     const ModelMap map;
     Table          table;
@@ -240,6 +255,29 @@ static void what_a_tier_above_has_is_not_guessed() {
     CHECK(house.read_all() > 0 && house.resident(1, 1));
 }
 
+static void what_no_file_has_is_neither_guessed_nor_read_behind_everything_else() {
+    for (const int lacking : { -1, 1 }) {
+        for (const int how : { 0, 1, 2, 3 }) {
+            House house(12, call_source(touch_pages, nullptr), lacking);
+            if (how & 1) { // a server that had it is lost
+                house.table.set_elsewhere(1, std::vector<uint8_t>(House::N_EXPERT));
+            }
+            if (how & 2) {
+                house.guess(house.owner, 1, 1);
+            } else {
+                house.table.defer(1, { 1 });
+            }
+            ReadRequest request;
+            CHECK(house.disk.take(request) == (lacking < 0));
+            CHECK(house.loading(1, 1) == (lacking < 0));
+            if (lacking < 0) {
+                house.disk.end(request);
+                house.read_all();
+            }
+        }
+    }
+}
+
 int main(int argc, char ** argv) {
     return run(argc, argv,
         {
@@ -251,5 +289,6 @@ int main(int argc, char ** argv) {
             an_abandoned_guess_goes_on_where_it_is_pinned_or_asked_for_by_name,
             who_lacks_memory_gets_that_of_a_guess_under_way,
             what_a_tier_above_has_is_not_guessed,
+            what_no_file_has_is_neither_guessed_nor_read_behind_everything_else,
         });
 }
