@@ -25,7 +25,7 @@ static std::shared_ptr<pyorch::PageLocks> make_locks(const pyorch_config & confi
     if (config.n_devices == 0 || simulated) {
         return nullptr;
     }
-    return std::make_shared<pyorch::PageLocks>((ggml_backend_dev_t) config.devices[0]); // for all of its backend
+    return std::make_shared<pyorch::PageLocks>(pyorch::devices_of(config));
 }
 
 static bool repacks(const pyorch::ModelMap & map) {

@@ -86,7 +86,7 @@ def plan_devices(managed: ManagedModel, params: llama.llama_context_params, is_l
         left = device.free_bytes() - sizes.devices[i] - measure.chain_bytes(managed.map, params.n_ubatch) - dense[i]
         if managed.plan.settings.vram_budget == AUTO:
             managed.engine.set_device_budget(i, max(0, left - margin_bytes(device.total_bytes())))
-        elif left < given:
+        elif max(0, left) < given:
             managed.engine.set_device_budget(i, max(0, left))
             fatal.notice(f"note: {device.name} has {format_bytes(max(0, left))} left beside the other layers and the "
                          f"context: so much is for experts, not {format_bytes(given)}")

@@ -138,9 +138,10 @@ def _divided(
     sizes = [model_map.dense_bytes(il) + kv + experts.get(il, 0) for il in range(first, info.n_layers)]
     sizes.append(0 if info.slim else output_bytes(model_map))
     rooms = list(accumulate(max(1, _left(device)) for device in found)) if len(found) > 1 else [1]
-    counts, before = [0] * len(found), 0
+    counts, before = [0] * len(found), sum(n_bytes for il, n_bytes in experts.items() if il < first)
+    total = max(1, before + sum(sizes))
     for size in sizes:  # to whom its middle belongs
-        counts[bisect_left(rooms, (before + size / 2) / max(1, sum(sizes)) * rooms[-1])] += 1
+        counts[bisect_left(rooms, (before + size / 2) / total * rooms[-1])] += 1
         before += size
     ends = [min(first + end, info.n_layers) for end in accumulate(counts)]
     devices = Devices(tuple(found), (*ends[:-1], info.n_layers))

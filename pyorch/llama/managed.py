@@ -164,8 +164,9 @@ class ManagedModel:
                 self.engine.history.write(settings.maps, self.map)
 
     def lost(self) -> str:
-        """Says that the device is."""
-        return f"the device {self.plan.settings.device} is lost: its process ended, or cannot be reached"
+        """Says that a device is."""
+        one = "one of the devices" if len(self.devices.each) > 1 else "the device"
+        return f"{one} {self.plan.settings.device} is lost: its process ended, or cannot be reached"
 
 
 models: dict[int, ManagedModel] = {}  # by llama_model *

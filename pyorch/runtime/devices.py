@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -97,10 +98,24 @@ class Devices:
 
 def find_devices(name: str) -> list[Device]:
     """Those of a setting, as find_device() finds them. "auto": all with memory of their own, at least one."""
-    found = [find_device(each) for each in device_names(name)]
+    names = device_names(name)
+    remote = [each for each in names if each.startswith(REMOTE)] if len(names) > 1 else []
+    addresses = [_address(each) for each in remote]
+    for one, address in zip(remote, addresses):
+        if addresses.count(address) > 1:  # its process would wait for itself
+            raise PyorchError(f'device "{name}" names {one} twice, by another name')
+    found = [find_device(each) for each in names]
     while name == AUTO and (handle := call(lib.pyorch_next_device, found[-1].handle, out="void *")[0]):
         found.append(_described(handle))
     return found
+
+
+def _address(name: str) -> tuple[str, int]:
+    """Of a device of another process; a host that cannot be resolved as it is."""
+    host, _, port = name.removeprefix(REMOTE).rpartition(":")
+    with contextlib.suppress(OSError):
+        host = socket.gethostbyname(host)
+    return host, int(port)
 
 
 def find_device(name: str) -> Device:

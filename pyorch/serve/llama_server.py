@@ -155,7 +155,7 @@ class Flags:
             return
         if devices.is_remote:
             endpoints = (each.removeprefix(REMOTE) for each in device_names(name) if each.startswith(REMOTE))
-            self.arguments += ("--rpc", ",".join(endpoints))
+            self.arguments[:0] = ("--rpc", ",".join(endpoints))  # before what names them
         self.replace(DEVICE, ",".join(device.name for device in devices.each))
         self.default(GPU_LAYERS, "-ngl", "all" if params.n_gpu_layers < 0 else params.n_gpu_layers)
         if len(devices.each) > 1:

@@ -70,7 +70,8 @@ def as_json(value: Any, status: int = 200) -> Answer:
 
 def refusal(status: int, sentence: str) -> Answer:
     """An error, in the form that llama-server gives it."""
-    return as_json({"error": {"code": status, "message": sentence, "type": "invalid_request_error"}}, status)
+    kind = "unavailable_error" if status == 503 else "invalid_request_error"
+    return as_json({"error": {"code": status, "message": sentence, "type": kind}}, status)
 
 
 def own(path: str, parameters: str = "", body: str = "", seconds: float = 60.0) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.settings.budget import RESIDENT, Budget
 
@@ -40,7 +42,8 @@ def device_name(given: str) -> str:
         raise PyorchError(f'device "{given}" is more than {MAX_DEVICES} devices')
     for name in names:
         host, _, port = name.removeprefix(REMOTE).rpartition(":")
-        if name.startswith(REMOTE) and not (host and port.isdecimal() and 0 < int(port) < 65536):
+        if name.startswith(REMOTE) and not (
+                re.fullmatch(r"[\w.-]+", host) and port.isdecimal() and 0 < int(port) < 65536):
             raise PyorchError(f'device "{name}" is not understood: of another process it is rpc:HOST:PORT, such as '
                               "rpc:127.0.0.1:50052")
     return ",".join(names)

@@ -335,10 +335,10 @@ def test_a_layer_asks_the_device_for_its_choice_of_experts_and_for_the_inputs_of
 
 
 def test_lossy_settings_ask_nothing_where_no_expert_can_be_absent(
-    small_moe: Path, tmp_path: Path, prompt_tokens: list[int], expected: np.ndarray
+    small_moe: Path, process: DeviceProcess, tmp_path: Path, prompt_tokens: list[int], expected: np.ndarray
 ) -> None:
-    process = DeviceProcess(tmp_path / "log")
-    wire = CountingWire(process)
+    counted = DeviceProcess(tmp_path / "log")
+    wire = CountingWire(counted)
     with small_model(small_moe, "50%", device=wire.name, vram_budget="100%", substitution="heaviest") as model:
         assert_same_bits(logits(model, prompt_tokens), expected)
         with context(model) as ctx:
@@ -347,7 +347,7 @@ def test_lossy_settings_ask_nothing_where_no_expert_can_be_absent(
                 ctx.decode([token])
             assert wire.commands[wire.GET] == 2, "the choice of the layer that asks, and the logits"
     wire.stop()
-    process.stop()
+    counted.stop()
 
 
 @pytest.mark.parametrize("n_tokens", [1, 20, 64])

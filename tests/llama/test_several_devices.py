@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import batches
@@ -15,7 +16,7 @@ from devices import DeviceProcess
 from models import assert_same_bits, small_model
 
 import pyorch
-from pyorch.errors import DeviceError
+from pyorch.errors import DeviceError, PyorchError
 from pyorch.llama import device as where
 from pyorch.llama.context import Context
 from pyorch.llama.managed import find
@@ -85,6 +86,45 @@ def test_logits_are_the_same_in_contexts_side_by_side(
             assert sum(int((model.residency[il] == 2).sum()) for il in blocks) > 0, "each has some"
 
 
+# The first device has all of its experts, and its first layer asks all the same; the second has areas. And the other
+# way round.
+@pytest.mark.parametrize("rooms", [(6, 9), (7, 9)])
+def test_a_prompt_keeps_the_areas_where_a_device_before_or_behind_has_none(
+    small_moe: Path, pair: tuple[DeviceProcess, DeviceProcess], prompt_tokens: list[int], rooms: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokens = (prompt_tokens * 8)[:500]
+
+    def decode(ctx: Context) -> np.ndarray:
+        ctx.clear()
+        return np.concatenate([ctx.decode(tokens[:450]), ctx.decode(tokens[450:])])
+
+    options = {"n_ctx": 512, "n_batch": 512, "n_ubatch": 64, "n_threads": 1, "prefetch": "none"}
+    with pyorch.load(small_moe, budget="100%", use_extra_bufts=False, **options) as model:
+        with Context(model.llama.model, n_ctx=512, n_batch=512, n_ubatch=64, n_threads=1) as ctx:
+            expected = decode(ctx)
+    free = dict(zip((find_device(process.name) for process in pair), rooms))
+    monkeypatch.setattr(Device, "total_bytes", lambda _: 300 * MiB)
+    monkeypatch.setattr(Device, "free_bytes", lambda self: int((256 + free[self]) * MiB))
+    options |= {"device": names(pair), "managed": True}
+    with pyorch.load(small_moe, budget="100%", **options) as model, ExitStack() as use:
+        contexts = [use.enter_context(Context(model.llama.model, n_ctx=512, n_batch=512, n_ubatch=64, n_threads=1))
+                    for _ in range(2)]
+        threads = use.enter_context(ThreadPoolExecutor(2))
+        for _ in range(4):
+            for made in threads.map(decode, contexts):
+                assert_same_bits(made, expected)
+        there = [int((model.residency[il] == 2).sum()) for il in range(8)]
+        assert 64 in there and min(there) < 64, there
+
+
+def test_one_device_is_not_named_twice(small_moe: Path, pair: tuple[DeviceProcess, DeviceProcess]) -> None:
+    """It would wait for itself."""
+    name = pair[0].name
+    with pytest.raises(PyorchError, match="twice, by another name"):
+        small_model(small_moe, "50%", device=f"{name},{name.replace('127.0.0.1', 'localhost')}")
+
+
 def test_where_all_fits_llama_cpp_keeps_the_model_on_both(
     small_moe: Path, pair: tuple[DeviceProcess, DeviceProcess], prompt_tokens: list[int], expected: np.ndarray
 ) -> None:
@@ -137,7 +177,7 @@ def test_one_that_is_lost_fails_the_decode(small_moe: Path, tmp_path: Path, prom
     with small_model(small_moe, "50%", device=names(pair), vram_budget="40%") as model, context(model) as ctx:
         ctx.decode(prompt_tokens[:40])
         pair[1].stop()
-        with pytest.raises(DeviceError, match=f"the device {names(pair)} is lost"):
+        with pytest.raises(DeviceError, match=f"one of the devices {names(pair)} is lost"):
             ctx.decode(prompt_tokens[:1])
     pair[0].stop()
 

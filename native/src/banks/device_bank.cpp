@@ -520,17 +520,6 @@ int DeviceBanks::pool_of(int layer) const {
     return before; // no layer is nowhere
 }
 
-bool DeviceBanks::have_areas() const {
-    bool any = false;
-    for (const auto & bank : banks) {
-        any |= bank->n_areas() > 0;
-        if (bank->n_areas() == 0 && !bank->has_room_for_all()) {
-            return false;
-        }
-    }
-    return any;
-}
-
 bool DeviceBanks::have_room_for_all() const {
     return std::all_of(banks.begin(), banks.end(), [](const auto & bank) { return bank->has_room_for_all(); });
 }

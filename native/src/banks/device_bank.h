@@ -250,9 +250,6 @@ public:
     // Pools are numbered through.
     int pool_of(int layer) const;
 
-    // Whether prompts pass through areas: those of each device whose layers want some.
-    bool have_areas() const;
-
     bool     have_room_for_all() const;
     void     wait_for_uploads();
     uint64_t used() const; // of all devices, with what landed there

@@ -68,7 +68,7 @@ public:
             throw Failure(PYORCH_MEMORY, format("there is no memory to measure %s", ggml_backend_dev_name(device)));
         }
         memset(from.get(), 1, size);
-        PageLocks  locks(device);
+        PageLocks  locks(std::vector<ggml_backend_dev_t>{ device });
         DeviceLink link(device, largest, &locks);
         locks.lock(from.get(), size);
         const auto                                    unlock = [&](char * begin) { locks.unlock(begin, size); };

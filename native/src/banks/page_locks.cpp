@@ -7,23 +7,25 @@
 
 namespace pyorch {
 
-PageLocks::PageLocks(ggml_backend_dev_t device) {
+PageLocks::PageLocks(const std::vector<ggml_backend_dev_t> & devices) {
     const char * const told = getenv("PYORCH_UPLOADS");
     if (told && *told) { // that they go another way: device_link.h
         return;
     }
-    const ggml_backend_reg_t registry = device ? ggml_backend_dev_backend_reg(device) : nullptr;
-    const auto               found    = [&](const char * name) {
-        return registry ? ggml_backend_reg_get_proc_address(registry, name) : nullptr;
-    };
-    const auto locks   = (bool (*)(void *, size_t)) found("ggml_backend_register_host_buffer");
-    const auto unlocks = (void (*)(void *)) found("ggml_backend_unregister_host_buffer");
-    if (!locks || !unlocks) {
-        return;
+    for (ggml_backend_dev_t device : devices) {
+        const ggml_backend_reg_t registry = ggml_backend_dev_backend_reg(device);
+        const auto               found    = [&](const char * name) {
+            return registry ? ggml_backend_reg_get_proc_address(registry, name) : nullptr;
+        };
+        const auto locks   = (bool (*)(void *, size_t)) found("ggml_backend_register_host_buffer");
+        const auto unlocks = (void (*)(void *)) found("ggml_backend_unregister_host_buffer");
+        if (locks && unlocks) {
+            setenv("GGML_CUDA_REGISTER_HOST", "1", 0); // else it refuses
+            do_lock   = [locks](char * begin, uint64_t bytes) { return locks(begin, bytes); };
+            do_unlock = [unlocks](char * begin) { unlocks(begin); };
+            return;
+        }
     }
-    setenv("GGML_CUDA_REGISTER_HOST", "1", 0); // else it refuses
-    do_lock   = [locks](char * begin, uint64_t bytes) { return locks(begin, bytes); };
-    do_unlock = [unlocks](char * begin) { unlocks(begin); };
 }
 
 void PageLocks::lock(char * begin, uint64_t bytes) {

@@ -16,6 +16,7 @@
 #include <functional>
 #include <map>
 #include <shared_mutex>
+#include <vector>
 
 namespace pyorch {
 
@@ -24,8 +25,8 @@ public:
     using Lock   = std::function<bool(char * begin, uint64_t bytes)>;
     using Unlock = std::function<void(char * begin)>;
 
-    // As a device's backend does it; without a device, or where its backend cannot, nothing is ever locked.
-    explicit PageLocks(ggml_backend_dev_t device);
+    // As the backend of the first of these devices does it that can; without one nothing is ever locked.
+    explicit PageLocks(const std::vector<ggml_backend_dev_t> & devices);
     PageLocks(Lock lock, Unlock unlock) : do_lock(std::move(lock)), do_unlock(std::move(unlock)) {}
 
     PageLocks(const PageLocks &)             = delete;

@@ -18,7 +18,9 @@ using std::chrono::milliseconds;
 constexpr size_t CHUNK     = 256 << 10; // taken from or given to a connection before it is the next one's turn
 constexpr int    TICK_MS   = 100;       // between two looks at the clock, at most
 constexpr int    LINGER_MS = 500;       // for who is refused to read why
-constexpr int    BYTES_MS  = 1024;      // of a transfer that others wait for: slower, it counts as stalled
+constexpr int    BYTES_MS  = 128;       // of a transfer that others wait for: slower, it counts as stalled
+constexpr int    WAIT_MS   = 10;        // as TICK_MS, while requests wait whose bytes nobody polls for
+constexpr size_t BEGUN     = 16 << 10;  // of a request, or all of it: then it comes, where room is short
 
 constexpr const char * NOBODY = "who connects must say who it is";
 
@@ -99,12 +101,14 @@ void Listener::serve_all() {
     std::vector<pollfd> fds;
     for (;;) {
         place_thread(false);
-        fds = { { waker.fd(), POLLIN, 0 }, { listening.fd(), POLLIN, 0 } };
+        fds              = { { waker.fd(), POLLIN, 0 }, { listening.fd(), POLLIN, 0 } };
+        size_t n_waiting = 0;
         {
             std::lock_guard<std::mutex> lock(mutex);
             if (stopping) {
                 return;
             }
+            n_waiting = waiting.size();
             for (const auto & session : sessions) {
                 look_at_clock(*session);
             }
@@ -114,7 +118,7 @@ void Listener::serve_all() {
                 fds.push_back({ session->socket.fd(), (short) events, 0 });
             }
         }
-        poll(fds.data(), fds.size(), sessions.empty() ? -1 : TICK_MS);
+        poll(fds.data(), fds.size(), sessions.empty() ? -1 : n_waiting > 0 ? WAIT_MS : TICK_MS);
         if (fds[0].revents) {
             waker.drain();
         }
@@ -330,6 +334,8 @@ void Listener::look_at_clock(Session & session) {
         if (Clock::now() > session.linger) {
             end(session);
         }
+    } else if (session.joined && !session.out.empty() && is_over(session.since, FRAME_MS)) {
+        refuse(session, format("it took no answer in %d s", FRAME_MS / 1000));
     } else if (session.waits) { // its requests for signs of life are behind what is not read
         if (session.out.empty() && is_over(session.signed_at, SIGN_MS)) {
             session.signed_at = Clock::now();
@@ -341,25 +347,27 @@ void Listener::look_at_clock(Session & session) {
         }
     } else if (session.received > 0 && is_over(session.begun, FRAME_MS)) {
         refuse(session, format("a request took more than %d s to come", FRAME_MS / 1000));
-    } else if (!session.out.empty() && is_over(session.since, FRAME_MS)) {
-        refuse(session, format("it took no answer in %d s", FRAME_MS / 1000));
     } else if (is_over(session.heard, IDLE_MS)) {
         end(session);
     }
 }
 
 // To those that wait for it, in their order: a small request does not go before a large one for ever. Who has a half of
-// the quota waits for its own answers only.
-void Listener::give_room() {
+// the quota waits for its own answers only; and where half of it is promised, who says that a request will come waits for
+// its bytes. True: somebody waits for what others hold.
+bool Listener::give_room() {
     for (auto next = waiting.begin(); next != waiting.end();) {
         Session & session = **next;
         if (!session.cut_off()) {
-            if (session.held + session.room > quota / 2) {
+            const uint64_t rest = session.header.bytes - sizeof(ComputeHead);
+            const bool     comes =
+                held + session.room <= quota / 2 || bytes_waiting(session.socket) >= std::min<uint64_t>(rest, BEGUN);
+            if (session.held + session.room > quota / 2 || !comes) {
                 ++next;
                 continue;
             }
             if (held + session.room > quota) {
-                return;
+                return true;
             }
             hold(session, session.room);
         }
@@ -367,6 +375,7 @@ void Listener::give_room() {
         session.heard = session.begun = Clock::now();
         next                          = waiting.erase(next);
     }
+    return false;
 }
 
 // Holds room and does not go on.
@@ -381,8 +390,7 @@ bool Listener::stalls(const Session & session) const {
 }
 
 void Listener::make_room() {
-    give_room();
-    while (!waiting.empty()) {
+    while (give_room()) {
         std::shared_ptr<Session> most;
         for (const auto & session : sessions) {
             most = stalls(*session) && (!most || session->held > most->held) ? session : most;
@@ -390,8 +398,7 @@ void Listener::make_room() {
         if (!most) {
             return;
         }
-        refuse(*most, "there is no memory left for requests and answers, of which it has most");
-        give_room();
+        refuse(*most, "others wait for the memory that it has for requests and answers, and it did not go on");
     }
 }
 

@@ -125,7 +125,7 @@ private:
     std::string accept_frame(Session & session);
     std::string join(Session & session);
     void        look_at_clock(Session & session);
-    void        give_room();
+    bool        give_room();
     bool        stalls(const Session & session) const;
     void        make_room();
     void        refuse(Session & session, const std::string & why);

@@ -10,6 +10,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -141,6 +142,11 @@ int64_t receive_some(const Socket & socket, char * data, uint64_t bytes) {
     errno           = 0;
     const ssize_t n = recv(socket.fd(), data, bytes, 0);
     return n > 0 ? n : n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR) ? 0 : -1;
+}
+
+uint64_t bytes_waiting(const Socket & socket) {
+    int n = 0;
+    return ioctl(socket.fd(), FIONREAD, &n) == 0 ? (uint64_t) n : 0;
 }
 
 } // namespace pyorch

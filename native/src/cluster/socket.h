@@ -55,4 +55,7 @@ Socket accept_from(const Socket & listening);
 int64_t send_some(const Socket & socket, const char * data, uint64_t bytes);
 int64_t receive_some(const Socket & socket, char * data, uint64_t bytes);
 
+// That have come, and were not received yet.
+uint64_t bytes_waiting(const Socket & socket);
+
 } // namespace pyorch

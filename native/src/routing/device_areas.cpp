@@ -7,9 +7,9 @@
 
 namespace pyorch {
 
-DeviceAreas::DeviceAreas(Table & table, DeviceBanks & banks) : table(table), banks(banks), any(banks.have_areas()) {
+DeviceAreas::DeviceAreas(Table & table, DeviceBanks & banks) : table(table), banks(banks) {
     for (const auto & bank : banks.all()) {
-        const int n = any ? bank->n_areas() : 0;
+        const int n = bank->n_areas();
         for (int layer = bank->layers.begin; layer < bank->layers.end; ++layer) {
             index_of.push_back(n > 0 ? (int) areas.size() + layer % n : -1);
         }

@@ -56,7 +56,8 @@ public:
     DeviceAreas(const DeviceAreas &)             = delete;
     DeviceAreas & operator=(const DeviceAreas &) = delete;
 
-    bool take(int n_tokens, bool decode) const { return !decode && n_tokens >= LEAST_TOKENS && any; }
+    // Whether a prompt of so many tokens passes through some, and whether a layer does.
+    bool take(int n_tokens, bool decode) const { return !decode && n_tokens >= LEAST_TOKENS && !areas.empty(); }
     bool take(int layer, int n_tokens, bool decode) const { return take(n_tokens, decode) && index_of[layer] >= 0; }
 
     // Of those of the layer's device.
@@ -101,7 +102,6 @@ private:
 
     Table &                 table;
     DeviceBanks &           banks;
-    const bool              any; // areas
     std::mutex              mutex;
     std::condition_variable changed;
     const void *            owner = nullptr;

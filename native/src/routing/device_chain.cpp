@@ -234,7 +234,10 @@ ggml_tensor * half(const llama_moe_route & route, ggml_tensor * numbers, int whi
     return ggml_view_2d(route.ctx, numbers, n, 1, numbers->nb[1], which * n * sizeof(int32_t));
 }
 
-bool is_last(const GraphLayer & layer) { return layer.context->layers.back() == layer.batch.layer; }
+bool is_last(const GraphLayer & layer) {
+    const Context & context = *layer.context;
+    return context.routing.device->last_with_area(context.layers) == layer.batch.layer;
+}
 
 // Other contexts may wait for the areas: a node of the processor's comes behind the outputs of the last layer. What it
 // gives are their own numbers.

@@ -8,7 +8,7 @@
 
 namespace pyorch {
 
-static std::vector<ggml_backend_dev_t> devices_of(const pyorch_config & config) {
+std::vector<ggml_backend_dev_t> devices_of(const pyorch_config & config) {
     std::vector<ggml_backend_dev_t> devices;
     for (uint64_t i = 0; i < config.n_devices; ++i) {
         devices.push_back((ggml_backend_dev_t) config.devices[i]);
@@ -243,7 +243,8 @@ bool DeviceTier::lets_nothing_come(const RoutedBatch & batch) const {
 
 void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & visit) {
     const std::vector<double> learned = batch.overlaps ? std::vector<double>() : learn(batch, visit);
-    batch.through_area ? areas->stop_ahead(&hold) : areas->release(&hold);
+    // A prompt that has the areas keeps them, also where a layer between others has none.
+    areas->take(batch.n_tokens, batch.decode) ? areas->stop_ahead(&hold) : areas->release(&hold);
     std::unique_lock<std::mutex> lock(mutex);
     give_back(hold);
     settle(lock, batch.layer);
@@ -270,6 +271,12 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & vi
     }
     std::copy_if(batch.wanted.begin(), batch.wanted.end(), std::back_inserter(hold.experts),
         [&](int expert) { return batch.device.computes(expert); });
+}
+
+int DeviceTier::last_with_area(const std::vector<int> & layers) const {
+    const auto last = std::find_if(layers.rbegin(), layers.rend(),
+        [&](int layer) { return !is_whole(layer) && areas->take(layer, DeviceAreas::LEAST_TOKENS, false); });
+    return last != layers.rend() ? *last : -1;
 }
 
 void DeviceTier::replace(RoutedBatch & batch, const Visit & visit) {

@@ -43,6 +43,9 @@ struct DeviceHold {
     std::vector<int> next    = {}; // of the next layer: copied from their slots to an area, before it comes
 };
 
+// As the settings of an engine name them.
+std::vector<ggml_backend_dev_t> devices_of(const pyorch_config & config);
+
 class DeviceTier {
 public:
     // REQUIRES: the table outlives it, and its reader.
@@ -113,6 +116,9 @@ public:
     // gets them where no other has.
     bool has_areas_for(int n_tokens, bool decode) const { return areas && areas->take(n_tokens, decode); }
     bool take_areas(const DeviceHold & hold) { return areas->own(&hold); }
+
+    // Of these layers, ascending, the last one of which prompts pass through an area; -1: none.
+    int last_with_area(const std::vector<int> & layers) const;
 
     // Whether a graph of so many tokens computes in areas, and the tensor that it multiplies with there.
     bool takes_area(int layer, int n_tokens, bool decode) const { return areas->take(layer, n_tokens, decode); }

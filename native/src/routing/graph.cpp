@@ -73,6 +73,11 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     if (!batch.ghosts.empty()) {
         g.jobs = ghost_jobs(*batch.ghost_layer, batch.requested, batch.ghosts);
     }
+    if (batch.alone && batch.through_area && batch.device.slots.empty()) { // the graph has no other way
+        failed       = true;
+        decode_error = "another context has the memory of the device through which this prompt passes";
+        return;
+    }
     if (batch.on_device) {
         const DeviceBank & bank = g.context->routing.device->bank(batch.layer);
         set_device_rows(g, batch.through_area ? batch.n_expert : bank.n_slots(batch.layer));

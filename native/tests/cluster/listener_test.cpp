@@ -80,6 +80,8 @@ public:
         return kind;
     }
 
+    void shut() { shutdown(connection.fd(), SHUT_RDWR); }
+
     FrameHeader       header;
     std::vector<char> payload;
     std::atomic<int>  n_signs{ 0 };
@@ -168,18 +170,28 @@ static void test_who_holds_most_goes_where_memory_is_used_up() {
     while (listener.counts().refused == 0) {
         CHECK(answers(honest, 6));
     }
-    CHECK(listener.error().find("of which it has most") != std::string::npos);
+    CHECK(listener.error().find("others wait for the memory that it has") != std::string::npos);
 
     const uint64_t before = listener.counts().refused; // answers that are not read are of the same quota
-    Client         greedy(listener.port());
     const Frame    larger = request(2, n_slots);
     halves.clear();
-    while (listener.counts().refused == before && greedy.put(larger)) {
-        CHECK(answers(honest, 7));
-        CHECK(listener.counts().buffer_bytes <= listener.quota + larger.size());
+    std::vector<std::future<void>> sent;
+    for (int i = 0; i < 3; ++i) { // together more than it, though none has more than half
+        halves.push_back(std::make_unique<Client>(listener.port()));
+        sent.push_back(std::async(std::launch::async, [&larger, &client = *halves.back()] {
+            while (client.put(larger)) {
+            }
+        }));
     }
     while (listener.counts().refused == before) {
-        CHECK(answers(honest, 8));
+        CHECK(answers(honest, 7));
+        CHECK(listener.counts().buffer_bytes <= listener.quota);
+    }
+    for (const auto & client : halves) {
+        client->shut();
+    }
+    for (auto & each : sent) {
+        each.get();
     }
 }
 
@@ -248,6 +260,59 @@ static void test_who_asks_most_has_half_of_the_room() {
     CHECK(listener.counts().buffer_bytes > listener.quota / 2);
     waits = false;
     CHECK(honest.next() == FrameKind::COMPUTED && is_answer(honest, 1, 10));
+}
+
+// Also of many who only say that a request will come: half of the room stays for those that come.
+static void test_heads_alone_keep_nobody_waiting() {
+    ListenerConfig small = config();
+    small.quota          = Listener::MIN_REQUESTS * largest_with_answer(LAYERS, 100);
+    small.stall_ms       = 600000; // none of them is cut off for it
+    Listener                             listener(small, compute);
+    std::vector<std::unique_ptr<Client>> heads;
+    const Frame                          large = request(1, 100);
+    for (int i = 0; i < 12; ++i) {
+        heads.push_back(std::make_unique<Client>(listener.port()));
+        CHECK(heads.back()->put(large.data(), sizeof(FrameHeader) + sizeof(ComputeHead)));
+        while (i < 2 && listener.counts().buffer_bytes <= i * listener.quota / 4) { // these have room
+            std::this_thread::yield();
+        }
+    }
+    for (const auto & head : heads) { // each was read: it is told that it waits, or has room
+        if (head != heads[0] && head != heads[1]) {
+            CHECK(head->next() == FrameKind::PONG);
+        }
+    }
+    Client honest(listener.port());
+    CHECK(answers(honest, 5, 100) && answers(honest, 6, 1));
+    CHECK(listener.counts().refused == 0 && listener.counts().buffer_bytes <= listener.quota / 2);
+}
+
+// Others have room that is not used up: who waits for its own answers only gains nothing by their going.
+static void test_who_waits_for_its_own_answers_costs_nobody_its_room() {
+    std::atomic<bool> waits{ true };
+    ListenerConfig    small = config();
+    small.quota             = Listener::MIN_REQUESTS * largest_with_answer(LAYERS, 100);
+    small.stall_ms          = 1;
+    Listener    listener(small, [&](const ExpertRows & rows, float * outputs) {
+        while (waits) {
+            std::this_thread::yield();
+        }
+        compute(rows, outputs);
+    });
+    Client      greedy(listener.port()), slow(listener.port());
+    const Frame large = request(1, 100);
+    CHECK(slow.put(large.data(), large.size() / 2));
+    for (int i = 0; i < 4; ++i) {
+        CHECK(greedy.put(request(i, 100)));
+    }
+    CHECK(greedy.next() == FrameKind::PONG && greedy.next() == FrameKind::PONG); // it waits
+    CHECK(listener.counts().refused == 0);
+    CHECK(slow.put(large.data() + large.size() / 2, large.size() - large.size() / 2));
+    waits = false;
+    CHECK(slow.answer() == FrameKind::COMPUTED && is_answer(slow, 1, 100));
+    for (int i = 0; i < 4; ++i) {
+        CHECK(greedy.answer() == FrameKind::COMPUTED && is_answer(greedy, i, 100));
+    }
 }
 
 static void test_a_request_is_a_part_of_the_quota_with_its_answer() {
@@ -352,6 +417,8 @@ int main() {
     test_who_holds_most_goes_where_memory_is_used_up();
     test_requests_for_which_there_is_no_room_are_read_when_there_is_and_signs_of_life_come_meanwhile();
     test_who_asks_most_has_half_of_the_room();
+    test_heads_alone_keep_nobody_waiting();
+    test_who_waits_for_its_own_answers_costs_nobody_its_room();
     test_a_request_is_a_part_of_the_quota_with_its_answer();
     test_a_flood_of_requests_is_answered_in_turn_with_others();
     test_strangers_keep_nobody_out();
