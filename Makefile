@@ -52,7 +52,7 @@ ARCHITECTURE ?= $(shell uname -m)
 
 HAS_NODE := $(shell test "$$(node --version 2>/dev/null | cut -dv -f2 | cut -d. -f1)" -ge 20 2>/dev/null && command -v npm)
 wheel: $(STAMPS)/wheel-tools $(if $(HAS_NODE),build/chat-page/SOURCE)
-	@$(BIN)/python scripts/make_wheel.py --architecture $(ARCHITECTURE)
+	@$(BIN)/python -m scripts.make_wheel --architecture $(ARCHITECTURE)
 
 # Installs it where there is no compiler, and runs it on processors that this is not; the latter needs qemu-user.
 test-wheel: setup wheel

@@ -1,7 +1,7 @@
 """Builds the wheel for other machines: kernels for every processor of this architecture, ggml's Vulkan backend where
 its tools are (scripts/device_build.py), and no library left to install.
 
-    python scripts/make_wheel.py [-o DIR] [--architecture aarch64]       DIR: dist
+    python -m scripts.make_wheel [-o DIR] [--architecture aarch64]       DIR: dist
 
 pip builds it in build/portable-ARCHITECTURE with -DPYORCH_PORTABLE=ON; for another architecture than that of this
 machine, with Debian's cross compiler. auditwheel adds the libraries that not every system has, and puts the oldest
@@ -23,7 +23,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from device_build import Missing, vulkan_options
+from scripts.device_build import Missing, vulkan_options
 
 ROOT = Path(__file__).parents[1]
 NOTICES = "pyorch/lib/licenses/LICENSE-"

@@ -23,11 +23,9 @@ from processes import HANG_SECONDS
 from servers import ServerProcess, pyorch_serve
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
 
-from make_wheel import ADDED, NOTICES, without_notice  # noqa: E402
-
-from pyorch import _libs  # noqa: E402
+from pyorch import _libs
+from scripts.make_wheel import ADDED, NOTICES, without_notice
 
 # Processors that QEMU can be, and the kernels that are for them. Those of x86-64 are without vectors of 256 bits, with
 # them, and with fused multiplication; those of aarch64 without and with dot products, and with all that QEMU has.
