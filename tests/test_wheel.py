@@ -22,10 +22,10 @@ from models import PROMPT
 from processes import HANG_SECONDS
 from servers import ServerProcess, pyorch_serve
 
-ROOT = Path(__file__).parents[1]
-
 from pyorch import _libs
 from scripts.make_wheel import ADDED, NOTICES, without_notice
+
+ROOT = Path(__file__).parents[1]
 
 # Processors that QEMU can be, and the kernels that are for them. Those of x86-64 are without vectors of 256 bits, with
 # them, and with fused multiplication; those of aarch64 without and with dot products, and with all that QEMU has.
