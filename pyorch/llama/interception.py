@@ -299,5 +299,5 @@ def _notice_lost_devices() -> None:
     """While Python still runs: a thread of ggml logs that a device is lost when it is asked for something, and would
     wait for ever for an interpreter that ends, and the context that is freed then for that thread."""
     for managed in list(models.values()):
-        if managed.devices is not None:
-            managed.devices.is_lost()
+        for device in managed.devices.each if managed.devices is not None else ():
+            device.is_lost()
