@@ -85,7 +85,9 @@ def plan_devices(managed: ManagedModel, params: llama.llama_context_params, is_l
     for i, (device, given) in enumerate(zip(devices.each, managed.plan.device_bytes)):
         left = device.free_bytes() - sizes.devices[i] - measure.chain_bytes(managed.map, params.n_ubatch) - dense[i]
         if managed.plan.settings.vram_budget == AUTO:
-            managed.engine.set_device_budget(i, max(0, left - margin_bytes(device.total_bytes())))
+            # Where a device shares the processor's memory, its experts would lie twice.
+            rest = 0 if device.shares_memory else left - margin_bytes(device.total_bytes())
+            managed.engine.set_device_budget(i, max(0, rest))
         elif max(0, left) < given:
             managed.engine.set_device_budget(i, max(0, left))
             fatal.notice(f"note: {device.name} has {format_bytes(max(0, left))} left beside the other layers and the "

@@ -75,8 +75,8 @@ class Devices:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether one has none of its own, but the processor's."""
-        return any(device.shares_memory for device in self.each)
+        """Whether none has any of its own, but the processor's."""
+        return all(device.shares_memory for device in self.each)
 
     def is_lost(self) -> bool:
         """Whether one of them is."""

@@ -73,7 +73,7 @@ def test_a_device_that_has_others_to_serve_is_waited_for_and_a_line_says_so(monk
 
 
 @pytest.mark.parametrize("device", ["rpc:", "rpc:127.0.0.1", "rpc::50052", "rpc:127.0.0.1:0", "rpc:127.0.0.1:65536",
-                                    "rpc:127.0.0.1:x"])
+                                    "rpc:127.0.0.1:x", "rpc:a:1;rpc:b:2"])
 def test_an_address_is_a_host_and_a_port(refused, device: str) -> None:
     assert "it is rpc:HOST:PORT, such as" in refused("--device", device)
 

@@ -145,6 +145,12 @@ def test_llama_server_is_told_how_many_layers_were_planned(
     assert flags.arguments[flags.arguments.index("-ngl") + 1] == told and flags.arguments.count("-ngl") == 1
 
 
+def test_llama_server_is_told_of_another_process_before_its_device_is_named(only_device: Device) -> None:
+    flags = Flags(["-dev", "none"])
+    flags.place("rpc:127.0.0.1:1", Devices((only_device,), (8,)), llama.llama_model_default_params())
+    assert flags.arguments.index("--rpc") < flags.arguments.index("-dev") and flags.value(DEVICE) == only_device.name
+
+
 def test_what_has_room_for_no_expert_computes_none_and_verify_says_so(
     small_moe: Path, device: DeviceProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import batches
@@ -116,6 +117,18 @@ def test_a_prompt_keeps_the_areas_where_a_device_before_or_behind_has_none(
                 assert_same_bits(made, expected)
         there = [int((model.residency[il] == 2).sum()) for il in range(8)]
         assert 64 in there and min(there) < 64, there
+
+
+def test_one_that_shares_the_processors_memory_gets_no_experts_and_the_other_does(
+    small_moe: Path, pair: tuple[DeviceProcess, DeviceProcess], prompt_tokens: list[int], expected: np.ndarray,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = (find_device(process.name) for process in pair)
+    monkeypatch.setattr(where, "find_devices", lambda _: [replace(one, shares_memory=True), other])
+    with small_model(small_moe, "50%", device="any", managed=True) as model, context(model) as ctx:
+        assert_same_bits(decode(ctx, prompt_tokens), expected)
+        there = [int((model.residency[il] == 2).sum()) for il in range(8)]
+        assert there == [0] * 4 + [64] * 4
 
 
 def test_one_device_is_not_named_twice(small_moe: Path, pair: tuple[DeviceProcess, DeviceProcess]) -> None:
