@@ -24,7 +24,7 @@ void PredictionBalance::add(double absent_, double saved, double spent, bool pre
     worth  = absent * std::max(yield, LEAST_YIELD);
 }
 
-void PredictionTrial::add(double seconds) {
+void PredictionTrial::add(double seconds, double absent) {
     if (!trying()) {
         --left;
         return;
@@ -33,14 +33,15 @@ void PredictionTrial::add(double seconds) {
     if (seconds <= 0 || (usual > 0 && seconds > 8 * usual)) {
         block = 0;
         n     = 0;
-        sum   = 0;
+        sum   = {};
         return;
     }
-    sum += seconds;
+    sum.seconds += seconds;
+    sum.absent += absent;
     if (++n < BLOCK) {
         return;
     }
-    usual = sum / BLOCK;
+    usual = sum.seconds / BLOCK;
     if (block % 2 == 0) {
         first = sum;
     } else if (on_in(block)) {
@@ -50,28 +51,40 @@ void PredictionTrial::add(double seconds) {
     }
     ++block;
     n   = 0;
-    sum = 0;
+    sum = {};
 }
 
-void PredictionTrial::add_pair(double with, double without) {
-    const double gain = std::log(without / with), off = gain - mean;
-    mean += off / ++n_pairs;
-    squares += off * (gain - mean);
+void PredictionTrial::add_pair(const Block & with, const Block & without) {
+    const double longer = std::log(without.seconds / with.seconds);
+    const double more   = (without.absent - with.absent) / (without.seconds + with.seconds);
+    const double off = longer - pairs.longer, off_more = more - pairs.more;
+    ++pairs.n;
+    pairs.longer += off / pairs.n;
+    pairs.more += off_more / pairs.n;
+    pairs.longer_longer += off * (longer - pairs.longer);
+    pairs.longer_more += off * (more - pairs.more);
+    pairs.more_more += off_more * (more - pairs.more);
+    // The line of least squares; what is absent makes nothing faster.
+    const double more_more = std::max(pairs.more_more, 1e-300);
+    const double slope     = std::max(pairs.longer_more / more_more, 0.0);
+    const double gain      = pairs.longer - slope * pairs.more;
+    const double rest      = pairs.longer_longer - slope * (2 * pairs.longer_more - slope * pairs.more_more);
     // The wider, the fewer: about the quantiles of Student's distribution.
-    const double error = n_pairs < 3 ? INFINITY : std::sqrt(squares / (n_pairs - 1) / n_pairs);
-    const bool   told  = std::fabs(mean) >= (2 + 6.0 / n_pairs) * error;
+    const int    free  = pairs.n - 2;
+    const double error = free < 1 ?
+        INFINITY :
+        std::sqrt(std::max(rest, 0.0) / free * (1.0 / pairs.n + (slope > 0 ? pairs.more * pairs.more / more_more : 0)));
+    const bool   told  = std::fabs(gain) >= (2 + 6.0 / (free + 1)) * error;
     // What is likelier to lose than to gain is tried no further: a trial costs half of what it finds.
-    const bool vain = n_pairs >= FEWEST_IN_VAIN && mean + error < 0;
-    if (!told && !vain && n_pairs < MOST_PAIRS) {
+    const bool vain = pairs.n >= FEWEST_IN_VAIN && gain + error < 0;
+    if (free < 1 || (!told && !vain && pairs.n < MOST_PAIRS)) {
         return;
     }
-    held    = kept == (mean >= 0) ? std::min(2 * held, MOST_HELD) : HELD;
-    kept    = mean >= 0;
-    left    = held;
-    block   = -1; // the next one begins with it
-    n_pairs = 0;
-    mean    = 0;
-    squares = 0;
+    held  = kept == (gain >= 0) ? std::min(2 * held, MOST_HELD) : HELD;
+    kept  = gain >= 0;
+    left  = held;
+    block = -1; // the next one begins with it
+    pairs = {};
 }
 
 } // namespace pyorch

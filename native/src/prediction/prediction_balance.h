@@ -31,10 +31,11 @@ private:
 // Whether decoding is sooner with predictions, by trial: what a quota of the disk, interrupts or a busy core take from
 // what a guess gains is in no account.
 //
-// Some ubatches decode with, as many without, in pairs of such blocks, the first of which alternates; when the times of
-// the pairs tell which is sooner, or after MOST_PAIRS, the sooner is kept for HELD ubatches, and for twice as many as
-// the last time where the trial after them ends as before. From FEWEST_IN_VAIN pairs on it ends sooner where a gain is
-// unlikely.
+// Some ubatches decode with, as many without, in pairs of such blocks, the first of which alternates. A block also
+// takes longer where more of its experts were absent, which is chance: the line that pairs follow (how much longer, by
+// how much more was absent) tells what is left where as much was. When that tells which is sooner, or after MOST_PAIRS,
+// the sooner is kept for HELD ubatches, and for twice as many as the last time where the trial after them ends as
+// before. From FEWEST_IN_VAIN pairs on it ends sooner where a gain is unlikely.
 class PredictionTrial {
 public:
     static constexpr int BLOCK = 4, FEWEST_IN_VAIN = 4, MOST_PAIRS = 24, HELD = 512, MOST_HELD = 8192;
@@ -42,25 +43,36 @@ public:
     // Whether the next decoding ubatch is to be predicted.
     bool on() const { return trying() ? on_in(block) : kept; }
 
-    // seconds: from the beginning of such a ubatch to that of the next; 0: something else was in between.
-    void add(double seconds);
+    // seconds: from the beginning of such a ubatch to that of the next; 0: something else was in between. absent: bytes
+    // of the experts that were absent, or would have been but for guesses.
+    void add(double seconds, double absent);
 
 private:
-    bool   kept    = true;
-    int    left    = 16; // ubatches until the next trial: a cold start is no time to try
-    int    held    = HELD / 2;
-    int    block   = 0;
-    int    n       = 0; // ubatches in the block
-    double sum     = 0; // of their seconds
-    double first   = 0; // of the block before, which is of the same pair
-    double usual   = 0; // seconds of a ubatch in the blocks so far
-    int    n_pairs = 0;
-    double mean    = 0; // of the logarithms of without / with
-    double squares = 0; // of their distances from the mean
+    struct Block {
+        double seconds = 0;
+        double absent  = 0;
+    };
+
+    bool   kept  = true;
+    int    left  = 16; // ubatches until the next trial: a cold start is no time to try
+    int    held  = HELD / 2;
+    int    block = 0;
+    int    n     = 0; // ubatches in the block
+    Block  sum;       // of them
+    Block  first;     // the block before, which is of the same pair
+    double usual = 0; // seconds of a ubatch in the blocks so far
+
+    // Of pairs, without compared with: by how much longer, and how much more was absent; means, and sums of products of
+    // the distances from these.
+    struct Pairs {
+        int    n      = 0;
+        double longer = 0, more = 0;
+        double longer_longer = 0, longer_more = 0, more_more = 0;
+    } pairs;
 
     bool        trying() const { return left == 0; }
     static bool on_in(int block) { return (block + 1) / 2 % 2 == 0; }
-    void        add_pair(double with, double without);
+    void        add_pair(const Block & with, const Block & without);
 };
 
 // How much of the processor's time predictions may take: a fiftieth of the time that passes, whatever they gain.

@@ -41,7 +41,7 @@ void Prefetcher::changed() {
 }
 
 void Prefetcher::set_automatic(bool automatic_) {
-    const Table::ReadSeconds    now = table.read_seconds();
+    const Table::Reads          now = table.decoding_reads();
     std::lock_guard<std::mutex> lock(mutex);
     automatic = automatic_;
     predicts  = false;
@@ -83,17 +83,18 @@ void Prefetcher::drop_iteration() {
 
 void Prefetcher::begin(const void * context, IterationBegin && iteration) {
     const bool                   collecting = needs() & NEEDS_PROBS;
-    const Table::ReadSeconds     now        = iteration.decode ? table.read_seconds() : Table::ReadSeconds{};
+    const Table::Reads           now        = iteration.decode ? table.decoding_reads() : Table::Reads{};
     std::unique_lock<std::mutex> lock(mutex);
     if (automatic) {
         const uint64_t before = std::exchange(decode_ns, iteration.decode ? clock_ns() : 0);
         if (iteration.decode) {
-            balance.add(now.absent - balanced.absent, now.saved - balanced.saved, spent, predicts);
+            balance.add(now.absent_seconds - balanced.absent_seconds, now.saved_seconds - balanced.saved_seconds, spent,
+                predicts);
+            if (balance.pays()) {
+                trial.add(before ? 1e-9 * (double) (decode_ns - before) : 0, now.absent_bytes - balanced.absent_bytes);
+            }
             balanced = now;
             spent    = 0;
-            if (balance.pays()) {
-                trial.add(before ? 1e-9 * (double) (decode_ns - before) : 0);
-            }
             predicts = balance.pays() && trial.on();
             if (!predicts) {
                 return;

@@ -84,7 +84,7 @@ private:
     PredictionBalance                          balance;
     PredictionTrial                            trial;
     uint64_t                                   decode_ns = 0;  // when the last ubatch began; 0: it was a prompt's
-    Table::ReadSeconds                         balanced  = {}; // what of the table's is in the balance
+    Table::Reads                               balanced  = {}; // what of the table's is in the balance
     double                                     spent     = 0;  // seconds of a processor, not in the balance yet
     PredictionAllowance                        allowance;
     bool                                       stopped = false;

@@ -113,13 +113,13 @@ public:
     // half of it on average.
     double break_even();
 
-    // What layers of decoding tokens waited for or would have, since the beginning: seconds of reading in which a
-    // processor was free to compute.
-    struct ReadSeconds {
-        double absent; // experts that were absent, or would have been but for guesses
-        double saved;  // of them, what had been read on guesses by then
+    // What layers of decoding tokens waited for or would have, since the beginning.
+    struct Reads {
+        double absent_bytes;   // of experts that were absent, or would have been but for guesses
+        double absent_seconds; // of reading them in which a processor was free to compute
+        double saved_seconds;  // of them, what had been read on guesses by then
     };
-    ReadSeconds read_seconds() {
+    Reads decoding_reads() {
         return locked([&] { return reads; });
     }
 
@@ -223,7 +223,7 @@ private:
 
     uint64_t    n_arrived = 0; // layers that came to acquire(), served in that order
     uint64_t    n_served  = 0;
-    ReadSeconds reads     = {}; // see read_seconds()
+    Reads       reads     = {}; // see decoding_reads()
     std::string error;
 
     int          n_waiting  = 0; // compute threads asleep in address()
@@ -266,7 +266,7 @@ private:
     bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted);
     bool release_held(Owner & owner);
     void count_uses(int layer, const Demand & demand, const std::vector<int> & streamed);
-    void count_seconds(const Residents::Layer & l, const Expert & e);
+    void count_reads(const Residents::Layer & l, const Expert & e);
 
     pyorch_stats stats_of(int only);
     void         note_visit(const Owner & owner, int layer, const Demand & demand);

@@ -96,16 +96,38 @@ static void the_allowance_is_kept() {
 }
 
 // Ubatches that take 100 ms, and with predictions so many times as long; each by chance up to a quarter more or less,
-// and what falls with time is what a cold start adds. Of n ubatches from the first, the share with predictions.
-static double tried(pyorch::PredictionTrial & trial, int n, double ratio, uint32_t seed) {
+// and what falls with time is what a cold start adds. Of chance, that share is bytes that were absent, 1 a nanosecond.
+// Of n ubatches from the first, the share with predictions.
+static double tried(pyorch::PredictionTrial & trial, int n, double ratio, uint32_t seed, double of_absent = 0) {
     std::mt19937 chance(seed);
+    const auto   next = [&] { return (double) chance() / 4294967296.0 - 0.5; };
     int          n_on = 0;
     for (int u = 0; u < n; ++u) {
-        const double noise = 0.75 + 0.5 * (double) chance() / 4294967296.0;
+        const double noise = 0.05 * next(), usual = 0.1 + 0.1 / (1 + u), absent = 0.05 * (1 + next()) * of_absent;
         n_on += trial.on();
-        trial.add((0.1 + 0.1 / (1 + u)) * noise * (trial.on() ? ratio : 1));
+        const double seconds = (usual + (1 - of_absent) * noise) * (trial.on() ? ratio : 1) + absent;
+        trial.add(seconds, 1e9 * absent);
     }
     return (double) n_on / n;
+}
+
+// Of 200 trials of 300 ubatches each, the share that ends with the sooner, which is kept from ubatch 208 on at the
+// latest.
+static double right(double ratio, double of_absent) {
+    int n_right = 0;
+    for (uint32_t seed = 1; seed <= 200; ++seed) {
+        pyorch::PredictionTrial trial;
+        tried(trial, 300, ratio, seed, of_absent);
+        n_right += trial.on() == (ratio < 1);
+    }
+    return n_right / 200.0;
+}
+
+static void what_is_absent_is_no_gain_and_no_loss() {
+    for (const double ratio : { 0.98, 1.02 }) {
+        const double found = right(ratio, 0.9), blind = right(ratio, 0);
+        require(found > 0.95, "where chance is in what was absent, a fiftieth is told", { ratio, found, blind });
+    }
 }
 
 static void the_sooner_is_kept() {
@@ -131,7 +153,7 @@ static void the_sooner_is_kept() {
     int                     n_off = 0;
     for (int u = 0; u < 1000; ++u) {
         n_off += !pauses.on();
-        pauses.add(u % 2 ? 0.1 : 0);
+        pauses.add(u % 2 ? 0.1 : 0, 0);
     }
     require(n_off == 0, "pauses are no trial", { (double) n_off });
 }
@@ -139,6 +161,7 @@ static void the_sooner_is_kept() {
 int main() {
     the_allowance_is_kept();
     the_sooner_is_kept();
+    what_is_absent_is_no_gain_and_no_loss();
 
     const Regime gains = { 5000, 60, 0.2, 0.8 }, resident = { 5000, 0, 0, 0.8 }, tiny = { 5000, 0.1, 0.5, 0.8 };
     auto         found = shares({ gains });
