@@ -35,24 +35,35 @@ def check_ubatch(managed: ManagedModel, n_ubatch: int) -> None:
                           f"{MAX_SHARE_UBATCH} rows for one of them: a ubatch of {n_ubatch} tokens is too wide")
 
 
-def plan_context(managed: ManagedModel, params: llama.llama_context_params, widen: bool) -> int:
+def plan_context(
+    managed: ManagedModel, params: llama.llama_context_params, widen: bool, is_loaded: bool = True
+) -> int:
     """Sets the engine's budget to what a context with these parameters will leave; returns its bytes of host memory.
 
-    widen: choose params.n_ubatch: narrower than llama.cpp's only where its buffers would not leave the floor. Raises
-    BudgetError if that is not left.
+    widen: choose params.n_ubatch: narrower than llama.cpp's only where its buffers would not leave the floor.
+    is_loaded: the dense weights of devices are there already. Raises BudgetError if that is not left.
     """
     limit, info = memory.memory_limit(), managed.map.info
     free_bytes = limit.free_bytes + managed.engine.stats().used_bytes - _promised_bytes(managed)
+    # What is on devices that share this memory is taken of it, too.
+    shared = [i for i, device in enumerate(managed.devices.each) if device.shares_memory] if managed.devices else []
+    experts_there = sum(managed.plan.device_bytes[i] for i in shared)
+    if not managed.devices_planned:
+        free_bytes -= experts_there
     free = dataclasses.replace(limit, free_bytes=free_bytes)
     # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
     mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
     dense_bytes = host_dense_bytes(managed.map, managed.devices, managed.params) if mapped else 0
+    if shared and not is_loaded:
+        dense_there = device_dense_bytes(managed.map, managed.params.n_gpu_layers, managed.devices)
+        dense_bytes += sum(dense_there[i] for i in shared)
     with managed.engine.capture(), measure.twin(managed.path, managed.params) as twin:
 
         def need(n_ubatch: int) -> int:
             params.n_ubatch = n_ubatch
             beside = measure.chain_bytes(managed.map, n_ubatch) if managed.devices is not None else 0
-            return measure.context_sizes(twin, params, managed.map, managed.devices).host + beside
+            sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
+            return sizes.host + beside + sum(sizes.devices[i] + beside for i in shared)
 
         if widen:
             most = min(params.n_batch, MAX_SHARE_UBATCH) if managed.plan.has_share else params.n_batch
@@ -62,6 +73,8 @@ def plan_context(managed: ManagedModel, params: llama.llama_context_params, wide
                and memory.rest_bytes(free, dense_bytes, needed) < info.floor_bytes):
             needed = need(params.n_ubatch // 2)
     budget = memory.budget_beside(info, free, dense_bytes, context_bytes=needed)
+    if experts_there:  # which then lie once, but for what passes on its way there
+        budget = min(budget, max(0, info.slots_bytes - experts_there) + info.floor_bytes)
     managed.engine.set_budget(budget)
     if managed.division.planner is not None:
         managed.division = managed.division.at(budget)

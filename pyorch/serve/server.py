@@ -152,7 +152,7 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
             if record.plan.automatic:
                 widen = not server.has(llama_server.UBATCH)
                 record.contexts[0] = server.other_bytes()  # promised, as a context's memory is
-                plan_context(record, params, widen)
+                plan_context(record, params, widen, is_loaded=False)
                 ubatch = params.n_ubatch
             else:
                 # What llama.cpp refuses would end the process when llama-server asks for it.

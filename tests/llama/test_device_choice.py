@@ -14,18 +14,20 @@ from models import assert_same_bits, small_model
 
 from pyorch.cli import main
 from pyorch.cli.settings import with_device
+from pyorch.errors import BudgetError
 from pyorch.llama import device as where
-from pyorch.llama import managed
+from pyorch.llama import managed, memory
 from pyorch.llama.context import Context
+from pyorch.llama.interception import find
 from pyorch.llama.model import Model
 from pyorch.runtime import devices
 from pyorch.runtime.devices import Device, Devices, find_device, find_devices
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve.llama_server import DEVICE, Flags
 from pyorch.serve.server import planned
-from pyorch.settings.budget import RESIDENT
+from pyorch.settings.budget import RESIDENT, Budget
 from pyorch.settings.settings import Settings
-from pyorch.sizes import GiB, MiB
+from pyorch.sizes import GiB, MiB, format_bytes
 
 FASTER, SLOWER = [1e10, 1e9, 1e9, 7e9, 7e9], [1e10, 1e9, 1e9, 5e8, 5e8]  # than the processor
 
@@ -94,6 +96,49 @@ def test_experts_lie_once_where_a_device_shares_the_memory_of_the_processor(
         assert_same_bits(logits(model, prompt_tokens), expected)
         assert model.stats().experts.device_computed > 0
     assert said == []
+
+
+def test_memory_that_a_device_shares_is_counted_once(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
+    expected: np.ndarray,
+) -> None:
+    def budget_of(shares_memory: bool, rest: int) -> tuple[int, int]:
+        """The host's for experts, where so much is free beside a margin; and what the context takes."""
+        limit = memory.MemoryLimit("test", 256 * MiB, 0)
+        limit = replace(limit, free_bytes=memory.margin_bytes(limit) + rest)
+        monkeypatch.setattr(memory, "memory_limit", lambda: limit)
+        monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=shares_memory)])
+        with small_model(small_moe, "auto", device="any", vram_budget="30%", device_misses="upload") as model:
+            record = find(model.llama.model)
+            found = model.stats().experts.budget_bytes, sum(record.contexts.values())
+            assert_same_bits(logits(model, prompt_tokens), expected)
+        return found
+
+    with ModelMap(small_moe) as model_map:
+        slots, floor, experts = (model_map.info.slots_bytes, model_map.info.floor_bytes,
+                                 model_map.info.expert_bytes)
+    there = Budget.parse("30%").amount.of(experts)
+    (alone, beside), (shared, with_its) = budget_of(False, 128 * MiB), budget_of(True, 128 * MiB)
+    assert alone == slots and shared == slots - there + floor, "an expert lies once"
+    assert with_its > beside, "what a context takes of the device is this memory, too"
+    rest = slots * 8 // 10
+    assert budget_of(True, with_its + rest)[0] == rest - there
+    assert budget_of(False, beside + rest)[0] == rest
+
+
+def test_a_server_counts_the_layers_that_are_to_lie_in_memory_that_a_device_shares(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "memory_limit", lambda: memory.MemoryLimit("test", GiB, 128 * MiB))
+    with ModelMap(small_moe) as model_map:
+        host = where.host_bytes_beside_device(model_map)
+        there = sum(where.device_dense_bytes(model_map, -1, Devices((only_device,), (8,))))
+    for shares_memory, here in ((False, host), (True, host + there)):
+        monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=shares_memory)])
+        with (pytest.raises(BudgetError, match=f"{format_bytes(here, round_up=True)} for dense weights"),
+              planned(str(small_moe), Settings(device="any", managed=True, n_threads=1), Flags([]), False)):
+            pass
+    assert there > 0
 
 
 def test_as_many_dense_layers_are_on_a_device_as_fit_beside_the_context(
