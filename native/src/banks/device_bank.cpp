@@ -54,7 +54,7 @@ std::vector<DevicePool> form_device_pools(
     const int first = layers.begin + n_whole; // of the others
     for (int i = layers.begin; i < first; ++i) {
         const MoeLayer & layer = map.layers[i];
-        pools.push_back({ { i }, layer.n_expert, layer.expert_bytes(), layer.n_expert });
+        pools.push_back({ { i }, layer.n_expert, layer.n_expert });
         pool_of.push_back(i - layers.begin);
     }
     const uint64_t all = expert_bytes(map, layers), whole = expert_bytes(map, { layers.begin, first });
@@ -68,7 +68,7 @@ std::vector<DevicePool> form_device_pools(
                 (p.n_slots + slots) * largest_matrix(layer) <= DevicePool::MAX_TENSOR_BYTES;
         });
         if (pool == pools.rend()) {
-            pools.push_back({ {}, 0, layer.expert_bytes() });
+            pools.push_back({ {}, 0 });
             pool = pools.rbegin();
         }
         pool->layers.push_back(i);

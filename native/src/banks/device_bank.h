@@ -39,7 +39,6 @@ struct DevicePool {
 
     std::vector<int> layers;    // indices into those with experts, ascending
     int              n_experts; // of all of them
-    uint64_t         slot_bytes;
     int              n_slots = 0;
 };
 

@@ -45,7 +45,6 @@ struct Expert {
     bool         pinned      = false;
     bool         elsewhere   = false; // another server computes it now, or must: it is not read ahead here
     bool         above       = false; // a tier above has it, or is getting it: it goes first here
-    bool         displaced   = false; // had to go since its layer last came
     int          in_use      = 0;     // by running layers
     uint64_t     uses        = 0;     // that were counted: hits and misses
     std::string  error;               // why it is FAILED
