@@ -162,7 +162,7 @@ static Times predict_token(PrefetchPlanner & planner, RoutedLayer & routed, cons
     PredictionAllowance * allowance) {
     static double clock = 0;
     Times         times = {};
-    planner.begin(&shape, { false, true, 1, {} });
+    planner.begin(&shape, { true, 1, {} });
     for (int layer = 0; layer < shape.n_layers; ++layer) {
         const double computed = weights.multiply(shape.active_bytes / shape.n_layers);
         clock += computed;

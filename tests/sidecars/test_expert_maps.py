@@ -252,7 +252,7 @@ def test_the_expert_map_predictor_forecasts_what_the_most_alike_iteration_did(
                 made = mirror.forecast(embeddings[t], maps[t, :0], layer, k_known)
                 forecasts += [] if made is None else [(layer, layer + 1, t, *made)]
         shown = embeddings if embedded else []
-        script.tell("begin", 0, decode, n_tokens, embedded, shown, expected=forecasts, size=len(mirror.entries))
+        script.tell("begin", decode, n_tokens, embedded, shown, expected=forecasts, size=len(mirror.entries))
         for layer in range(n_layers):
             if layer == 2 and iteration in (4, 9, 12):  # another context replaces an entry meanwhile
                 embedding, map = random.normal(size=n_embd).astype(np.float32), random_maps(random, n_layers, n_expert)
@@ -279,17 +279,17 @@ def test_an_iteration_that_is_not_whole_is_not_kept(program: Path) -> None:
     def routed(layer: int, kept: int, expected: tuple[tuple, ...] = ()) -> None:
         script.tell("routed", layer, 1, 2, 1, 1, experts, probs, expected=list(expected), size=kept)
 
-    script.tell("begin", 0, 1, 1, 1, [1, 0], expected=[], size=0)
+    script.tell("begin", 1, 1, 1, [1, 0], expected=[], size=0)
     routed(0, 0)
     routed(2, 0)  # layer 1 was not seen
-    script.tell("begin", 0, 1, 1, 1, [1, 0], expected=[], size=0)
+    script.tell("begin", 1, 1, 1, [1, 0], expected=[], size=0)
     routed(0, 0)
     script.tell("routed", 1, 1, 2, 1, 0, experts, expected=[], size=0)  # without probabilities
     routed(2, 0)
-    script.tell("begin", 0, 1, 1, 1, [1, 0], expected=[], size=0)
+    script.tell("begin", 1, 1, 1, [1, 0], expected=[], size=0)
     for layer in range(3):
         routed(layer, layer // 2)
-    script.tell("begin", 0, 1, 1, 1, [2, 0], expected=[(0, 1, 0, [0, 1], probs)], size=1)
+    script.tell("begin", 1, 1, 1, [2, 0], expected=[(0, 1, 0, [0, 1], probs)], size=1)
     script.check(program)
 
 

@@ -26,7 +26,7 @@ void check_width(int32_t n_embd) {
 
 // Where graphs were built, it is known whether their routers can be applied.
 void check_routers(const pyorch_engine * engine, pyorch_predictor kind) {
-    const std::string why = needs_of(kind) & NEEDS_ROUTERS ? engine->routers.unknown() : "";
+    const std::string why = needs_of(kind) & PYORCH_NEEDS_ROUTERS ? engine->routers.unknown() : "";
     if (!why.empty()) {
         throw Failure(PYORCH_INVALID, why + ": no predictor can apply its router");
     }

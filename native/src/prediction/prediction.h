@@ -27,8 +27,7 @@ bool is_predicted(int n_tokens, int n_used, int n_expert);
 
 // A ubatch begins. Each of its tokens is one iteration of one sequence.
 struct IterationBegin {
-    bool               request; // of a new request: its prompt begins
-    bool               decode;  // one token of each sequence
+    bool               decode; // one token of each sequence
     int                n_tokens;
     std::vector<float> embeddings; // [n_tokens][n_embd] of the embedding layer, or empty
 };
@@ -72,16 +71,8 @@ public:
     virtual void routed(const RoutedLayer & layer, std::vector<Forecast> & forecasts) = 0;
 };
 
-// What a predictor wants to see of a layer, beside its experts and weights.
-enum PredictorNeeds : unsigned {
-    NEEDS_NOTHING    = 0,
-    NEEDS_RESIDUALS  = 1, // or inputs, where there are none
-    NEEDS_PROBS      = 2,
-    NEEDS_PREFILL    = 4, // layers of prompts too; in a replay
-    NEEDS_EMBEDDINGS = 8,
-    NEEDS_ROUTERS    = 16, // applies them
-};
-
+// PYORCH_NEEDS_*: what a predictor works with, and so what it is shown of a layer beside its experts and weights. One
+// that knows the future is shown layers of prompts, too.
 unsigned needs_of(pyorch_predictor kind);
 
 // By layer, null where they are not known.
@@ -93,7 +84,6 @@ class ExpertMapStore;
 // What predictors are made of; all shared, none changes once it is here.
 struct PredictionModel {
     std::vector<int>                 n_expert; // by layer
-    std::vector<int>                 layers;   // that the context computes, ascending
     std::vector<Router>              routers;  // by layer, entries may be empty
     CompactMatrices                  gates;    // [n_expert][n_embd] of routers, for predictors that apply them
     CompactMatrices                  defaults; // [n_expert][n_embd] the mean output of each expert

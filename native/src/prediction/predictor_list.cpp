@@ -10,19 +10,16 @@ static constexpr unsigned BY_ROUTERS = PYORCH_NEEDS_ROUTERS | PYORCH_NEEDS_STATE
 
 const std::vector<PredictorEntry> & predictor_list() {
     static const std::vector<PredictorEntry> list = {
-        { PYORCH_PREDICT_NONE, "none", 0, 0, false, NEEDS_NOTHING, "reads nothing ahead", nullptr },
+        { PYORCH_PREDICT_NONE, "none", 0, 0, false, "reads nothing ahead", nullptr },
         { PYORCH_PREDICT_QUASI_HIDDEN, "quasi-hidden", BY_ROUTERS, PYORCH_NEEDS_DEFAULT_VECTORS, true,
-            NEEDS_RESIDUALS | NEEDS_ROUTERS,
             "the layer's router, applied to what an earlier layer's experts make of its input on average",
             make_quasi_hidden },
         { PYORCH_PREDICT_HYBRID, "hybrid", BY_ROUTERS | PYORCH_NEEDS_ESTIMATOR, PYORCH_NEEDS_DEFAULT_VECTORS, true,
-            NEEDS_RESIDUALS | NEEDS_ROUTERS,
             "quasi-hidden, corrected by a trained network for the next layer where that is better", make_hybrid },
         { PYORCH_PREDICT_EXPERT_MAP, "expert-map", PYORCH_NEEDS_HISTORY | PYORCH_NEEDS_DISTRIBUTIONS,
-            PYORCH_NEEDS_EMBEDDINGS, false, NEEDS_PROBS | NEEDS_EMBEDDINGS,
-            "what the most alike past iteration used in the layer", make_expert_map },
-        { PYORCH_PREDICT_ORACLE, "oracle", PYORCH_NEEDS_FUTURE, 0, false, NEEDS_PREFILL,
-            "the experts that the layer will use", nullptr },
+            PYORCH_NEEDS_EMBEDDINGS, false, "what the most alike past iteration used in the layer", make_expert_map },
+        { PYORCH_PREDICT_ORACLE, "oracle", PYORCH_NEEDS_FUTURE, 0, false, "the experts that the layer will use",
+            nullptr },
     };
     return list;
 }
@@ -33,7 +30,7 @@ bool is_predicted(int n_tokens, int n_used, int n_expert) {
     return n_tokens == 1 || (n_tokens <= MAX_PREDICTED_TOKENS && 1 - unused < STREAMED);
 }
 
-unsigned needs_of(pyorch_predictor kind) { return predictor_list()[kind].sees; }
+unsigned needs_of(pyorch_predictor kind) { return predictor_list()[kind].needs | predictor_list()[kind].uses; }
 
 std::unique_ptr<Predictor> make_predictor(
     pyorch_predictor kind, const PredictionModel & model, const std::vector<int> & distance) {

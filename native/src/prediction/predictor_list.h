@@ -12,7 +12,6 @@ struct PredictorEntry {
     unsigned         needs;      // PYORCH_NEEDS_*: without one of them nothing is forecast
     unsigned         uses;       // PYORCH_NEEDS_*: of what makes forecasts better
     bool             executable; // forecasts are distributions of the next layer's router
-    unsigned         sees;       // PredictorNeeds: what it is shown of a layer
     const char *     description;
 
     // Null for those that predict nothing, or that only a replay can make.

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <utility>
-#include <numeric>
 
 namespace pyorch {
 
@@ -63,7 +62,7 @@ bool PrefetchPlanner::active() const {
 }
 
 unsigned PrefetchPlanner::needs() const {
-    unsigned needs = NEEDS_NOTHING;
+    unsigned needs = 0;
     for (const LayerPrefetch & layer_prefetch : prefetch) {
         needs |= needs_of(layer_prefetch.kind);
     }
@@ -78,12 +77,6 @@ PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
     stream.open.resize(prefetch.size());
     model.routers = routers.all();
     copy_gates();
-    if (const auto of_context = layers.find(context); of_context != layers.end()) {
-        model.layers = of_context->second;
-    } else {
-        model.layers.resize(prefetch.size());
-        std::iota(model.layers.begin(), model.layers.end(), 0);
-    }
     for (int kind = PYORCH_PREDICT_NONE + 1; kind <= PYORCH_PREDICT_ORACLE; ++kind) {
         std::vector<int> distance;
         for (const LayerPrefetch & layer_prefetch : prefetch) {
@@ -105,7 +98,7 @@ PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
 
 // One copy for all contexts, made when a predictor first applies the routers.
 void PrefetchPlanner::copy_gates() {
-    for (size_t layer = 0; (needs() & NEEDS_ROUTERS) && layer < model.routers.size(); ++layer) {
+    for (size_t layer = 0; (needs() & PYORCH_NEEDS_ROUTERS) && layer < model.routers.size(); ++layer) {
         const Router & router = model.routers[layer];
         if (router.gate != gates_of[layer]) {
             gates_of[layer] = router.gate;
@@ -137,7 +130,7 @@ void PrefetchPlanner::routed(const void * context, const RoutedLayer & routed_la
 
     std::vector<Forecast> forecasts;
     for (auto & [kind, predictor] : stream.predictors) {
-        if (routed_layer.decode || (needs_of(kind) & (NEEDS_PREFILL | NEEDS_ROUTERS)) || speculative) {
+        if (routed_layer.decode || (needs_of(kind) & (PYORCH_NEEDS_FUTURE | PYORCH_NEEDS_ROUTERS)) || speculative) {
             predictor->routed(routed_layer, forecasts);
         }
     }

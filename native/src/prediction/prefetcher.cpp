@@ -82,7 +82,7 @@ void Prefetcher::drop_iteration() {
 }
 
 void Prefetcher::begin(const void * context, IterationBegin && iteration) {
-    const bool                   collecting = needs() & NEEDS_PROBS;
+    const bool                   collecting = needs() & PYORCH_NEEDS_DISTRIBUTIONS;
     const Table::Reads           now        = iteration.decode ? table.decoding_reads() : Table::Reads{};
     std::unique_lock<std::mutex> lock(mutex);
     if (automatic) {
@@ -113,7 +113,7 @@ bool Prefetcher::wants(int & reach) {
     if (!active()) {
         return false;
     }
-    const bool   whole = needs() & NEEDS_PROBS; // a predictor loses what misses a layer
+    const bool   whole = needs() & PYORCH_NEEDS_DISTRIBUTIONS; // a predictor loses what misses a layer
     const double now   = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     std::lock_guard<std::mutex> lock(mutex);
     reach = automatic && !whole ? allowance.reach(now) : INT_MAX;
@@ -121,7 +121,7 @@ bool Prefetcher::wants(int & reach) {
 }
 
 void Prefetcher::routed(const void * context, RoutedLayer && layer) {
-    const bool collecting = needs() & NEEDS_PROBS;
+    const bool collecting = needs() & PYORCH_NEEDS_DISTRIBUTIONS;
     {
         std::unique_lock<std::mutex> lock(mutex);
         // A router takes less time than waking the thread, which would stop one that computes.
@@ -159,7 +159,7 @@ void Prefetcher::wait_idle() {
 
 void Prefetcher::forget(const void * context) {
     // A predictor that collects is shown what waits for it, unless it is its thread that waits, in an observer.
-    const bool collecting = needs() & NEEDS_PROBS;
+    const bool collecting = needs() & PYORCH_NEEDS_DISTRIBUTIONS;
     if (!collecting || std::this_thread::get_id() == thread.get_id()) {
         std::lock_guard<std::mutex> lock(mutex);
         queue.erase(

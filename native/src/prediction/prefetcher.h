@@ -72,7 +72,7 @@ private:
     using Event = std::variant<IterationBegin, RoutedLayer>;
 
     std::atomic<bool>     is_active{ false };
-    std::atomic<unsigned> wanted{ NEEDS_NOTHING };
+    std::atomic<unsigned> wanted{ 0 };
 
     std::mutex                                 mutex; // of the queue, and of who decides whether it gets anything
     std::condition_variable                    work;

@@ -8,7 +8,6 @@
 #include <cmath>
 #include <deque>
 #include <numeric>
-#include <unordered_set>
 #include <utility>
 #include <variant>
 
@@ -158,7 +157,6 @@ private:
     int64_t                                         ubatch      = 0;
     int64_t                                         forecasting = 0; // the ubatch that forecasts now follow from
     double                                          forecast_at = 0; // when they are made
-    std::unordered_set<uint32_t>                    requests;        // that began
     std::deque<Pending>                             pending;
     std::vector<std::vector<Forecasted>>            forecasts; // by layer, that has not come yet
     std::vector<std::vector<std::vector<uint64_t>>> uses;      // [layer][expert]: the ubatches, ascending
@@ -240,15 +238,12 @@ private:
         const double speed    = !device ? 1 : decode ? config.device_speed : config.device_prefill_speed;
 
         const bool predicts =
-            (decode || (planner.needs() & NEEDS_ROUTERS)) && is_predicted(n_tokens, rec.n_used, rec.n_expert);
+            (decode || (planner.needs() & PYORCH_NEEDS_ROUTERS)) && is_predicted(n_tokens, rec.n_used, rec.n_expert);
 
-        IterationBegin begin = { false, decode, n_tokens, {} };
-        for (int t = 0; t < n_tokens; ++t) {
-            begin.request |= requests.insert(rec.request[token_of(t)]).second;
-            if (rec.embeddings && decode && predicts) {
-                const float * row = rec.embeddings + (size_t) token_of(t) * rec.n_embd;
-                begin.embeddings.insert(begin.embeddings.end(), row, row + rec.n_embd);
-            }
+        IterationBegin begin = { decode, n_tokens, {} };
+        for (int t = 0; rec.embeddings && decode && predicts && t < n_tokens; ++t) {
+            const float * row = rec.embeddings + (size_t) token_of(t) * rec.n_embd;
+            begin.embeddings.insert(begin.embeddings.end(), row, row + rec.n_embd);
         }
         pending.push_back({ now + config.predict_seconds, ubatch, std::move(begin) });
         const bool continues = follows_last();
@@ -289,7 +284,7 @@ private:
             run_until(now);
             table.acquire(owner, layer, { here, used, n_tokens, continues, true, device != nullptr });
             reader.run_until(now);
-            if (predicts || (!decode && (planner.needs() & NEEDS_PREFILL))) {
+            if (predicts || (!decode && (planner.needs() & PYORCH_NEEDS_FUTURE))) {
                 pending.push_back({ now + config.predict_seconds, ubatch, routed_layer(layer, n_tokens, decode) });
             }
             // An expert costs what it costs, however many tokens of a decoding ubatch share it.
@@ -402,11 +397,11 @@ private:
             routed_layer.experts.insert(routed_layer.experts.end(), used, used + rec.n_used);
             routed_layer.weights.insert(
                 routed_layer.weights.end(), rec.weights + at * rec.n_used, rec.weights + (at + 1) * rec.n_used);
-            if ((needs & NEEDS_PROBS) && rec.probs) {
+            if ((needs & PYORCH_NEEDS_DISTRIBUTIONS) && rec.probs) {
                 routed_layer.probs.insert(
                     routed_layer.probs.end(), rec.probs + at * rec.n_expert, rec.probs + (at + 1) * rec.n_expert);
             }
-            if (rec.states && (needs & NEEDS_RESIDUALS)) {
+            if (rec.states && (needs & PYORCH_NEEDS_STATES)) {
                 const float * state = rec.states + at * rec.n_embd;
                 routed_layer.residuals.insert(routed_layer.residuals.end(), state, state + rec.n_embd);
                 double squares = 0;

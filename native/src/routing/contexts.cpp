@@ -179,8 +179,8 @@ unsigned graph_needs(const Routing & routing, bool predicted) {
         (routing.device->takes_forecasts() || !routing.table.has_nearly_all())) {
         const unsigned by_predictors = routing.prefetcher.needs();
         needs |= GRAPH_WEIGHTS;
-        needs |= by_predictors & NEEDS_PROBS ? GRAPH_PROBS : 0;
-        needs |= by_predictors & NEEDS_RESIDUALS ? GRAPH_RESIDUALS : 0;
+        needs |= by_predictors & PYORCH_NEEDS_DISTRIBUTIONS ? GRAPH_PROBS : 0;
+        needs |= by_predictors & PYORCH_NEEDS_STATES ? GRAPH_RESIDUALS : 0;
     }
     return needs;
 }

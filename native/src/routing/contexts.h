@@ -71,7 +71,6 @@ struct Context {
     Routing &               routing;
     Owner                   owner;
     std::vector<int>        layers;            // that it computes, ascending
-    bool                    prefill = false;   // its last ubatch was of a prompt
     std::vector<int32_t>    positions;         // of the tokens of its last ubatch
     bool                    continues = false; // that one had the next token of each sequence of the one before
     bool                    tries     = false; // its outputs are wanted by nobody

@@ -74,7 +74,7 @@ void Routing::computes(int layer) {
 }
 
 void Routing::check_routers() const {
-    const bool by_choice = (prefetcher.needs() & NEEDS_ROUTERS) && !prefetcher.is_automatic();
+    const bool by_choice = (prefetcher.needs() & PYORCH_NEEDS_ROUTERS) && !prefetcher.is_automatic();
     const bool executed  = speculation.active(true) && prefetcher.active();
     if (by_choice || executed) {
         const std::string why = routers.unknown();

@@ -147,15 +147,13 @@ void on_begin(const void * id, const ggml_tensor * tok_embd, const int32_t * tok
     }
     context->advance(positions, (int) n_tokens);
     context->count_unasked((int) n_tokens, decode);
-    const bool request = !decode && !context->prefill;
-    context->prefill   = !decode;
 
     Prefetcher & prefetcher = context->routing.prefetcher;
     if (!prefetcher.active()) {
         return;
     }
-    IterationBegin begin = { request, decode, (int) n_tokens, {} };
-    if ((prefetcher.needs() & NEEDS_EMBEDDINGS) && decode && n_tokens <= MAX_PREDICTED_TOKENS) {
+    IterationBegin begin = { decode, (int) n_tokens, {} };
+    if ((prefetcher.needs() & PYORCH_NEEDS_EMBEDDINGS) && decode && n_tokens <= MAX_PREDICTED_TOKENS) {
         begin.embeddings = embeddings_of(tok_embd, tokens, (int) n_tokens);
     }
     prefetcher.begin(id, std::move(begin));

@@ -212,13 +212,14 @@ void predict(Context & context, RoutedBatch & batch) {
     const unsigned needs      = prefetcher.needs();
     const bool     speculates = speculative(context.routing, batch);
     int            reach      = INT_MAX;
-    const bool     predicts   = (batch.decode || (needs & NEEDS_ROUTERS)) &&
+    const bool     predicts   = (batch.decode || (needs & PYORCH_NEEDS_ROUTERS)) &&
         is_predicted(batch.n_tokens, batch.n_used, batch.n_expert) && prefetcher.wants(reach);
     if (!speculates && !predicts) {
         return;
     }
-    const bool states = (needs & NEEDS_RESIDUALS) != 0;
-    if (!batch.weights || (states && !batch.inputs && !batch.residuals) || ((needs & NEEDS_PROBS) && !batch.probs)) {
+    const bool states = (needs & PYORCH_NEEDS_STATES) != 0;
+    if (!batch.weights || (states && !batch.inputs && !batch.residuals) ||
+        ((needs & PYORCH_NEEDS_DISTRIBUTIONS) && !batch.probs)) {
         return; // it was chosen after the graph was made
     }
     const size_t n_slots = (size_t) batch.n_tokens * batch.n_used;
@@ -243,7 +244,7 @@ void predict(Context & context, RoutedBatch & batch) {
         } else if (states) {
             layer.inputs.assign(batch.inputs, batch.inputs + n_state);
         }
-        if (needs & NEEDS_PROBS) {
+        if (needs & PYORCH_NEEDS_DISTRIBUTIONS) {
             layer.probs.assign(batch.probs, batch.probs + n_probs);
             for (size_t row = 0; row < n_probs; row += batch.n_expert) {
                 make_distribution(batch.softmax_selected ? PYORCH_GATING_SOFTMAX_SELECTED : PYORCH_GATING_SOFTMAX,

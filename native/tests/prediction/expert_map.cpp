@@ -4,7 +4,7 @@
 //
 // Each line is an event: what the predictor is shown, or what others put into its store meanwhile:
 //
-//     begin REQUEST DECODE N_TOKENS HAS_EMBEDDINGS [embeddings]
+//     begin DECODE N_TOKENS HAS_EMBEDDINGS [embeddings]
 //     routed LAYER N_TOKENS N_USED DECODE HAS_PROBS experts [probs]
 //     add [embedding] [map]
 //
@@ -45,9 +45,9 @@ int main(int argc, char ** argv) {
     while (std::cin >> event) {
         std::vector<pyorch::Forecast> forecasts;
         if (event == "begin") {
-            const auto head       = read<int>(4);
-            const auto embeddings = read<float>((size_t) head[3] * head[2] * n_embd);
-            predictor->begin({ head[0] != 0, head[1] != 0, head[2], embeddings }, forecasts);
+            const auto head       = read<int>(3);
+            const auto embeddings = read<float>((size_t) head[2] * head[1] * n_embd);
+            predictor->begin({ head[0] != 0, head[1], embeddings }, forecasts);
         } else if (event == "routed") {
             const auto          head         = read<int>(5);
             pyorch::RoutedLayer routed_layer = {};

@@ -51,9 +51,9 @@ struct House {
     }
 
     void decode_one(const void * context) {
-        prefetcher.begin(context, { true, false, 1, {} });
+        prefetcher.begin(context, { false, 1, {} });
         prefetcher.routed(context, { 0, 1, 1, false, { 0 }, {}, {}, {}, {}, {} });
-        prefetcher.begin(context, { false, true, 1, {} });
+        prefetcher.begin(context, { true, 1, {} });
         prefetcher.wait_idle();
     }
 
@@ -94,7 +94,7 @@ static void routers_are_applied_as_far_ahead_as_there_is_time_for() {
     });
     for (int reach : { 0, 1, INT_MAX }) {
         house.forecast.clear();
-        house.prefetcher.begin(&house, { false, true, 1, {} });
+        house.prefetcher.begin(&house, { true, 1, {} });
         house.prefetcher.routed(&house, { 0, 1, 1, true, { 0 }, { 0 }, { 1 }, {}, { 1, 2, 3, 4 }, {}, reach });
         house.prefetcher.wait_idle();
         CHECK(house.forecast ==
@@ -132,7 +132,7 @@ static void where_prefetching_pays_a_trial_decodes_without() {
             CHECK(house.table.release(owner));
         }
         int reach = 0;
-        house.prefetcher.begin(&house, { false, true, 1, {} });
+        house.prefetcher.begin(&house, { true, 1, {} });
         (house.prefetcher.wants(reach) ? with : without) += token >= 2;
         house.prefetcher.wait_idle();
     }
@@ -149,7 +149,6 @@ static void default_vectors_of_another_width_are_not_used() {
     router.n_used   = 1;
     PredictionModel model;
     model.n_expert                = { 2, 2 };
-    model.layers                  = { 0, 1 };
     model.routers                 = { Router(), router };
     model.gates                   = { nullptr, std::make_shared<const CompactMatrix>(gate.data(), 2, 4) };
     const RoutedLayer layer       = { 0, 1, 1, true, { 1 }, { 1 }, { 1.0f }, {}, {}, { 1, 2, 3, 4 } };
