@@ -22,22 +22,16 @@ void check_shares(const double * shares) {
     }
 }
 
-void check_misses(const pyorch_config & given) {
+void check_devices(const pyorch_config & given, int n_layers) {
     if (given.device_misses > PYORCH_UPLOAD) {
         throw Failure(PYORCH_INVALID,
             format("there is no way %llu to treat what a device lacks", (unsigned long long) given.device_misses));
     }
-}
-
-void check_ahead(const pyorch_config & given) {
     if (given.device_ahead > DeviceTable::MOST_AHEAD) {
         throw Failure(PYORCH_INVALID,
             format("%llu experts of a layer are too many to be uploaded ahead: 0 to %d can be",
                 (unsigned long long) given.device_ahead, DeviceTable::MOST_AHEAD));
     }
-}
-
-void check_devices(const pyorch_config & given, int n_layers) {
     if (given.n_devices > 0 && !given.plain) {
         throw Failure(
             PYORCH_INVALID, "a device needs experts as they lie in the model, not repacked for the processor");
@@ -85,8 +79,6 @@ pyorch_engine * make_engine(const pyorch_model_map * map, const pyorch_config * 
     if (map->map.slim && !map->map.layers[0].pack && !simulated) {
         throw Failure(PYORCH_FORMAT, lacks_experts(map->map));
     }
-    check_misses(given);
-    check_ahead(given);
     check_devices(given, (int) map->map.layers.size());
     for (const MoeLayer & layer : map->map.layers) {
         const auto any = [](const std::vector<bool> & of) { return std::count(of.begin(), of.end(), true) > 0; };
@@ -239,10 +231,7 @@ pyorch_status pyorch_measure_disk(
             throw Failure(
                 PYORCH_INVALID, format("a disk is measured for more than 0 seconds, at most 3600, not %g", seconds));
         }
-        const ReadPlan  plan = plan_reads(*config);
-        const DiskSpeed fast = probe_disk(map->map, open_source(map->map, *config), plan, seconds);
-        *speed               = { fast.bytes_per_second, fast.cores, plan.bytes, plan.depth,
-            plan.io_uring ? PYORCH_READER_IO_URING : PYORCH_READER_THREADS, fast.direct };
+        *speed = probe_disk(map->map, open_source(map->map, *config), plan_reads(*config), seconds);
     });
 }
 

@@ -4,10 +4,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <memory>
 #include <random>
-#include <sys/mman.h>
 #include <tuple>
 
 namespace pyorch {
@@ -25,21 +26,18 @@ public:
         for (const MoeLayer & l : map.layers) {
             slot = std::max({ slot, slot_bytes(l, PART_MATRICES), slot_bytes(l, PART_E) + slot_bytes(l, PART_SM) });
         }
-        slot      = (slot + PAGE - 1) / PAGE * PAGE;
+        slot      = round_up(slot, PAGE);
         in_flight = plan.depth * std::min(plan.bytes, slot);
         // While the last expert of a round is read, the next is there to be begun.
-        const int n  = (int) std::clamp<uint64_t>((2 * in_flight + slot - 1) / slot, 2, 1024);
-        memory_bytes = n * slot;
-        void * p     = mmap(nullptr, memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (p == MAP_FAILED) {
-            throw Failure(
-                PYORCH_MEMORY, format("no memory for %s of reads under way", mebibytes(memory_bytes).c_str()));
+        const int n = (int) std::clamp<uint64_t>((2 * in_flight + slot - 1) / slot, 2, 1024);
+        memory.reset((char *) aligned_alloc(PAGE, n * slot));
+        if (!memory) {
+            throw Failure(PYORCH_MEMORY, format("no memory for %s of reads under way", mebibytes(n * slot).c_str()));
         }
-        memory = (char *) p;
-        memset(memory, 1, memory_bytes); // a page that is first written is no part of a read
+        memset(memory.get(), 1, n * slot); // a page that is first written is no part of a read
         loads.resize(n);
         for (int i = 0; i < n; ++i) {
-            loads[i].slot = { 0, memory + i * slot };
+            loads[i].slot = { 0, memory.get() + i * slot };
             idle.push_back(&loads[i]);
         }
         for (int layer = 0; layer < (int) map.layers.size(); ++layer) {
@@ -55,9 +53,7 @@ public:
         std::shuffle(order.begin(), order.end(), std::mt19937(std::random_device()()));
     }
 
-    ~Probe() override { munmap(memory, memory_bytes); }
-
-    DiskSpeed measure(const ReadPlan & plan, double seconds) {
+    pyorch_disk_speed measure(const ReadPlan & plan, double seconds) {
         const auto                   reader = make_reader(loader, plan);
         std::unique_lock<std::mutex> lock(mutex);
         const auto                   until = std::chrono::steady_clock::now() +
@@ -80,26 +76,26 @@ public:
         if (!error.empty()) {
             throw Failure(PYORCH_IO, error);
         }
-        return { (double) (n_read() - bytes) / took, (cpu_seconds() - cpu) / took, direct };
+        return { (double) (n_read() - bytes) / took, (cpu_seconds() - cpu) / took, plan.bytes, plan.depth,
+            plan.io_uring ? PYORCH_READER_IO_URING : PYORCH_READER_THREADS, direct, 0 };
     }
 
 private:
-    const ModelMap &                 map;
-    std::mutex                       mutex;
-    std::condition_variable          changed;
-    Loader                           loader;
-    uint64_t                         slot         = 0; // bytes of the largest expert
-    uint64_t                         in_flight    = 0; // bytes
-    char *                           memory       = nullptr;
-    uint64_t                         memory_bytes = 0;
-    std::vector<Load>                loads;
-    std::vector<Load *>              idle;
-    std::vector<std::pair<int, int>> order;
-    size_t                           next    = 0;
-    bool                             started = false;
-    bool                             direct  = true;
-    uint64_t                         wanted  = 0;
-    std::string                      error;
+    const ModelMap &                       map;
+    std::mutex                             mutex;
+    std::condition_variable                changed;
+    Loader                                 loader;
+    uint64_t                               slot      = 0; // bytes of the largest expert
+    uint64_t                               in_flight = 0; // bytes
+    std::unique_ptr<char, decltype(&free)> memory{ nullptr, free };
+    std::vector<Load>                      loads;
+    std::vector<Load *>                    idle;
+    std::vector<std::pair<int, int>>       order;
+    size_t                                 next    = 0;
+    bool                                   started = false;
+    bool                                   direct  = true;
+    uint64_t                               wanted  = 0;
+    std::string                            error;
 
     uint64_t n_read() const {
         uint64_t n = 0;
@@ -152,7 +148,8 @@ private:
 
 } // namespace
 
-DiskSpeed probe_disk(const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan, double seconds) {
+pyorch_disk_speed probe_disk(
+    const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan, double seconds) {
     return Probe(map, std::move(source), plan).measure(plan, seconds);
 }
 

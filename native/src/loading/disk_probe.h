@@ -7,13 +7,8 @@
 
 namespace pyorch {
 
-struct DiskSpeed {
-    double bytes_per_second;
-    double cores;  // that the process kept busy meanwhile
-    bool   direct; // around the page cache
-};
-
 // Reads for so long, beside what it takes to begin and to end. Throws Failure: PYORCH_IO when a read fails.
-DiskSpeed probe_disk(const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan, double seconds);
+pyorch_disk_speed probe_disk(
+    const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan, double seconds);
 
 } // namespace pyorch
