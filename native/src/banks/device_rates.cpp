@@ -62,7 +62,7 @@ public:
 
     // From host memory that is locked as a bank's is, each matrix from its own place there.
     double upload_seconds(ggml_backend_dev_t device, uint64_t largest) {
-        const size_t                                 size = (bytes() + PAGE - 1) / PAGE * PAGE;
+        const size_t                                 size = round_up(bytes(), PAGE);
         const std::unique_ptr<char, decltype(&free)> from((char *) aligned_alloc(PAGE, size), free);
         if (!from) {
             throw Failure(PYORCH_MEMORY, format("there is no memory to measure %s", ggml_backend_dev_name(device)));

@@ -9,8 +9,6 @@ namespace pyorch {
 // overcommit.
 static constexpr uint64_t STEP = 32u << 20;
 
-static uint64_t whole_pages(uint64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
-
 HostBank::HostBank(const ModelMap & map, uint64_t budget, std::shared_ptr<PageLocks> page_locks) :
         Bank(map, budget), regions(classes.size()), locks(std::move(page_locks)) {
     for (int i = 0; i < (int) classes.size(); ++i) {
@@ -30,7 +28,7 @@ HostBank::~HostBank() {
 }
 
 bool HostBank::reserve(int size_class, uint64_t n_slots) {
-    const uint64_t bytes = whole_pages(n_slots * classes[size_class].slot_bytes);
+    const uint64_t bytes = round_up(n_slots * classes[size_class].slot_bytes, PAGE);
     if (bytes == 0) {
         return false;
     }
@@ -68,7 +66,7 @@ char * HostBank::extend(int size_class) {
     }
     Region & region = all.back();
     if (region.next + bytes > region.open) {
-        const uint64_t step = std::min<uint64_t>(whole_pages(std::max(STEP, bytes)), region.end - region.open);
+        const uint64_t step = std::min<uint64_t>(round_up(std::max(STEP, bytes), PAGE), region.end - region.open);
         if (mprotect(region.open, step, PROT_READ | PROT_WRITE) != 0) {
             return nullptr;
         }
@@ -84,7 +82,7 @@ char * HostBank::extend(int size_class) {
 
 void HostBank::strip(int size_class, char * slot) {
     // A page that is shared with the next slot stays: experts that small are far smaller than what is shared.
-    char * first = (char *) whole_pages((uint64_t) slot);
+    char * first = (char *) round_up((uint64_t) slot, PAGE);
     char * last  = (char *) ((uint64_t) (slot + classes[size_class].slot_bytes) / PAGE * PAGE);
     if (first < last) {
         if (locks) {

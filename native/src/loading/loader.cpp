@@ -29,7 +29,7 @@ static uint64_t request_end(
     uint64_t end   = whole ? last : at + most;
     for (int role = e.last_role - 1; role >= e.role; --role) {
         const Extent   matrix = extent_of(layer, expert, e, role);
-        const uint64_t ends   = (matrix.offset + matrix.bytes + PAGE - 1) / PAGE * PAGE;
+        const uint64_t ends   = round_up(matrix.offset + matrix.bytes, PAGE);
         const bool     apart  = e.part == PART_E && ends >= at + APART_BYTES;
         if (matrix.bytes > 0 && ends > at && ends < end && (apart || !whole)) {
             end   = ends;
@@ -44,7 +44,7 @@ void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue,
     const uint64_t   end    = e.offset + e.bytes;
     const bool       direct = e.direct && source->direct(e.file);
     const uint64_t   first  = direct ? e.offset / PAGE * PAGE : e.offset;
-    const uint64_t   last   = direct ? (end + PAGE - 1) / PAGE * PAGE : end;
+    const uint64_t   last   = direct ? round_up(end, PAGE) : end;
     // A slot has the layout of a record or a region, pages before a matrix included; else the block has room for them.
     char * memory;
     if (e.part != PART_MATRICES) {
@@ -71,6 +71,16 @@ void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue,
     }
 }
 
+// A matrix that needs no reading. needed: bytes without which it has failed, and it brings none.
+void Loader::ask_nothing(Load & load, std::deque<ReadRequest> & queue, int role, uint64_t needed) {
+    const MoeLayer & layer = map.layers[load.layer];
+    const int        file  = layer.pack ? layer.pack->file : layer.tensors[role].file;
+    queue.push_back({ &load, role, role, file, 0, 0, needed, nullptr, false, layer.pack != nullptr, 0, 1u << role,
+        PART_MATRICES, false });
+    ++load.queued;
+    ++load.unread[role];
+}
+
 // False: nobody has offered its bytes.
 bool Loader::take_offered(Load & load, std::deque<ReadRequest> & queue) {
     const MoeLayer & layer = map.layers[load.layer];
@@ -83,10 +93,7 @@ bool Loader::take_offered(Load & load, std::deque<ReadRequest> & queue) {
         const Extent matrix = in_model(layer, role, load.expert);
         if (load.roles >> role & 1) {
             memcpy(load.slot.memory + block_offset(layer, role), bytes, matrix.bytes);
-            queue.push_back({ &load, role, role, matrix.file, 0, 0, 0, nullptr, false, false, 0, 1u << role,
-                PART_MATRICES, false });
-            ++load.queued;
-            ++load.unread[role];
+            ask_nothing(load, queue, role);
         }
         bytes += matrix.bytes;
     }
@@ -100,12 +107,8 @@ void Loader::cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_
         return;
     }
     const MoeLayer & layer = map.layers[load.layer];
-    if (layer.lacks(load.expert)) { // a request that brings nothing
-        const int role = __builtin_ctz(load.roles);
-        queue.push_back({ &load, role, role, layer.pack->file, 0, 0, 1, nullptr, false, true, 0, 1u << role,
-            PART_MATRICES, false });
-        ++load.queued;
-        ++load.unread[role];
+    if (layer.lacks(load.expert)) {
+        ask_nothing(load, queue, __builtin_ctz(load.roles), 1);
         return;
     }
     for (const Extent & e : extents(layer, load.expert, load.there)) {
@@ -123,10 +126,7 @@ void Loader::cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_
     }
     for (int role = 0; role < (int) layer.tensors.size(); ++role) {
         if ((load.roles >> role & 1) && load.unread[role] == 0) {
-            queue.push_back({ &load, role, role, layer.pack->file, 0, 0, 0, nullptr, false, true, 0, 1u << role,
-                PART_MATRICES, false });
-            ++load.queued;
-            ++load.unread[role];
+            ask_nothing(load, queue, role);
         }
     }
 }
@@ -136,18 +136,13 @@ void Loader::start(Load & load, std::deque<ReadRequest> & queue, uint64_t reques
     load.damaged = false;
     load.urgent  = &queue == &demanded;
     load.read    = 0;
-    for (int role = 0; role < PYORCH_MAX_ROLES; ++role) {
-        load.unread[role] = 0;
-        load.missed[role] = false;
-    }
+    std::fill(std::begin(load.unread), std::end(load.unread), 0);
+    std::fill(std::begin(load.missed), std::end(load.missed), false);
     if (!is_compressed(map.layers[load.layer]) || orders.stage(load) == Staged::YES) {
         cut(load, queue, request_bytes);
         return;
     }
-    int role = 0;
-    while (!(load.roles >> role & 1)) {
-        ++role;
-    }
+    const int role = __builtin_ctz(load.roles);
     queue.push_back({ &load, role, role, 0, 0, 0, 0, nullptr, false, true, 0, 0, PART_MATRICES, true });
     ++load.queued;
 }

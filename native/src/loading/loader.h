@@ -328,6 +328,7 @@ private:
     void         start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
     void         cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
     void         cut(Load & load, const Extent & extent, std::deque<ReadRequest> & queue, uint64_t request_bytes);
+    void         ask_nothing(Load & load, std::deque<ReadRequest> & queue, int role, uint64_t needed = 0);
     bool         take_offered(Load & load, std::deque<ReadRequest> & queue);
     bool         take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadRequest & request);
     bool         pop(ReadRequest & request);

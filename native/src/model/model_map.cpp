@@ -158,7 +158,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
             format("%s is truncated: it has %llu of %llu bytes%s", path.c_str(), (unsigned long long) in_file,
                 (unsigned long long) needed, in_file <= data ? ", which are its header only" : ""));
     }
-    if (first_lacked != UINT64_MAX && first_lacked > (in_file + PAGE - 1) / PAGE * PAGE) {
+    if (first_lacked != UINT64_MAX && first_lacked > round_up(in_file, PAGE)) {
         throw Failure(PYORCH_FORMAT,
             format("%s is truncated: it has %llu bytes, and what it should have ends at %llu", path.c_str(),
                 (unsigned long long) in_file, (unsigned long long) first_lacked));
