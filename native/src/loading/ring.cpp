@@ -102,7 +102,7 @@ bool Ring::reserve_buffers(unsigned n) {
 #endif
 }
 
-int Ring::update_buffer(unsigned number, void * memory, size_t bytes) {
+bool Ring::set_buffer(unsigned number, void * memory, size_t bytes) {
 #ifdef IORING_RSRC_REGISTER_SPARSE
     iovec                 range  = { memory, bytes };
     uint64_t              tag    = 0;
@@ -111,18 +111,12 @@ int Ring::update_buffer(unsigned number, void * memory, size_t bytes) {
     update.data                  = (uint64_t) (uintptr_t) &range;
     update.tags                  = (uint64_t) (uintptr_t) &tag;
     update.nr                    = 1;
-    return (int) syscall(__NR_io_uring_register, fd, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof(update));
+    return syscall(__NR_io_uring_register, fd, IORING_REGISTER_BUFFERS_UPDATE, &update, sizeof(update)) == 1;
 #else
     (void) number, (void) memory, (void) bytes;
-    return -1;
+    return false;
 #endif
 }
-
-bool Ring::set_buffer(unsigned number, void * memory, size_t bytes) {
-    return update_buffer(number, memory, bytes) == 1;
-}
-
-void Ring::clear_buffer(unsigned number) { update_buffer(number, nullptr, 0); }
 
 void * Ring::next_entry() {
     const unsigned index = queued++ & mask;
@@ -216,7 +210,6 @@ Ring::~Ring() {}
 bool Ring::register_files(const std::vector<int> &) { return false; }
 bool Ring::reserve_buffers(unsigned) { return false; }
 bool Ring::set_buffer(unsigned, void *, size_t) { return false; }
-void Ring::clear_buffer(unsigned) {}
 void Ring::queue(const Read &, uint64_t) {}
 void Ring::queue_poll(int, uint64_t) {}
 bool Ring::submit() { return false; }

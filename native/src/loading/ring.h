@@ -44,11 +44,9 @@ public:
     bool reserve_buffers(unsigned n);
 
     // Takes hold of the memory of a buffer once, instead of for each read; replaces what had that number. False where
-    // the limit on locked memory, or the kernel, forbids it: the number is free then.
+    // the limit on locked memory, or the kernel, forbids it: the number is free then. memory null, and no bytes: only
+    // lets go of what had it. REQUIRES: no read into that is under way.
     bool set_buffer(unsigned number, void * memory, size_t bytes);
-
-    // Lets go of its memory. REQUIRES: no read into it is under way.
-    void clear_buffer(unsigned number);
 
     // REQUIRES: fewer than depth are queued or under way.
     void queue(const Read & read, uint64_t tag);
@@ -90,7 +88,6 @@ private:
     unsigned   results_mask = 0;
 
     void * next_entry();
-    int    update_buffer(unsigned number, void * memory, size_t bytes);
 };
 
 } // namespace pyorch

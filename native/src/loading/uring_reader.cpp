@@ -136,7 +136,7 @@ bool UringReader::start_one() {
     for (char * slot : given_up) {
         const auto place = buffers.find(slot);
         if (place != buffers.end()) {
-            ring->clear_buffer(place->second.number);
+            ring->set_buffer(place->second.number, nullptr, 0);
             unused.push_back(place->second.number);
             buffers.erase(place);
         }
