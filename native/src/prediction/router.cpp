@@ -103,16 +103,9 @@ void make_distribution(int32_t gating, float * probs, int n_expert) {
     std::transform(probs, probs + n_expert, probs, [&](float p) { return p / sum; });
 }
 
-void Routers::set(int layer, const Router & router, const void * model) {
+void Routers::set(int layer, const Router & router, const void * model, std::string why) {
     std::lock_guard<std::mutex> lock(mutex);
     entries[layer].router = router;
-    entries[layer].model  = model;
-    entries[layer].why.clear();
-}
-
-void Routers::set_unknown(int layer, std::string why, const void * model) {
-    std::lock_guard<std::mutex> lock(mutex);
-    entries[layer].router = {};
     entries[layer].model  = model;
     entries[layer].why    = std::move(why);
 }

@@ -44,11 +44,28 @@ bool is_applied_alone(const llama_moe_route & route) {
     return product && product->op == GGML_OP_MUL_MAT && product->src[0] == route.gate && product->src[1] == route.inp;
 }
 
+// Why nobody else can apply what was read of a router, "" where one can.
+std::string why_unknown(const llama_moe_route & route, const Router & router) {
+    if (!known(router.gating)) {
+        return format("layer %d has the gating function %d, which is not known", route.il, route.gating);
+    }
+    if (!route.gate) {
+        return format("layer %d gets its choice of experts from another part of the model", route.il);
+    }
+    if (!is_applied_alone(route)) {
+        return format("layer %d has a router that an adapter changes", route.il);
+    }
+    const bool readable =
+        router.gate && (!route.gate_b || router.bias) && (!route.selection_b || router.selection_bias);
+    return readable ?
+        "" :
+        format("layer %d has a router of the type %s that is not F32", route.il, ggml_type_name(route.gate->type));
+}
+
 } // namespace
 
 void read_router(const llama_moe_route & route, const ManagedTensor & m) {
     Routers & routers = m.routing->routers;
-    const int il      = route.il;
     if (routers.has_copy(m.layer, route.down_exps)) { // whose device is asked once
         return;
     }
@@ -69,20 +86,9 @@ void read_router(const llama_moe_route & route, const ManagedTensor & m) {
         router.norm = floats(route.inp->src[1], router.n_embd, copies);
         memcpy(&router.eps, route.inp->src[0]->op_params, sizeof(router.eps));
     }
-    const bool readable =
-        router.gate && (!route.gate_b || router.bias) && (!route.selection_b || router.selection_bias);
-    if (!known(router.gating)) {
-        routers.set_unknown(m.layer,
-            format("layer %d has the gating function %d, which is not known", il, route.gating), route.down_exps);
-    } else if (!route.gate) {
-        routers.set_unknown(
-            m.layer, format("layer %d gets its choice of experts from another part of the model", il), route.down_exps);
-    } else if (!is_applied_alone(route)) {
-        routers.set_unknown(m.layer, format("layer %d has a router that an adapter changes", il), route.down_exps);
-    } else if (!readable) {
-        routers.set_unknown(m.layer,
-            format("layer %d has a router of the type %s that is not F32", il, ggml_type_name(route.gate->type)),
-            route.down_exps);
+    const std::string why = why_unknown(route, router);
+    if (!why.empty()) {
+        routers.set(m.layer, {}, route.down_exps, why);
     } else if (!copies.empty()) {
         routers.set_copy(m.layer, router, route.down_exps);
     } else {

@@ -95,7 +95,7 @@ static void what_no_model_holds_is_forgotten() {
     Router    router = router_with(PYORCH_GATING_SOFTMAX);
     const int model = 0, other = 0;
     routers.set(0, router, &model);
-    routers.set_unknown(1, "layer 1 is odd", &other);
+    routers.set(1, {}, &other, "layer 1 is odd");
     require(routers.all()[0] && !routers.all()[1] && routers.unknown() == "layer 1 is odd", "both are kept");
     routers.forget(&model);
     require(!routers.all()[0] && routers.unknown() == "layer 1 is odd", "only those of the model that goes");
