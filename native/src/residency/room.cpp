@@ -146,21 +146,18 @@ int Room::capacity_beside_window(int layer) const {
     return n == residents[layer].n_expert ? n : n - window(layer);
 }
 
-bool Room::fits(int layer, const std::vector<int> & experts) const {
-    const auto n_unpinned =
-        std::count_if(experts.begin(), experts.end(), [&](int id) { return !residents.expert(layer, id).pinned; });
-    return residents[layer].n_pinned + n_unpinned <= capacity(layer);
+int Room::n_with_pinned(int layer, const std::vector<int> & experts) const {
+    const auto is_unpinned = [&](int id) { return !residents.expert(layer, id).pinned; };
+    return residents[layer].n_pinned + (int) std::count_if(experts.begin(), experts.end(), is_unpinned);
 }
 
 void Room::widen(int layer, const Demand & demand) {
     if (!stored.pools.any() || (demand.scans() && !demand.continues)) { // a prompt
         return;
     }
-    const auto & l      = residents[layer];
-    const auto   unheld = std::count_if(
-        demand.experts.begin(), demand.experts.end(), [&](int id) { return !residents.expert(layer, id).pinned; });
+    const auto &   l      = residents[layer];
     const uint64_t others = reserved_bytes - std::max(values.min(layer), l.n_pinned) * l.slot_bytes;
-    width.next            = std::max(width.next, others + (l.n_pinned + (uint64_t) unheld) * l.slot_bytes);
+    width.next            = std::max(width.next, others + n_with_pinned(layer, demand.experts) * l.slot_bytes);
     const bool ends       = values.now() >= width.begin + WIDTH_TOKENS * residents.n_layers();
     if (width.next > width.most || (ends && width.next < width.most)) {
         width.most = width.next;

@@ -46,7 +46,9 @@ public:
     int capacity_beside_window(int layer) const;
 
     // Whether these fit into memory together, beside what is reserved in other layers.
-    bool fits(int layer, const std::vector<int> & experts) const;
+    bool fits(int layer, const std::vector<int> & experts) const {
+        return n_with_pinned(layer, experts) <= capacity(layer);
+    }
 
     // A layer comes, of several sequences perhaps: together they compute with more experts of a layer than one, for
     // which a plan is made.
@@ -95,6 +97,7 @@ private:
     Victim           choose_victim(int layer, Purpose purpose, float more_likely_than);
     void             evict(Expert & e);
     bool             drop_queued();
+    int              n_with_pinned(int layer, const std::vector<int> & experts) const;
     std::vector<int> reserved() const;
     uint64_t         needed_budget(const std::vector<int> & reserved) const;
     uint64_t         most_for_full() const;

@@ -202,10 +202,8 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
         }
     }
 
-    const int n_unpinned = (int) std::count_if(
-        demand.experts.begin(), demand.experts.end(), [&](int id) { return !l.experts[id].pinned; });
-    const bool fits  = l.n_pinned + n_unpinned <= room.capacity(layer);
-    int        spare = fits ? n_unpinned : room.capacity_beside_window(layer) - l.n_pinned;
+    const bool fits  = room.fits(layer, demand.experts);
+    int        spare = room.capacity_beside_window(layer) - l.n_pinned; // where it does not
 
     std::vector<Expert *> absent;
     std::vector<Load *>   loading;
