@@ -79,10 +79,11 @@ std::vector<DevicePool> form_device_pools(
     return pools;
 }
 
+static constexpr int MOST_AREAS = 2;
+
 int n_device_areas(uint64_t budget, uint64_t area_bytes) {
-    constexpr int MOST        = 2;
     constexpr int LEAST_SHARE = 3; // of the memory, one part in so many
-    return (int) std::min<uint64_t>(MOST, budget / (LEAST_SHARE * area_bytes));
+    return (int) std::min<uint64_t>(MOST_AREAS, budget / (LEAST_SHARE * area_bytes));
 }
 
 namespace {
@@ -152,13 +153,12 @@ void DeviceBank::allocate_areas(uint64_t budget) {
             kinds.push_back(i);
         }
     }
-    constexpr int MOST      = 2;
-    size_t        n_tensors = 0;
+    size_t n_tensors = 0;
     for (int of : kinds) {
-        n_tensors += MOST * map.layers[of].tensors.size();
+        n_tensors += MOST_AREAS * map.layers[of].tensors.size();
     }
     area_tensors.reset(ggml_init({ (n_tensors + 1) * ggml_tensor_overhead(), nullptr, true }));
-    std::vector<Area> made(MOST);
+    std::vector<Area> made(MOST_AREAS);
     uint64_t          bytes = 0; // of one
     for (Area & area : made) {
         for (int of : kinds) {
@@ -318,18 +318,18 @@ static ggml_tensor matrix_of(ggml_tensor * tensor, int index) {
 
 void DeviceBank::copy_to_area(int number, int layer, int expert, int slot) {
     turn_area(number, layer);
-    for (int role = 0; role < (int) map.layers[layer].tensors.size(); ++role) {
-        ggml_tensor from = matrix_of(slots(layer, role), slot);
-        ggml_tensor to   = matrix_of(area(number, layer, role), expert);
-        link->copy(&from, &to);
-    }
+    copy(number, layer, expert, slot, true);
 }
 
 void DeviceBank::copy_from_area(int number, int layer, int expert, int slot) {
+    copy(number, layer, expert, slot, false);
+}
+
+void DeviceBank::copy(int number, int layer, int expert, int slot, bool to_area) {
     for (int role = 0; role < (int) map.layers[layer].tensors.size(); ++role) {
-        ggml_tensor from = matrix_of(area(number, layer, role), expert);
-        ggml_tensor to   = matrix_of(slots(layer, role), slot);
-        link->copy(&from, &to);
+        ggml_tensor in_slot = matrix_of(slots(layer, role), slot);
+        ggml_tensor in_area = matrix_of(area(number, layer, role), expert);
+        to_area ? link->copy(&in_slot, &in_area) : link->copy(&in_area, &in_slot);
     }
 }
 
@@ -528,30 +528,6 @@ void DeviceBanks::wait_for_uploads() {
     for (const auto & bank : banks) {
         bank->wait_for_uploads();
     }
-}
-
-uint64_t DeviceBanks::used() const {
-    uint64_t bytes = 0;
-    for (const auto & bank : banks) {
-        bytes += bank->used() + bank->landings.used();
-    }
-    return bytes;
-}
-
-uint64_t DeviceBanks::bytes_uploaded() const {
-    uint64_t bytes = 0;
-    for (const auto & bank : banks) {
-        bytes += bank->bytes_uploaded();
-    }
-    return bytes;
-}
-
-uint64_t DeviceBanks::upload_ns() const {
-    uint64_t ns = 0;
-    for (const auto & bank : banks) {
-        ns += bank->upload_ns();
-    }
-    return ns;
 }
 
 void DeviceBanks::reset_counts() {

@@ -226,6 +226,7 @@ private:
     bool     gather(int number, int layer, const std::vector<int> & slots);
     void     form_pools(double share);
     uint64_t make_tensors();
+    void     copy(int number, int layer, int expert, int slot, bool to_area);
     bool     send(ggml_tensor * to, int index, const char * bytes);
 
     std::mutex              gathering;
@@ -249,12 +250,9 @@ public:
     // Pools are numbered through.
     int pool_of(int layer) const;
 
-    bool     have_room_for_all() const;
-    void     wait_for_uploads();
-    uint64_t used() const; // of all devices, with what landed there
-    uint64_t bytes_uploaded() const;
-    uint64_t upload_ns() const;
-    void     reset_counts();
+    bool have_room_for_all() const;
+    void wait_for_uploads();
+    void reset_counts();
 
 private:
     std::vector<std::unique_ptr<DeviceBank>> banks;

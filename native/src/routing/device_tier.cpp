@@ -566,15 +566,14 @@ void DeviceTier::mark(int layer, std::vector<uint8_t> & mask) {
 
 void DeviceTier::add_stats(int only, pyorch_stats & stats) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (only < 0) {
-        stats.device_upload_ns    = banks.upload_ns();
-        stats.device_used_bytes   = banks.used();
-        stats.device_budget_bytes = all_fit ? stats.device_used_bytes : 0;
-        for (size_t i = 0; i < budgets.size() && !all_fit; ++i) {
-            const DeviceBank & bank = *banks.all()[i];
-            stats.device_budget_bytes +=
-                std::min(budgets[i], expert_bytes(table.map, bank.layers) + bank.landings.used());
-        }
+    for (size_t i = 0; only < 0 && i < budgets.size(); ++i) {
+        const DeviceBank & bank = *banks.all()[i];
+        const uint64_t     used = bank.used() + bank.landings.used();
+        stats.device_upload_ns += bank.upload_ns();
+        stats.device_bytes += bank.bytes_uploaded();
+        stats.device_used_bytes += used;
+        stats.device_budget_bytes +=
+            all_fit ? used : std::min(budgets[i], expert_bytes(table.map, bank.layers) + bank.landings.used());
     }
     for (int layer = 0; seats && layer < (int) table.map.layers.size(); ++layer) {
         if (only >= 0 && layer != only) {
@@ -583,10 +582,7 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
         const pyorch_stats & counts = seats->counts(layer);
         add_counts(stats, counts);
         stats.device_experts += seats->n_there(layer);
-        stats.device_bytes += counts.device_loads * table.map.layers[layer].expert_bytes();
-    }
-    if (only < 0) {
-        stats.device_bytes = banks.bytes_uploaded();
+        stats.device_bytes += only < 0 ? 0 : counts.device_loads * table.map.layers[layer].expert_bytes();
     }
 }
 
