@@ -153,9 +153,10 @@ Clock::time_point RemoteBank::last_change() const {
 }
 
 // By server: the experts that it is asked for. Not those that nobody has who is there, and has room for their slots.
-// failed: numbers of servers that are not asked. REQUIRES: the mutex.
+// failed: numbers of servers that are not asked. is_chosen: becomes, by expert, whether one is asked. REQUIRES: the mutex.
 std::vector<std::vector<int>> RemoteBank::choose(int layer, const std::vector<int> & wanted,
-    const std::vector<std::vector<int>> & slots_of, const std::vector<int> & failed) const {
+    const std::vector<std::vector<int>> & slots_of, const std::vector<int> & failed,
+    std::vector<uint8_t> & is_chosen) const {
     std::vector<pyorch_pace> paces;
     for (const auto & peer : peers) {
         paces.push_back(peer && peer->joined() ? peer->pace() : pyorch_pace{});
@@ -173,9 +174,11 @@ std::vector<std::vector<int>> RemoteBank::choose(int layer, const std::vector<in
     }
     const std::vector<int>        chosen = choose_replicas(places, n_slots, paces);
     std::vector<std::vector<int>> experts_at(peers.size());
+    is_chosen.assign(layers[layer].n_expert, 0);
     for (size_t i = 0; i < wanted.size(); ++i) {
         if (chosen[i] >= 0) {
             experts_at[chosen[i]].push_back(wanted[i]);
+            is_chosen[wanted[i]] = 1;
         }
     }
     return experts_at;
@@ -206,13 +209,10 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
         if (wanted.empty()) {
             return {};
         }
-        std::vector<std::vector<int>> experts_at = choose(layer, wanted, slots_of, {});
-        std::vector<uint8_t>          is_chosen(of_layer.size());
-        for (const std::vector<int> & there : experts_at) {
-            for (int e : there) {
-                absent[e]    = 0;
-                is_chosen[e] = 1;
-            }
+        std::vector<uint8_t>          is_chosen;
+        std::vector<std::vector<int>> experts_at = choose(layer, wanted, slots_of, {}, is_chosen);
+        for (int e : wanted) {
+            absent[e] = absent[e] && !is_chosen[e];
         }
         if (read.known()) {
             const auto n_absent = (int) std::count(absent.begin(), absent.end(), 1);
@@ -322,13 +322,7 @@ std::vector<RemoteRows> RemoteBank::send_again(int layer, const RemoteRows & los
     std::vector<uint8_t>          is_chosen;
     std::unique_lock<std::mutex>  lock(mutex);
     for (;;) {
-        experts_at = choose(layer, wanted, slots_of, failed);
-        is_chosen.assign(layers[layer].n_expert, 0);
-        for (const std::vector<int> & there : experts_at) {
-            for (int e : there) {
-                is_chosen[e] = 1;
-            }
-        }
+        experts_at = choose(layer, wanted, slots_of, failed, is_chosen);
         if (std::all_of(wanted.begin(), wanted.end(), [&](int e) { return is_chosen[e] || !lacks(layer, e); })) {
             break;
         }

@@ -116,7 +116,8 @@ private:
     bool              lacks(int layer, int expert) const { return !lacking.empty() && lacking[layer][expert]; }
     Clock::time_point last_change() const;
     std::vector<std::vector<int>> choose(int layer, const std::vector<int> & wanted,
-        const std::vector<std::vector<int>> & slots_of, const std::vector<int> & failed) const;
+        const std::vector<std::vector<int>> & slots_of, const std::vector<int> & failed,
+        std::vector<uint8_t> & is_chosen) const;
     size_t                        keep_for_reading(int layer, const ReadCost & read, int n_read,
         const std::vector<std::vector<int>> & slots_of, std::vector<std::vector<int>> & experts_at) const;
 };
