@@ -5,7 +5,6 @@
 #include "base/placement.h"
 
 #include <algorithm>
-#include <chrono>
 #include <climits>
 
 namespace pyorch {
@@ -113,8 +112,8 @@ bool Prefetcher::wants(int & reach) {
     if (!active()) {
         return false;
     }
-    const bool   whole = needs() & PYORCH_NEEDS_DISTRIBUTIONS; // a predictor loses what misses a layer
-    const double now   = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    const bool                  whole = needs() & PYORCH_NEEDS_DISTRIBUTIONS; // a predictor loses what misses a layer
+    const double                now   = 1e-9 * (double) clock_ns();
     std::lock_guard<std::mutex> lock(mutex);
     reach = automatic && !whole ? allowance.reach(now) : INT_MAX;
     return !automatic || predicts;

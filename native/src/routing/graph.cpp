@@ -1,6 +1,7 @@
 #include "routing/graph.h"
 
 #include "base/callback.h"
+#include "base/cpu_time.h"
 #include "base/status.h"
 #include "routing/device_chain.h"
 #include "routing/expert_worker.h"
@@ -12,7 +13,6 @@
 #include "llama-moe.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <deque>
 #include <thread>
@@ -149,7 +149,7 @@ float * row_of(ggml_tensor * experts, int64_t slot) {
 
 // Puts what other servers computed into experts [n_embd, n_used, n_tokens]. "", or why it cannot.
 std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
-    const auto             begin      = std::chrono::steady_clock::now();
+    const uint64_t         begin      = clock_ns();
     RemoteBank &           bank       = g.context->routing.remote;
     uint64_t               n_fallback = 0;
     std::string            why;
@@ -178,8 +178,7 @@ std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
         }
     }
     g.batch.remote.clear();
-    const std::chrono::nanoseconds waited = std::chrono::steady_clock::now() - begin;
-    g.context->routing.remote.waited((uint64_t) waited.count(), n_fallback);
+    bank.waited(clock_ns() - begin, n_fallback);
     return why;
 }
 
