@@ -222,15 +222,19 @@ std::string Listener::take(Session & session, size_t bytes) {
     }
     session.received += bytes;
     std::string why;
-    if (session.received == sizeof(session.header)) {
-        why = accept_header(session);
-    } else if (session.received == sizeof(session.header) + sizeof(ComputeHead) && session.joined) {
-        why = accept_head(session);
-    }
-    if (why.empty() && session.received == sizeof(session.header) + session.header.bytes) {
-        why              = accept_frame(session);
-        session.received = 0;
-        session.payload  = std::vector<char>();
+    try {
+        if (session.received == sizeof(session.header)) {
+            why = accept_header(session);
+        } else if (session.received == sizeof(session.header) + sizeof(ComputeHead) && session.joined) {
+            accept_head(session);
+        }
+        if (why.empty() && session.received == sizeof(session.header) + session.header.bytes) {
+            why              = accept_frame(session);
+            session.received = 0;
+            session.payload  = std::vector<char>();
+        }
+    } catch (const Failure & failure) {
+        why = format("a request cannot be: %s", failure.what());
     }
     return why;
 }
@@ -254,21 +258,16 @@ std::string Listener::accept_header(Session & session) {
     return "";
 }
 
-// Of a request: from here on it needs room.
-std::string Listener::accept_head(Session & session) {
-    try {
-        const ComputeHead head = read_head(session.payload.data(), session.header.bytes, config.layers, max_slots);
-        std::lock_guard<std::mutex> lock(mutex);
-        session.room = session.header.bytes + sizeof(FrameHeader) +
-            (uint64_t) head.n_slots * config.layers[head.layer].n_out * sizeof(float);
-        session.waits     = true;
-        session.signed_at = Clock::now();
-        waiting.push_back(session.shared_from_this());
-        give_room();
-        return "";
-    } catch (const Failure & failure) {
-        return format("a request cannot be: %s", failure.what());
-    }
+// Of a request: from here on it needs room. Throws Failure, as accept_frame() does, for one that cannot be.
+void Listener::accept_head(Session & session) {
+    const ComputeHead head = read_head(session.payload.data(), session.header.bytes, config.layers, max_slots);
+    std::lock_guard<std::mutex> lock(mutex);
+    session.room = session.header.bytes + sizeof(FrameHeader) +
+        (uint64_t) head.n_slots * config.layers[head.layer].n_out * sizeof(float);
+    session.waits     = true;
+    session.signed_at = Clock::now();
+    waiting.push_back(session.shared_from_this());
+    give_room();
 }
 
 std::string Listener::accept_frame(Session & session) {
@@ -277,11 +276,7 @@ std::string Listener::accept_frame(Session & session) {
     }
     const bool computes = session.header.kind == (uint16_t) FrameKind::COMPUTE;
     if (computes) {
-        try {
-            read_compute(session.payload.data(), session.payload.size(), config.layers, max_slots);
-        } catch (const Failure & failure) {
-            return format("a request cannot be: %s", failure.what());
-        }
+        read_compute(session.payload.data(), session.payload.size(), config.layers, max_slots);
     }
     {
         std::lock_guard<std::mutex> lock(mutex);

@@ -121,7 +121,7 @@ private:
     Place       place_for(Session & session);
     std::string take(Session & session, size_t bytes);
     std::string accept_header(Session & session);
-    std::string accept_head(Session & session);
+    void        accept_head(Session & session);
     std::string accept_frame(Session & session);
     std::string join(Session & session);
     void        look_at_clock(Session & session);
