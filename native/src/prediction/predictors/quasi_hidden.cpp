@@ -131,14 +131,13 @@ private:
             (int) std::max(routed_layer.residuals.size(), routed_layer.inputs.size()) / routed_layer.n_tokens;
         const CompactMatrix * defaults = model.defaults[routed_layer.layer].get();
         for (int t = 0; t < routed_layer.n_tokens; ++t) {
-            HiddenState & state = states[t];
-            state.n_embd        = n_embd;
-            state.input =
-                routed_layer.inputs.empty() ? nullptr : row(routed_layer.inputs, routed_layer.n_tokens, t, n_embd);
-            if (routed_layer.residuals.empty()) {
+            HiddenState & state    = states[t];
+            state.n_embd           = n_embd;
+            state.input            = row(routed_layer.inputs, routed_layer.n_tokens, t, n_embd);
+            const float * residual = row(routed_layer.residuals, routed_layer.n_tokens, t, n_embd);
+            if (!residual) {
                 continue;
             }
-            const float * residual = row(routed_layer.residuals, routed_layer.n_tokens, t, n_embd);
             state.residual.assign(residual, residual + n_embd);
             for (int s = 0; s < routed_layer.n_used && defaults && defaults->n_columns() == n_embd; ++s) {
                 const size_t slot = (size_t) t * routed_layer.n_used + s;
