@@ -7,25 +7,10 @@
 
 #include <algorithm>
 
-namespace pyorch {
+using namespace pyorch;
 
 static_assert(
     MAX_LAYERS == LLAMA_MAX_LAYERS && MAX_EXPERTS == LLAMA_MAX_EXPERTS, "a model map takes what llama.cpp takes");
-
-namespace {
-
-const MoeLayer & layer_at(const pyorch_model_map * map, int32_t il) {
-    const MoeLayer * layer = map->map.find(il);
-    if (!layer) {
-        throw Failure(PYORCH_INVALID, format("layer %d has no routed experts", il));
-    }
-    return *layer;
-}
-
-} // namespace
-} // namespace pyorch
-
-using namespace pyorch;
 
 extern "C" {
 
@@ -100,7 +85,7 @@ pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t i
 pyorch_status pyorch_model_map_get_range(
     const pyorch_model_map * map, int32_t il, int32_t expert, int32_t role, pyorch_range * range) {
     return guarded([&] {
-        const auto & layer = layer_at(map, il);
+        const auto & layer = map->map.layers[map->map.index_of(il)];
         if (expert < 0 || expert >= layer.n_expert || role < 0 || (size_t) role >= layer.tensors.size()) {
             throw Failure(PYORCH_INVALID, format("layer %d has no matrix %d of expert %d", il, role, expert));
         }
@@ -129,7 +114,7 @@ pyorch_status pyorch_model_map_get_range(
 pyorch_status pyorch_model_map_repack(
     const pyorch_model_map * map, int32_t il, int32_t role, void * matrix, uint64_t size) {
     return guarded([&] {
-        const auto & layer = layer_at(map, il);
+        const auto & layer = map->map.layers[map->map.index_of(il)];
         if (role < 0 || (size_t) role >= layer.tensors.size()) {
             throw Failure(PYORCH_INVALID, format("layer %d has no matrix %d", il, role));
         }

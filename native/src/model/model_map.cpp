@@ -351,10 +351,13 @@ const ExpertPlace * ModelMap::find_experts(const std::string & tensor) const {
     return place == experts_by_name.end() ? nullptr : &place->second;
 }
 
-const MoeLayer * ModelMap::find(int il) const {
+int ModelMap::index_of(int il) const {
     const auto layer =
         std::lower_bound(layers.begin(), layers.end(), il, [](const MoeLayer & l, int il) { return l.il < il; });
-    return layer != layers.end() && layer->il == il ? &*layer : nullptr;
+    if (layer == layers.end() || layer->il != il) {
+        throw Failure(PYORCH_INVALID, format("layer %d has no routed experts", il));
+    }
+    return (int) (layer - layers.begin());
 }
 
 bool ModelMap::get_int(const std::string & key, int index, int64_t & value) const {

@@ -173,7 +173,8 @@ public:
     // Of the layers with experts, the first so many run for every token: all but those that only predict further ones.
     int n_decoded() const;
 
-    const MoeLayer * find(int il) const;
+    // Into layers. Throws Failure where il has no routed experts.
+    int index_of(int il) const;
 
     // Null for a tensor that is not of routed experts.
     const ExpertPlace * find_experts(const std::string & tensor) const;

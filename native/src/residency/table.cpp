@@ -30,9 +30,8 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
             }),
         residents(map, *bank, values, order), stored(residents), room(residents, stored, loads, shares_of(config)),
         ahead(residents, room, loads), streams(residents, loads), learning(map, values, mutex) {
-    for (size_t i = 0; i < map.layers.size(); ++i) {
-        layer_by_il[map.layers[i].il] = (int) i;
-        for (const auto & t : map.layers[i].tensors) {
+    for (const MoeLayer & layer : map.layers) {
+        for (const auto & t : layer.tensors) {
             zeros_size = std::max(zeros_size, t.stride);
         }
     }
@@ -71,14 +70,6 @@ bool Table::has_nearly_all() {
 void Table::count_tokens(uint64_t n) {
     std::lock_guard<std::mutex> lock(mutex);
     totals.tokens += n;
-}
-
-int Table::layer_index(int il) const {
-    const auto layer = layer_by_il.find(il);
-    if (layer == layer_by_il.end()) {
-        throw Failure(PYORCH_INVALID, format("layer %d has no routed experts", il));
-    }
-    return layer->second;
 }
 
 // Sleeps until something is there that the compute threads need, and decodes while there is something to decode.

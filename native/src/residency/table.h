@@ -34,7 +34,6 @@
 #include <mutex>
 #include <string>
 #include <type_traits>
-#include <unordered_map>
 #include <vector>
 
 namespace pyorch {
@@ -198,13 +197,12 @@ public:
     }
 
     // Index into the layers with experts.
-    int layer_index(int il) const;
+    int layer_index(int il) const { return map.index_of(il); }
 
     const ModelMap map;
 
 private:
-    std::unordered_map<int, int> layer_by_il;
-    std::unique_ptr<Bank>        bank;
+    std::unique_ptr<Bank> bank;
 
     std::mutex              mutex;
     std::condition_variable arrived; // for compute threads: a matrix
