@@ -335,9 +335,7 @@ std::string Peer::live() {
 }
 
 // Rows that are received where they are wanted.
-bool Peer::is_as_it_is(const FrameHeader & of) const {
-    return of.kind == (uint16_t) FrameKind::COMPUTED && config.rows == RowType::F32;
-}
+bool Peer::is_as_it_is() const { return header.kind == (uint16_t) FrameKind::COMPUTED && config.rows == RowType::F32; }
 
 // What has arrived. Returns why the connection cannot go on, "" if it can.
 std::string Peer::receive() {
@@ -345,7 +343,7 @@ std::string Peer::receive() {
         char *   to   = (char *) &header;
         uint64_t size = sizeof(header);
         if (in_payload) {
-            to   = is_as_it_is(header) ? (char *) question.answer->rows.data() : payload.data();
+            to   = is_as_it_is() ? (char *) question.answer->rows.data() : payload.data();
             size = header.bytes;
         }
         if (received < size) {
@@ -409,7 +407,7 @@ std::string Peer::accept_header() {
     if (kind == FrameKind::COMPUTED) {
         question.answer->rows.resize(question.n_numbers);
     }
-    payload.resize(is_as_it_is(header) ? 0 : header.bytes);
+    payload.resize(is_as_it_is() ? 0 : header.bytes);
     return "";
 }
 
@@ -438,7 +436,7 @@ std::string Peer::accept_payload() {
         }
         return "refuses: " + sentence_of(payload.data(), header.bytes);
     case FrameKind::COMPUTED: {
-        if (!is_as_it_is(header)) {
+        if (!is_as_it_is()) {
             widen(payload.data(), question.answer->rows);
         }
         {

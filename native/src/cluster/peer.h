@@ -170,7 +170,7 @@ private:
     void                    lose(const std::string & why);
     void                    push(std::shared_ptr<Frame> frame);
     void                    flush();
-    bool                    is_as_it_is(const FrameHeader & of) const;
+    bool                    is_as_it_is() const;
     std::string             receive();
     std::string             accept_header();
     std::string             accept_payload();

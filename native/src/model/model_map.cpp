@@ -191,12 +191,12 @@ ModelMap::ModelMap(const std::string & path) {
     if (get_str("general.name", text)) {
         name = text;
     }
-    n_layers      = (int) checked_int(path, "block_count", 1, MAX_LAYERS);
-    n_expert_used = (int) checked_int(path, "expert_used_count", 0, MAX_EXPERTS);
-    checked_int(path, "expert_count", 0, MAX_EXPERTS);
-    checked_int(path, "context_length", 1, INT32_MAX);
-    checked_int(path, "embedding_length", 1, INT32_MAX);
-    check_heads(path);
+    n_layers      = (int) checked_int("block_count", 1, MAX_LAYERS);
+    n_expert_used = (int) checked_int("expert_used_count", 0, MAX_EXPERTS);
+    checked_int("expert_count", 0, MAX_EXPERTS);
+    checked_int("context_length", 1, INT32_MAX);
+    checked_int("embedding_length", 1, INT32_MAX);
+    check_heads();
     for (const char * name : { "layer_norm_rms_epsilon", "layer_norm_epsilon", "group_norm_epsilon" }) {
         const std::string key     = arch + ".attention." + name;
         double            epsilon = 0;
@@ -242,15 +242,15 @@ ModelMap::ModelMap(const std::string & path) {
 }
 
 // 0 where there is none. An array has one for each layer, as far as the model has layers.
-int64_t ModelMap::checked_int(const std::string & path, const char * name, int64_t low, int64_t high, bool even) const {
+int64_t ModelMap::checked_int(const char * name, int64_t low, int64_t high, bool even) const {
     const std::string key   = arch + "." + name;
     int64_t           first = 0;
     int64_t           value = 0;
     for (int i = 0; get_int(key, i, value); ++i) {
         if (value < low || value > high || (even && value % 2 != 0)) {
             throw Failure(PYORCH_FORMAT,
-                format("%s: %s is %lld, and must be %sfrom %lld to %lld", path.c_str(), key.c_str(), (long long) value,
-                    even ? "an even number " : "", (long long) low, (long long) high));
+                format("%s: %s is %lld, and must be %sfrom %lld to %lld", files[0].path.c_str(), key.c_str(),
+                    (long long) value, even ? "an even number " : "", (long long) low, (long long) high));
         }
         first = i == 0 ? value : first;
         if (gguf_get_kv_type(metadata.get(), gguf_find_key(metadata.get(), key.c_str())) != GGUF_TYPE_ARRAY) {
@@ -262,7 +262,7 @@ int64_t ModelMap::checked_int(const std::string & path, const char * name, int64
 
 // Kernels turn the numbers of a head in pairs, and learn only while they compute that there are none, or more than it
 // has: then they never end, or end the process.
-void ModelMap::check_heads(const std::string & path) const {
+void ModelMap::check_heads() const {
     int64_t n_embd = 0, n_head = 0, n_rot = 0;
     get_int(arch + ".rope.dimension_count", 0, n_rot);
     if (!get_int(arch + ".embedding_length", 0, n_embd) || !get_int(arch + ".attention.head_count", 0, n_head)) {
@@ -270,14 +270,14 @@ void ModelMap::check_heads(const std::string & path) const {
     }
     const int64_t heads = gguf_find_key(metadata.get(), (arch + ".attention.head_count").c_str());
     const bool    each  = gguf_get_kv_type(metadata.get(), heads) == GGUF_TYPE_ARRAY; // layers: some have no attention
-    checked_int(path, "attention.head_count", n_rot > 0 && !each, n_embd);
+    checked_int("attention.head_count", n_rot > 0 && !each, n_embd);
     if (n_head == 0) {
         return;
     }
     int64_t n_key = n_embd / n_head;
     for (const std::string window : { "", "_swa" }) {
         get_int(arch + ".attention.key_length" + window, 0, n_key);
-        checked_int(path, ("rope.dimension_count" + window).c_str(), 2, n_key, true);
+        checked_int(("rope.dimension_count" + window).c_str(), 2, n_key, true);
     }
 }
 

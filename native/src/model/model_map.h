@@ -189,9 +189,8 @@ private:
     std::map<std::string, ExpertPlace> experts_by_name;
 
     std::shared_ptr<gguf_context> read_file(const std::string & path);
-    int64_t                       checked_int(
-        const std::string & path, const char * name, int64_t low, int64_t high, bool even = false) const;
-    void check_heads(const std::string & path) const;
+    int64_t                       checked_int(const char * name, int64_t low, int64_t high, bool even = false) const;
+    void                          check_heads() const;
 };
 
 } // namespace pyorch
