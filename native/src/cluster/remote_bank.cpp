@@ -153,7 +153,7 @@ Clock::time_point RemoteBank::last_change() const {
 }
 
 // By server: the experts that it is asked for. Not those that nobody has who is there, and has room for their slots.
-// failed: numbers of servers that are not asked. is_chosen: becomes, by expert, whether one is asked. REQUIRES: the mutex.
+// failed: numbers of servers that are not asked. is_chosen: becomes, by expert, whether one is. REQUIRES: the mutex.
 std::vector<std::vector<int>> RemoteBank::choose(int layer, const std::vector<int> & wanted,
     const std::vector<std::vector<int>> & slots_of, const std::vector<int> & failed,
     std::vector<uint8_t> & is_chosen) const {

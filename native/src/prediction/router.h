@@ -46,8 +46,8 @@ class Routers {
 public:
     explicit Routers(int n_layers) : entries(n_layers) {}
 
-    // model: tells the models of an engine apart, see forget(). why: of a layer whose router cannot be applied, which is
-    // an empty one then, the reason in a sentence.
+    // model: tells the models of an engine apart, see forget(). why: of a layer whose router cannot be applied, which
+    // is an empty one then, the reason in a sentence.
     void set(int layer, const Router & router, const void * model, std::string why = "");
 
     // Copies the arrays. model: whose they are, null: no model's.
