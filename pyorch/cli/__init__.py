@@ -1,7 +1,7 @@
 """The command line: `pyorch COMMAND`.
 
-A command is a module with add_parser(subparsers, summary), which returns the parser and sets `run` as its
-default, and run(args) -> exit status. Only the module of the command at hand is imported.
+A command is a module of its name here, with EXAMPLE, add_arguments(parser) and run(args) -> exit status; where it has
+kinds, each of these has its own. Only the module of the command at hand is imported.
 """
 
 from __future__ import annotations
@@ -21,38 +21,37 @@ from pyorch.errors import PyorchError
 if TYPE_CHECKING:
     from pyorch.cli.config import Configuration
 
-# Command: module, what it does. Those of every day; then the steps of prepare, and what divides a model among servers.
+# Command: what it does. Those of every day; then the steps of prepare, and what divides a model among servers.
 EVERYDAY = {
-    "run": ("pyorch.cli.run", "continue a prompt, or chat"),
-    "serve": ("pyorch.cli.serve", "serve a model over the OpenAI API"),
-    "cluster": ("pyorch.cli.cluster", "run several servers of a model, with Ray"),
-    "convert": ("pyorch.cli.convert", "convert a Hugging Face checkpoint to GGUF"),
-    "prepare": ("pyorch.cli.prepare", "make everything beside a model that helps it on this machine"),
-    "models": ("pyorch.cli.models", "list the models on this machine, and remove them"),
-    "inspect": ("pyorch.cli.inspect", "show what a model is made of, and how much memory its experts need"),
-    "advise": ("pyorch.cli.advise", "say how fast a model would be here at each budget, and what would help"),
-    "verify": ("pyorch.cli.verify", "check that a memory budget does not change the logits"),
-    "bench": ("pyorch.cli.bench", "measure the speed under memory budgets"),
-    "eval": ("pyorch.cli.eval", "measure accuracy, and what lossy settings cost of it"),
-    "exec": ("pyorch.cli.exec", "run a script or module written for llama_cpp under a memory budget"),
-    "demo": ("pyorch.cli.demo", "see pyorch work on a small model, in less than a minute"),
-    "config": ("pyorch.cli.config", "show which settings are in force, and where they come from"),
-    "completion": ("pyorch.cli.completion", "print what makes a shell complete commands, flags and models"),
+    "run": "continue a prompt, or chat",
+    "serve": "serve a model over the OpenAI API",
+    "cluster": "run several servers of a model, with Ray",
+    "convert": "convert a Hugging Face checkpoint to GGUF",
+    "prepare": "make everything beside a model that helps it on this machine",
+    "models": "list the models on this machine, and remove them",
+    "inspect": "show what a model is made of, and how much memory its experts need",
+    "advise": "say how fast a model would be here at each budget, and what would help",
+    "verify": "check that a memory budget does not change the logits",
+    "bench": "measure the speed under memory budgets",
+    "eval": "measure accuracy, and what lossy settings cost of it",
+    "exec": "run a script or module written for llama_cpp under a memory budget",
+    "demo": "see pyorch work on a small model, in less than a minute",
+    "config": "show which settings are in force, and where they come from",
+    "completion": "print what makes a shell complete commands, flags and models",
 }
 STEPS = {
-    "calibrate": ("pyorch.cli.calibrate", "measure the average output of each expert, which predictors compute with"),
-    "train-predictor": ("pyorch.cli.train_predictor",
-                        "train a predictor of the next layer's experts, on text (needs torch)"),
-    "pack": ("pyorch.cli.pack", "write the experts of a model one after another, in a file beside it"),
-    "profile": ("pyorch.cli.profile", "record which experts the routers select for a text, in a trace"),
-    "maps": ("pyorch.cli.maps", "collect expert maps, which two predictors search, from a trace"),
-    "plan": ("pyorch.cli.plan", "divide the memory for compressed experts between their forms"),
-    "buddies": ("pyorch.cli.buddies", "find the experts that can replace absent ones, from a trace"),
-    "ghosts": ("pyorch.cli.ghosts", "fit small estimates of what absent experts would compute, from a trace"),
-    "tune": ("pyorch.cli.tune", "find the fastest lossy setting that keeps the accuracy"),
+    "calibrate": "measure the average output of each expert, which predictors compute with",
+    "train-predictor": "train a predictor of the next layer's experts, on text (needs torch)",
+    "pack": "write the experts of a model one after another, in a file beside it",
+    "profile": "record which experts the routers select for a text, in a trace",
+    "maps": "collect expert maps, which two predictors search, from a trace",
+    "plan": "divide the memory for compressed experts between their forms",
+    "buddies": "find the experts that can replace absent ones, from a trace",
+    "ghosts": "fit small estimates of what absent experts would compute, from a trace",
+    "tune": "find the fastest lossy setting that keeps the accuracy",
 }
 TRACES = {
-    "place": ("pyorch.cli.place", "decide which servers of a cluster hold which experts"),
+    "place": "decide which servers of a cluster hold which experts",
 }
 COMMANDS = EVERYDAY | STEPS | TRACES
 
@@ -154,9 +153,14 @@ def make_parser(commands: Collection[str]) -> _Parser:
     parser.add_argument("--config", metavar="FILE",
                         help="before COMMAND: the file of settings (default: pyorch/config.toml in ~/.config)")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    for command, (module, summary) in COMMANDS.items():
+    for command, summary in COMMANDS.items():
         if command in commands:
-            import_module(module).add_parser(subparsers, summary)
+            from pyorch.cli.options import add_command
+
+            module = import_module(f"pyorch.cli.{command.replace('-', '_')}")
+            below = add_command(subparsers, command, summary, module.EXAMPLE)
+            below.set_defaults(run=getattr(module, "run", None))
+            module.add_arguments(below)
         elif command in EVERYDAY:
             subparsers.add_parser(command, help=summary)
     return parser

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.numbers import number, rate, size, whole
-from pyorch.cli.options import add_command, check_readable, print_json
+from pyorch.cli.options import answer, check_readable
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import OPTIONS, add_settings, given_settings, listed
-from pyorch.cli.tables import Facts, Table, show
-from pyorch.errors import PyorchError
+from pyorch.cli.tables import Facts, Table
+from pyorch.errors import FormatError, PyorchError
+from pyorch.settings.budget import AUTO
+from pyorch.settings.device import AUTO as ANY_GPU
+from pyorch.settings.device import NONE, REMOTE
+from pyorch.sizes import MiB, as_option, format_bytes
 
 if TYPE_CHECKING:
     from pyorch.advise.device import Device
@@ -60,11 +64,13 @@ class Advice:
     plot: Path | None
 
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "advise", summary, "pyorch advise olmoe.gguf\n"
-                         "  pyorch advise olmoe.gguf --trace olmoe.trace --budget 30%,50% --plot pictures\n"
-                         "  pyorch advise olmoe.gguf --device auto\n"
-                         "  pyorch advise olmoe.gguf --vram 8GiB --link-bandwidth pcie3 --vram-bandwidth 200GB/s")
+EXAMPLE = """pyorch advise olmoe.gguf
+  pyorch advise olmoe.gguf --trace olmoe.trace --budget 30%,50% --plot pictures
+  pyorch advise olmoe.gguf --device auto
+  pyorch advise olmoe.gguf --vram 8GiB --link-bandwidth pcie3 --vram-bandwidth 200GB/s"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " Disk, computing and memory of this machine are measured once, and kept; then the cache, the predictors and "
         "the disk run in simulated time. No weight of the model is needed: its header suffices."
@@ -109,8 +115,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--again", action="store_true", help="measure again what was kept from before")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write a picture, advice.png, into DIR")
     parser.add_argument("--json", action="store_true", help="print the advice as one JSON object")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,11 +138,7 @@ def run(args: argparse.Namespace) -> int:
                 raise
             advice = _advise(args, model_map, memory, None, progress)  # nobody asked for that GPU
             advice = replace(advice, notes=[*advice.notes, f"a GPU was left out: {error}"])
-    if args.json:
-        print_json(advice)
-    else:
-        show(_parts(advice))
-    return 0
+    return answer(args, advice, lambda: _parts(advice))
 
 
 def _times(text: str) -> tuple[float, ...]:
@@ -167,9 +167,6 @@ class _WantedDevice:
 def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
     """None: no device is asked about. PyorchError for what cannot be meant."""
     from pyorch.runtime.devices import find_device, has_gpu
-    from pyorch.settings.budget import AUTO
-    from pyorch.settings.device import AUTO as ANY_GPU
-    from pyorch.settings.device import NONE
 
     options = (args.vram, args.vram_budget, args.link_bandwidth, args.vram_bandwidth)
     unasked = args.device is None and not any(options) and has_gpu()
@@ -232,9 +229,7 @@ def _advise(
     from pyorch.llama.cores import physical_cores
     from pyorch.llama.device import host_bytes_beside_device
     from pyorch.llama.memory import memory_limit
-    from pyorch.settings.device import REMOTE
     from pyorch.sidecars.beside import Sidecars
-    from pyorch.sizes import as_option
     from pyorch.traces.file import Trace
 
     info = model_map.info
@@ -336,7 +331,6 @@ def _budgets(args: argparse.Namespace, model_map: ModelMap) -> list[str]:
 
 def _trace(args: argparse.Namespace, model_map: ModelMap, read):
     """The trace that is named, or lies beside the model and is this model's."""
-    from pyorch.errors import FormatError
     from pyorch.sidecars import container
 
     if args.trace is not None:
@@ -359,7 +353,6 @@ def _default_trace(model_map: ModelMap) -> Path:
 
 def _missing(model_map: ModelMap, memory: MemoryLimit, n_other_bytes: int) -> str:
     from pyorch.llama.memory import rest_bytes
-    from pyorch.sizes import format_bytes
 
     return format_bytes(model_map.info.floor_bytes - rest_bytes(memory, n_other_bytes, 0), round_up=True)
 
@@ -368,8 +361,6 @@ def _command(
     args: argparse.Namespace, model_map: ModelMap, left: int, wanted: _WantedDevice | None
 ) -> str:
     """A budget is named only where "auto" would take another: for a machine that is not this one."""
-    from pyorch.sizes import as_option
-
     words = ["pyorch", "run", model_map.path, "--ctx", str(args.ctx)]
     if args.memory is not None:
         words += ["--budget", as_option(left - left % (1 << 20))]
@@ -381,8 +372,6 @@ def _command(
 
 
 def _parts(advice: Advice) -> list[str | Table | Facts]:
-    from pyorch.sizes import format_bytes
-
     how = {"kept": "measured before", "measured": "measured now", "probe": "measured on a file beside the model",
            "given": "as given"}
     left = "too little for any expert"
@@ -424,8 +413,6 @@ def _parts(advice: Advice) -> list[str | Table | Facts]:
 
 
 def _facts_of_device(advice: Advice, context: str) -> list[tuple[str, str]]:
-    from pyorch.sizes import format_bytes
-
     if advice.device is None:
         return []
     memory, speed = "", advice.device.speed
@@ -444,8 +431,6 @@ def _ratio(ratio: float) -> str:
 
 
 def _table_of_budgets(advice: Advice) -> Table:
-    from pyorch.sizes import MiB, format_bytes
-
     rows = [(name, format_bytes(estimate.budget_bytes), f"{estimate.hit_rate:.1%}", f"{estimate.decode_rate:.1f}",
              f"{estimate.first_token_seconds:.1f} s", f"{estimate.bytes_per_token / MiB:.0f}", f"{estimate.stall:.0%}")
             for estimate, name in zip(advice.estimates, advice.budget_names)]
@@ -454,8 +439,6 @@ def _table_of_budgets(advice: Advice) -> Table:
 
 def _table_of_device(advice: Advice) -> Table:
     """Where the experts are that are needed, in shares of all uses."""
-    from pyorch.sizes import format_bytes
-
     rows = [(format_bytes(estimate.vram_bytes) if estimate.vram_budget else "none", name,
              format_bytes(estimate.budget_bytes), f"{estimate.on_device:.1%}", f"{estimate.in_memory:.1%}",
              f"{estimate.read:.1%}", f"{estimate.decode_rate:.1f}", f"{estimate.first_token_seconds:.1f} s")

@@ -8,23 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, add_model, check_readable, print_json
+from pyorch.cli.options import add_model, answer, check_readable
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed, one_by_one
-from pyorch.cli.tables import Facts, Table, show
+from pyorch.cli.tables import Facts, Table
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import BENCH_BUDGETS
+from pyorch.settings.device import NONE
 from pyorch.settings.option import EXPERTS, LOSSY
+from pyorch.settings.settings import Settings
+
+EXAMPLE = """pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --baseline mmap
+  pyorch bench olmoe.gguf --budget 25%,50% --lossy heaviest --plot read.png
+  pyorch bench olmoe.gguf --budget 60% --baseline stock --busy 0,1,2
+  pyorch bench olmoe.gguf --budget 25%,50% --device CUDA0 --vram-budget 25%"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "bench", summary,
-        "pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --baseline mmap\n"
-        "  pyorch bench olmoe.gguf --budget 25%,50% --lossy heaviest --plot read.png\n"
-        "  pyorch bench olmoe.gguf --budget 60% --baseline stock --busy 0,1,2\n"
-        "  pyorch bench olmoe.gguf --budget 25%,50% --device CUDA0 --vram-budget 25%",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " Each configuration runs in a process of its own, in rounds. The report compares it with the roofline: the "
         "time that computing, or reading what was missing, takes at least."
@@ -53,8 +53,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--plot", type=Path, metavar="FILE.png",
                         help="with a lossy setting, draw into this file what is read over time, lossless and lossy")
     parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,8 +65,6 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.llama.memory import cache_bytes
     from pyorch.pictures import check_plot
     from pyorch.runtime.devices import find_devices
-    from pyorch.settings.device import NONE
-    from pyorch.settings.settings import Settings
     from pyorch.sidecars import packs
     from pyorch.sidecars.beside import Sidecars
 
@@ -119,21 +115,18 @@ def run(args: argparse.Namespace) -> int:
                                else plan.beside(config.n_busy, plan.RESIDENT)) for config in configs]
         if args.plot is not None:
             draw(results, [pair for pair in pairs if pair[0].lossy], args.plot)
-        if args.json:
-            print_json({
-                "machine": table.machine(), "model": model_map.path, "info": model_map.info,
-                "tokens": args.tokens, "prompt_tokens": args.prompt_tokens, "repeat": args.repeat,
-                "summaries": summaries, "bandwidths": results.bandwidths, "runs": results.runs,
-            })
-            return 0
-        resident = next((summary for summary in summaries if summary.config.preload), None)
-        parts = [Facts(table.header(model_map, args.prompt_tokens, args.tokens, args.repeat, n_threads))]
-    parts += ["", Table(*table.table(summaries), left=("configuration",)), ""]
-    parts += [Facts(table.footer(results, resident, summaries, cached))]
-    if pairs:
-        parts += ["", *table.ratio_lines(results, pairs)]
-    show(parts)
-    return 0
+        header = table.header(model_map, args.prompt_tokens, args.tokens, args.repeat, n_threads)
+    resident = next((summary for summary in summaries if summary.config.preload), None)
+    return answer(args, {
+        "machine": table.machine(), "model": model_map.path, "info": model_map.info,
+        "tokens": args.tokens, "prompt_tokens": args.prompt_tokens, "repeat": args.repeat,
+        "summaries": summaries, "bandwidths": results.bandwidths, "runs": results.runs,
+    }, lambda: [
+        Facts(header), "",
+        Table(*table.table(summaries), left=("configuration",)), "",
+        Facts(table.footer(results, resident, summaries, cached)),
+        *(["", *table.ratio_lines(results, pairs)] if pairs else []),
+    ])
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -6,19 +6,17 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, add_model, add_output_options, answer, check_output
+from pyorch.cli.options import add_model, add_output_options, answer, check_output
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table
 
 if TYPE_CHECKING:
     from pyorch.convert.buddies import Built
 
+EXAMPLE = "pyorch buddies olmoe.gguf --trace olmoe.trace --coverage 0.95"
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "buddies", summary,
-        "pyorch buddies olmoe.gguf --trace olmoe.trace --coverage 0.95",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " A buddy is an expert that the router often selects together with another one, and that computes in its place "
         "where that one is absent and the user allows it. "
@@ -33,8 +31,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--k-max", type=int, default=16, metavar="K",
                         help="a list holds at most K buddies (default: %(default)s)")
     add_output_options(parser, "MODEL.buddies.gguf beside the model")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

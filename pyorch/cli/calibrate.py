@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from pyorch.cli.options import (
-    add_command,
     add_minutes_option,
     add_model_options,
     add_output_options,
@@ -21,10 +20,10 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.errors import FormatError
 
+EXAMPLE = "pyorch calibrate olmoe.gguf --data prose.txt --tokens 20000"
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "calibrate", summary, "pyorch calibrate olmoe.gguf --data prose.txt --tokens 20000")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " The predictors quasi-hidden and hybrid compute with these averages (default vectors). "
         "The command also tries how many layers ahead reading is fastest."
@@ -33,8 +32,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_text_options(parser)
     add_minutes_option(parser)
     add_output_options(parser, "MODEL.predictor.gguf beside the model")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pyorch.cli.sampling import SAMPLING
 from pyorch.cli.tables import Facts, show
 from pyorch.errors import PyorchError
+from pyorch.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from pyorch.llama.model import Model
@@ -67,8 +68,6 @@ class Chat:
 
     def status(self) -> str:
         """One line: the last answer's speed, how many experts were in memory since the start, budget and context."""
-        from pyorch.sizes import format_bytes
-
         before, after = self._before, self._after
         tokens, seconds = after.decode_tokens - before.decode_tokens, after.decode_seconds - before.decode_seconds
         parts = [f"{tokens / seconds:.1f} tok/s" if tokens > 0 and seconds > 0 else "- tok/s"]
@@ -251,8 +250,6 @@ def _path(name: str, command: str) -> Path:
 
 
 def _counted(chat: Chat) -> str:
-    from pyorch.sizes import counted
-
     return counted(len(chat.messages), "message")
 
 

@@ -10,14 +10,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from time import time
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import add_command, answer
+from pyorch.cli.progress import Progress
 from pyorch.cli.serve import take_server_flags
 from pyorch.cli.settings import add_settings, given_settings
+from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
-from pyorch.settings.option import CONTEXT, EXPERTS, LOSSY
+from pyorch.settings.option import CONTEXT, EXPERTS, LOSSY, texts
+from pyorch.settings.settings import Settings
+from pyorch.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from pyorch.cluster.members import Counters, Status
@@ -26,9 +31,10 @@ if TYPE_CHECKING:
 
 _DEFAULT = Path("cluster.toml")
 
+EXAMPLE = "pyorch cluster up --config cluster.toml"
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "cluster", summary, "pyorch cluster up --config cluster.toml")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", title="actions", required=True)
     up = _add_action(actions, "up", "start every server, and wait until all of them answer", _up,
                      "pyorch cluster up --config cluster.toml -- --api-key secret")
@@ -66,7 +72,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     measure.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
     _add_action(actions, "down", "end every server, and remove what is left of a cluster that crashed", _down,
                 "pyorch cluster down")
-    return parser
 
 
 def _add_action(actions, name: str, summary: str, run, example: str) -> argparse.ArgumentParser:
@@ -78,15 +83,12 @@ def _add_action(actions, name: str, summary: str, run, example: str) -> argparse
 
 
 def _up(args: argparse.Namespace) -> int:
-    from pyorch.cli.tables import show
-
     with _interruptible(), _started(args) as (_, servers):
         show(_table(servers))
     return 0
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from pyorch.cli.tables import show
     from pyorch.cluster import operations
 
     asked = threading.Event()
@@ -114,40 +116,25 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from pyorch.cli.tables import show
     from pyorch.cluster import operations
 
     running, servers, report = operations.status(args.config)
-    if args.json:
-        print_json({"config": running.config, "ray": running.ray, "namespace": running.namespace, "servers": servers,
-                    "scheduler": report})
-    else:
-        show([*_table(servers, report), *_said(report)])
-    return 0
+    return answer(args, {"config": running.config, "ray": running.ray, "namespace": running.namespace,
+                         "servers": servers, "scheduler": report}, lambda: [*_table(servers, report), *_said(report)])
 
 
 def _rebalance(args: argparse.Namespace) -> int:
-    from pyorch.cli.tables import show
     from pyorch.cluster import operations
 
     verdict = operations.rebalance(args.config)
-    if args.json:
-        print_json(verdict)
-    else:
-        show([_decided(verdict)])
-    return 0
+    return answer(args, verdict, lambda: [_decided(verdict)])
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
-    from pyorch.cli.progress import Progress
-    from pyorch.cli.tables import Table, show
     from pyorch.cluster.config import read_cluster
     from pyorch.cluster.placement.placement import read_placement
     from pyorch.convert.share import share_for, write_share
     from pyorch.runtime.model_map import ModelMap
-    from pyorch.sizes import counted, format_bytes
 
     cluster = read_cluster(args.config)
     names = args.server or list(cluster.names)
@@ -168,10 +155,7 @@ def _prepare(args: argparse.Namespace) -> int:
             written[name] = write_share(
                 model, args.output / name / model.name, share_for(layers, dict(zip(placement.layers, held))),
                 lambda what, done, total, name=name: progress.update(f"{what} the share of {name}", done, total))
-    if args.json:
-        print_json({name: asdict(share) for name, share in written.items()})
-        return 0
-    show([
+    return answer(args, written, lambda: [
         Table(("server", "experts", "bytes", "model", ""), [
             (name, str(share.n_experts), format_bytes(share.n_bytes), str(share.path),
              "" if share.written else "was there") for name, share in written.items()
@@ -180,15 +164,12 @@ def _prepare(args: argparse.Namespace) -> int:
         *([f"{counted(n_single, 'expert')} of all layers have one server only: requests that need them fail while it "
            "is away"] if n_single else []),
     ])
-    return 0
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from pyorch.cli.tables import Table, show
     from pyorch.cluster import operations
     from pyorch.cluster.costs import write_costs
     from pyorch.files import check_no_source, check_target
-    from pyorch.sizes import format_bytes
 
     check_target(args.output.absolute())
     check_no_source(args.output, [args.config], "the file that describes the cluster")
@@ -219,8 +200,6 @@ def _started(args: argparse.Namespace) -> AbstractContextManager[tuple[ModuleTyp
     from pyorch.cluster.config import read_cluster
     from pyorch.cluster.placement.placement import read_placement
     from pyorch.runtime.model_map import ModelMap
-    from pyorch.settings.option import texts
-    from pyorch.settings.settings import Settings
 
     settings = texts(Settings(**given_settings(args)))
     if args.address and ":" not in args.address:
@@ -236,8 +215,6 @@ def _started(args: argparse.Namespace) -> AbstractContextManager[tuple[ModuleTyp
 
 def _said(report: Report | None) -> list[str]:
     """What the scheduler does, in sentences."""
-    from time import time
-
     if report is None:
         return []
     said = [f"the scheduler decides again in {max(0.0, report.next - time()):.0f} s, every {report.interval:g} s"]
@@ -251,8 +228,6 @@ def _said(report: Report | None) -> list[str]:
 
 
 def _decided(verdict: Verdict) -> str:
-    from pyorch.sizes import format_bytes
-
     if verdict.current is None:
         return f"nothing moves: {verdict.reason}"
     compared = (f"other servers take {verdict.current:.3g} s of an interval now and {verdict.candidate:.3g} s then, "
@@ -263,9 +238,6 @@ def _decided(verdict: Verdict) -> str:
 
 
 def _table(servers: list[Status], report: Report | None = None) -> list:
-    from pyorch.cli.tables import Table
-    from pyorch.sizes import format_bytes
-
     rows, notes = [], []
     for server in servers:
         counters = server.counters

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from pyorch import cli
-from pyorch.cli.options import add_command
 
 _SCRIPTS = {
     "bash": r"""
@@ -42,14 +41,13 @@ complete -c pyorch -a '(pyorch completion words (commandline -opc)[2..] (command
 _WHERE = "bash: eval \"$(pyorch completion bash)\" in ~/.bashrc; zsh: the same with zsh in ~/.zshrc; fish: pyorch " \
          "completion fish > ~/.config/fish/completions/pyorch.fish"
 
+EXAMPLE = 'eval "$(pyorch completion bash)"'
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "completion", summary, 'eval "$(pyorch completion bash)"')
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += f" {_WHERE}."
     parser.add_argument("shell", choices=(*_SCRIPTS, "words"), metavar="bash|zsh|fish", help="the shell")
     parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS).required = False
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +71,7 @@ def _all(before: list[str], typed: str) -> Iterator[tuple[str, str]]:
     while before[:1] == ["--config"]:
         before = before[2:]
     if not before:
-        yield from ((name, summary) for name, (_, summary) in cli.COMMANDS.items())
+        yield from cli.COMMANDS.items()
         return
     if before[0] not in cli.COMMANDS or "--" in before:
         return

@@ -32,11 +32,12 @@ from typing import Any
 
 from pyorch import cli
 from pyorch.cli.hub import find
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import answer
 from pyorch.cli.settings import OPTIONS
-from pyorch.cli.tables import Facts, Table, show
+from pyorch.cli.tables import Facts, Table
 from pyorch.errors import PyorchError
 from pyorch.files import read_toml, tomllib
+from pyorch.library.choices import with_names
 
 _MODEL = "model"  # the table whose tables are for models
 
@@ -179,14 +180,14 @@ def _text(key: str, value: Any) -> str:
     return os.path.expanduser(str(value))  # as a shell would
 
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "config", summary, "pyorch config serve olmoe.gguf")
+EXAMPLE = "pyorch config serve olmoe.gguf"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += f" The file is {cli.config_path()}, or the one of pyorch --config FILE; docs/commands.md " \
                           "describes it."
     parser.add_argument("words", nargs="*", metavar="COMMAND [MODEL]", help="what for (default: run)")
     parser.add_argument("--json", action="store_true", help="print it as a JSON array")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -207,14 +208,11 @@ def run(args: argparse.Namespace) -> int:
         value = _shown(action, action.default if given is None else given.value)
         where = "default" if given is None else configuration.place(given.section, given.key)
         rows.append((max(action.option_strings, key=len).lstrip("-"), value, where))
-    if args.json:
-        print_json([{"name": name, "value": value, "from": where} for name, value, where in rows])
-    else:
-        path = configuration.path if configuration else f"{cli.config_path()}, which is not there"
-        show([Facts([("file", str(path)), ("for", " ".join([*shown, *words]))]), "",
-              Table(("flag", "value", "from"), [(name, _text_of(value), where)
-                                                for name, value, where in rows], left=("flag", "value", "from"))])
-    return 0
+    path = configuration.path if configuration else f"{cli.config_path()}, which is not there"
+    return answer(args, [{"name": name, "value": value, "from": where} for name, value, where in rows], lambda: [
+        Facts([("file", str(path)), ("for", " ".join([*shown, *words]))]), "",
+        Table(("flag", "value", "from"), [(name, _text_of(value), where) for name, value, where in rows],
+              left=("flag", "value", "from"))])
 
 
 def _text_of(value: Any) -> str:
@@ -224,9 +222,7 @@ def _text_of(value: Any) -> str:
 def _shown(action: argparse.Action, value: Any) -> Any:
     if action.nargs == 0:
         return value is not None and value == action.const
-    if value is None:
-        from pyorch.library.choices import with_names  # as help texts do
-
+    if value is None:  # with names in place of what stands for them, as in help texts
         default = re.search(r"\(default: ((?:[^()]|\([^()]*\))*)\)$", with_names(action.help or "").replace("%%", "%"))
         return default and default[1]
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value

@@ -7,19 +7,18 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pyorch.cli.hub import fetch_source, is_of_hub
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import print_json
 from pyorch.cli.pack import add_codec_options, refuse_codec_options, show_compression
 from pyorch.cli.progress import Progress
+from pyorch.sizes import format_bytes
+
+EXAMPLE = """pyorch convert OLMoE-1B-7B-0924 -o olmoe.gguf --quantize Q4_K_M
+  pyorch convert hf:allenai/OLMoE-1B-7B-0924 -o olmoe.gguf --pack --codec auto"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     from pyorch.convert import quantization
 
-    parser = add_command(
-        subparsers, "convert", summary,
-        "pyorch convert OLMoE-1B-7B-0924 -o olmoe.gguf --quantize Q4_K_M\n"
-        "  pyorch convert hf:allenai/OLMoE-1B-7B-0924 -o olmoe.gguf --pack --codec auto",
-    )
     parser.description += (
         " The command uses llama.cpp's converter and quantizer. The output file appears when it is complete."
     )
@@ -48,8 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="print the names of the model classes that can be converted, and exit")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
-    parser.set_defaults(run=run, usage_error=parser.error)
-    return parser
+    parser.set_defaults(usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,7 +55,6 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.convert import architectures
     from pyorch.convert.pack import pack
     from pyorch.convert.to_gguf import convert
-    from pyorch.sizes import format_bytes
 
     if args.list_architectures:
         print("\n".join(architectures.known()))

@@ -6,36 +6,23 @@ import argparse
 import shlex
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pyorch
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, print_json
+from pyorch.cli.options import print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
-
-if TYPE_CHECKING:
-    from pyorch.eval.verify import Comparison
-    from pyorch.llama.model_stats import ModelStats
 
 BUDGET = "50%"
 N_THREADS = 1  # the matrices are too small to share: threads would only wait for each other
 PROMPT = '"""Read and write files.\n\nThis module'
 
-
-@dataclass(frozen=True)
-class DemoResult:
-    """What --json prints."""
-
-    text: str
-    stats: ModelStats
-    comparison: Comparison
+EXAMPLE = "pyorch demo -o small.gguf"
 
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "demo", summary, "pyorch demo -o small.gguf")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " The command converts a checkpoint, generates text with half of the experts in memory, and checks that this "
         "changed no logit."
@@ -49,8 +36,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="keep the converted model, to try other commands on it")
     parser.add_argument("--json", action="store_true", help="print text, statistics and check as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show the log of the converter and of llama.cpp")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             comparison = next(verify(
                 gguf, [BUDGET], n_tokens=32, n_threads=N_THREADS, on_progress=progress.update, verbose=args.verbose))
     if args.json:
-        print_json(DemoResult(text, stats, comparison))
+        print_json({"text": text, "stats": stats, "comparison": comparison})
     else:
         say(sentence(comparison))
         if args.output is not None:
@@ -110,8 +95,6 @@ class _Say:
 
 
 def _default_checkpoint() -> Path:
-    import pyorch
-
     for home in pyorch.__path__:
         checkpoint = Path(home).parent / "tests" / "fixtures" / "small-moe"
         if (checkpoint / "config.json").is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -15,24 +16,24 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.settings import OPTIONS, given_settings, or_help
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
+from pyorch.library.choices import listed, predictors
 from pyorch.settings.budget import AUTO
 from pyorch.settings.option import LOSSY
+from pyorch.settings.prefetch import Prefetch
+from pyorch.settings.substitution import Substitution
 from pyorch.sizes import counted
 
 if TYPE_CHECKING:
     from pyorch.eval.method import Method
     from pyorch.eval.sweep import Row
 
+EXAMPLE = "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl --cache-rate 0.5 --lossy coverage=0.95,max_replaced=3"
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "eval", summary,
-        "pyorch eval arc olmoe.gguf --data ARC-Easy-Dev.jsonl --cache-rate 0.5 --lossy coverage=0.95,max_replaced=3",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True, title="kinds")
     _add_arc(kinds)
     _add_perplexity(kinds)
-    return parser
 
 
 def _add_arc(kinds: argparse._SubParsersAction) -> None:
@@ -50,8 +51,6 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
 
 
 def add_arc_options(parser: argparse.ArgumentParser) -> None:
-    from pyorch.library.choices import listed, predictors
-
     add_model_options(parser)
     add_question_options(parser)
     sweep = parser.add_argument_group("lossy settings")
@@ -196,7 +195,6 @@ def _rates(text: str) -> tuple[float, ...]:
 
 def methods_of(args: argparse.Namespace) -> list[Method]:
     from pyorch.eval.method import ORIGINAL, lossy_method, speculation
-    from pyorch.settings.substitution import Substitution
 
     methods = [ORIGINAL]
     for settings in args.settings:
@@ -271,11 +269,8 @@ def run_perplexity(args: argparse.Namespace) -> int:
 
 def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution, progress):
     """What was found, and the statistics of substitution and speculation, or None."""
-    import contextlib
-
     from pyorch.eval import method, perplexity
     from pyorch.llama.model import load
-    from pyorch.settings.prefetch import Prefetch
     from pyorch.traces.data import read_documents
 
     documents = list(read_documents(args.data))

@@ -14,21 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch import starting
-from pyorch.cli.options import add_command
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.errors import PyorchError
 from pyorch.settings.option import EXPERTS, LONG, LOSSY
+from pyorch.sizes import format_bytes
 
 if TYPE_CHECKING:
     from pyorch.llama.managed import ManagedModel
 
+EXAMPLE = """pyorch exec --budget 40% chat.py --model olmoe.gguf
+  pyorch exec --budget 40% -m llama_cpp.server --model olmoe.gguf"""
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "exec", summary,
-        "pyorch exec --budget 40% chat.py --model olmoe.gguf\n"
-        "  pyorch exec --budget 40% -m llama_cpp.server --model olmoe.gguf",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " The options are for each model that the script loads. Without --ubatch and --threads, those of the script "
         "are used."
@@ -41,8 +39,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "are its arguments")
     parser.add_argument("script", metavar="SCRIPT.py", type=Path, nargs="?", help="the script; it is not changed")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,8 +130,6 @@ def _module(words: list[str]) -> _Program:
 def _report(managed: ManagedModel) -> None:
     if managed.engine is None:
         return
-    from pyorch.sizes import format_bytes
-
     stats = managed.engine.stats()
     print(
         f"pyorch: {managed.path}: hit rate {stats.hit_rate:.1%}, {format_bytes(stats.bytes_read)} read, "

@@ -6,17 +6,19 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, add_model, add_output_options, answer, check_output
+from pyorch.cli.options import add_model, add_output_options, answer, check_output
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table
 from pyorch.errors import PyorchError
+from pyorch.sizes import Amount, format_bytes
 
 if TYPE_CHECKING:
     from pyorch.convert.ghosts import Built
 
+EXAMPLE = "pyorch ghosts olmoe.gguf --trace olmoe.trace --bytes 3%"
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "ghosts", summary, "pyorch ghosts olmoe.gguf --trace olmoe.trace --bytes 3%")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " A ghost is the mean output of an expert and a small linear map of what its router sees. It estimates the "
         "output of an absent expert, where the user allows it (--lossy ghosts). Ghosts are written into a file "
@@ -35,14 +37,11 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="fit them for use with sacred=N: no ghost stands for the N heaviest experts of a token "
                              "(default: %(default)s)")
     add_output_options(parser, "MODEL.ghosts.gguf beside the model")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     from pyorch.convert.ghosts import SHARE, Settings, build
     from pyorch.sidecars import container, packs
-    from pyorch.sizes import Amount
     from pyorch.traces.file import Trace
 
     try:
@@ -63,8 +62,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parts(path: Path, built: Built) -> list[str | Table]:
-    from pyorch.sizes import format_bytes
-
     rows = [(str(layer.il), f"{layer.n_ghosts}/{layer.n_expert}", f"{layer.mean_rank:.1f}", f"{layer.ridge:g}",
              f"{layer.left_by_means:.3f}", f"{layer.left:.3f}") for layer in built.layers]
     n = len(built.layers)

@@ -7,16 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, add_model, print_json
-from pyorch.cli.tables import Facts, Table, show
-from pyorch.errors import PyorchError
+from pyorch.cli.options import add_model, answer
+from pyorch.cli.tables import Facts, Table
+from pyorch.errors import FormatError, PyorchError
+from pyorch.sizes import counted, format_bytes
 
 DISK_SECONDS = 3.0
 
+EXAMPLE = """pyorch inspect olmoe.gguf --verbose
+  pyorch inspect olmoe.gguf --disk"""
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "inspect", summary, "pyorch inspect olmoe.gguf --verbose\n"
-                         "  pyorch inspect olmoe.gguf --disk")
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", action="store_true",
                         help="measure how experts are read fastest from this file system, keep that for all models on "
                              "it, and show it")
@@ -25,8 +27,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="show the size of the KV cache for N tokens (default: as trained, at most 4096)")
     parser.add_argument("--json", action="store_true", help="print the facts as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show every layer too")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,12 +36,9 @@ def run(args: argparse.Namespace) -> int:
         refused = packs.attach(model_map)
         inspection = _inspect(model_map, args.ctx or model_map.default_ctx, args.disk, refused)
         layers = model_map.layers
-    if args.json:
-        print_json(inspection)
-        return 0
-    show([_facts(inspection), *(["", _ways(inspection)] if args.disk else []),
-          *(["", _layers(layers)] if args.verbose else [])])
-    return 0
+    return answer(args, inspection, lambda: [
+        _facts(inspection), *(["", _ways(inspection)] if args.disk else []),
+        *(["", _layers(layers)] if args.verbose else [])])
 
 
 def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> dict[str, Any]:
@@ -89,7 +86,6 @@ def _share(model_map) -> int | None:
 
 def _plan(model_map) -> tuple[Path | None, str]:
     """The plan beside a model, and why it is refused."""
-    from pyorch.errors import FormatError
     from pyorch.sidecars.plan import default_path, read_plan
 
     path = default_path(model_map.path)
@@ -103,8 +99,6 @@ def _plan(model_map) -> tuple[Path | None, str]:
 
 
 def _facts(model: dict[str, Any]) -> Facts:
-    from pyorch.sizes import counted, format_bytes
-
     shards = f" in {model['n_files']} files" if model['n_files'] > 1 else ""
     weights = "" if model["has_weights"] else "; a header without weights, most of its bytes were never written"
     facts = [
@@ -149,8 +143,6 @@ def _facts(model: dict[str, Any]) -> Facts:
 
 
 def _ways(model: dict[str, Any]) -> Table:
-    from pyorch.sizes import format_bytes
-
     return Table(
         ("reader", "at once", "each", "GB/s", "of a core", ""),
         [(way.reader, str(way.depth), format_bytes(way.request_bytes), f"{way.bytes_per_second / 1e9:.2f}",
@@ -162,8 +154,6 @@ def _ways(model: dict[str, Any]) -> Table:
 
 
 def _layers(layers) -> Table:
-    from pyorch.sizes import format_bytes
-
     return Table(
         ("layer", "experts", "bytes each", "", "tensors"),
         [(str(layer.il), str(layer.n_expert), str(layer.expert_bytes), format_bytes(layer.expert_bytes),

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pyorch.cli.options import add_command, add_model, add_output_options, answer, check_output
+from pyorch.cli.options import add_model, add_output_options, answer, check_output
 from pyorch.cli.progress import Progress
+from pyorch.sizes import format_bytes
+
+EXAMPLE = """pyorch profile olmoe.gguf --data prose.txt --router full -o olmoe.trace
+  pyorch maps olmoe.gguf olmoe.trace --capacity 2000"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "maps", summary,
-        "pyorch profile olmoe.gguf --data prose.txt --router full -o olmoe.trace\n"
-        "  pyorch maps olmoe.gguf olmoe.trace --capacity 2000",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " An expert map holds what every router said about one token. The predictor expert-map looks for the map that "
         "is most like the present token. How often the trace used each expert is written too: a plan for a compressed "
@@ -29,14 +28,11 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="prefetch distance: the embedding of a token stands for as many layers when two maps are "
                              "compared (default: %(default)s)")
     add_output_options(parser, "MODEL.maps.gguf beside the model")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container
-    from pyorch.sizes import format_bytes
     from pyorch.traces.expert_maps import maps_from_trace
     from pyorch.traces.file import Trace
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch import files
-from pyorch.cli.options import add_command, print_json
-from pyorch.cli.tables import Table, show
+from pyorch.cli.options import add_command, answer, print_json
+from pyorch.cli.tables import Table
 from pyorch.errors import FormatError, PyorchError
+from pyorch.sizes import format_bytes
 
 if TYPE_CHECKING:
     from pyorch.hub.cache import Removal, Stored
@@ -30,53 +31,49 @@ class Row:
     sidecar_bytes: int
 
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "models", summary, "pyorch models\n  pyorch models list ~/models\n"
-                         "  pyorch models rm hf:ORG/NAME:Q4_K_M")
+EXAMPLE = """pyorch models
+  pyorch models list ~/models
+  pyorch models rm hf:ORG/NAME:Q4_K_M"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " Without more it lists those of the hub's cache and of this folder, under the names that commands take; the "
         "beginning of a file's name will do."
     )
     parser.add_argument("--json", action="store_true", help="print the models as a JSON array")
-    parser.set_defaults(run=run_list, folders=[])
+    parser.set_defaults(folders=[])
     kinds = parser.add_subparsers(dest="kind", metavar="ACTION", title="actions")
     listing = add_command(kinds, "list", "list the models of the hub's cache, of this folder, and of others",
                           "pyorch models list ~/models --json")
     listing.add_argument("folders", metavar="FOLDER", nargs="*", type=Path,
                          help="list the models in this folder, and below it, too")
     listing.add_argument("--json", action="store_true", help="print the models as a JSON array")
-    listing.set_defaults(run=run_list)
+    listing.set_defaults(run=run)
     removing = add_command(kinds, "rm", "remove models with their sidecars",
                            "pyorch models rm hf:ORG/NAME:Q4_K_M old.gguf")
     removing.add_argument("names", metavar="MODEL", nargs="+",
                           help="a model as pyorch models lists it; hf:ORG/NAME removes all that the cache has of it")
     removing.add_argument("--yes", action="store_true", help="do not ask")
     removing.add_argument("--json", action="store_true", help="print what was removed as a JSON array")
-    removing.set_defaults(run=run_remove)
-    return parser
+    removing.set_defaults(run=_remove)
 
 
-def run_list(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     from pyorch.hub import cache
 
     found = cache.listed()
     for folder in args.folders:
         found += cache.in_folder(folder)
     rows = [_row(stored) for stored in found]
-    if args.json:
-        print_json(rows)
-    elif rows:
-        show([_table(rows)])
-    else:
-        print(f"no models here and in {cache.directory()}: pyorch run hf:ORG/NAME fetches one; pyorch models list "
-              "FOLDER lists those of a folder")
-    return 0
+    return answer(args, rows, lambda: [_table(rows)] if rows else [
+        f"no models here and in {cache.directory()}: pyorch run hf:ORG/NAME fetches one; pyorch models list FOLDER "
+        "lists those of a folder"])
 
 
-def run_remove(args: argparse.Namespace) -> int:
+def _remove(args: argparse.Namespace) -> int:
     """Returns 0, or 1 where the user did not want it. PyorchError for a name that nothing has: then all stay."""
     from pyorch.hub import cache
-    from pyorch.sizes import format_bytes
 
     removals = [cache.removal(name) for name in dict.fromkeys(args.names)]
     if not args.yes and not _agreed(removals):
@@ -94,8 +91,6 @@ def run_remove(args: argparse.Namespace) -> int:
 
 
 def _agreed(removals: list[Removal]) -> bool:
-    from pyorch.sizes import format_bytes
-
     if not sys.stdin.isatty():
         raise PyorchError("nobody can be asked whether the models shall go: say --yes")
     for removal in removals:
@@ -123,8 +118,6 @@ def _row(stored: Stored) -> Row:
 
 
 def _table(rows: list[Row]) -> Table:
-    from pyorch.sizes import format_bytes
-
     return Table(
         ("model", "kind", "experts x layers", "size", "sidecars", ""),
         [(row.name, row.kind, row.experts, format_bytes(row.n_bytes),

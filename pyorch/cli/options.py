@@ -14,6 +14,7 @@ from pyorch.cli.numbers import number, whole
 from pyorch.cli.settings import add_settings
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
+from pyorch.library.choices import with_names
 from pyorch.settings.option import EXPERTS, texts
 from pyorch.settings.settings import Settings
 
@@ -27,9 +28,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
     def _expand_help(self, action: argparse.Action) -> str:
-        from pyorch.library.choices import with_names  # only a help that is shown asks the library
-
-        return with_names(super()._expand_help(action))
+        return with_names(super()._expand_help(action))  # only a help that is shown asks the library
 
 
 _EXAMPLE = "example:\n"

@@ -7,24 +7,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, add_model, print_json
+from pyorch.cli.options import add_model, print_json
 from pyorch.cli.progress import Progress
-from pyorch.errors import PyorchError
+from pyorch.cli.tables import Table, show
+from pyorch.errors import FormatError, PyorchError
+from pyorch.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from pyorch.convert.pack import Packing
 
 _SHOWN = 3  # of damaged experts
 
+EXAMPLE = """pyorch pack olmoe.gguf
+  pyorch pack olmoe.gguf --check
+  pyorch pack olmoe.gguf --codec auto
+  pyorch pack olmoe.gguf --codec auto --slim olmoe-slim.gguf"""
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "pack", summary,
-        "pyorch pack olmoe.gguf\n"
-        "  pyorch pack olmoe.gguf --check\n"
-        "  pyorch pack olmoe.gguf --codec auto\n"
-        "  pyorch pack olmoe.gguf --codec auto --slim olmoe-slim.gguf",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " The pack is found beside the model and used by every command, with checksums of all that is read. A run that "
         "is interrupted goes on when it is repeated."
@@ -43,8 +43,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "take no more room than the model and can be used in its place")
     add_codec_options(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def add_codec_options(parser: argparse.ArgumentParser) -> None:
@@ -72,8 +70,6 @@ def refuse_codec_options(args: argparse.Namespace, reason: str) -> None:
 
 def show_compression(packing: Packing) -> None:
     """What came of it, matrix by matrix."""
-    from pyorch.cli.tables import Table, show
-
     if packing.reason:
         print(packing.reason)
     if packing.kinds:
@@ -97,7 +93,6 @@ def _model_of(sidecar: Path, kind: str) -> Path | None:
 
 def _check_not_of_slim(output: Path) -> None:
     """PyorchError where the pack that is to be written would take the place of the only one that a slim model has."""
-    from pyorch.errors import FormatError
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import packs
 
@@ -120,7 +115,6 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.convert.slim import check_slim, slim_bytes, write_slim
     from pyorch.runtime.model_map import SIDECARS, ModelMap
     from pyorch.sidecars import container, packs
-    from pyorch.sizes import counted, format_bytes
 
     output, spare_bytes, slim = args.output, 0, None
     if args.slim is not None:

@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from pyorch.cli.options import add_command, answer, check_output, check_readable
+from pyorch.cli.options import answer, check_output, check_readable
 from pyorch.cli.tables import Facts, Table
 from pyorch.errors import PyorchError
+from pyorch.sizes import format_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,26 +22,18 @@ if TYPE_CHECKING:
     from pyorch.cluster.placement.placement import Placement
     from pyorch.cluster.placement.problem import Problem
 
+EXAMPLE = """pyorch profile olmoe.gguf --data of-the-clinic.txt -o clinic.trace
+  pyorch profile olmoe.gguf --data of-the-lab.txt -o lab.trace
+  pyorch place --cluster cluster.toml --trace clinic=clinic.trace lab=lab.trace -o plan.json"""
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "place", summary,
-        "pyorch profile olmoe.gguf --data of-the-clinic.txt -o clinic.trace\n"
-        "  pyorch profile olmoe.gguf --data of-the-lab.txt -o lab.trace\n"
-        "  pyorch place --cluster cluster.toml --trace clinic=clinic.trace lab=lab.trace -o plan.json",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " Each server computes with the experts that it holds, and asks another one for the rest: the more of what its "
         "users activate lies on the server itself, the less has to pass the network. The command reads which experts "
         "those are, from traces of what users of each server ask, or from what a running cluster has counted; and what "
         "memory the servers have, from cluster.toml. Some server holds each expert."
     )
-    add_arguments(parser)
-    parser.set_defaults(run=run)
-    return parser
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml",
                         help="the servers, their memory, and the model (docs/cluster.md describes it)")
     parser.add_argument("--trace", nargs="+", action="extend", default=[], metavar="SERVER=FILE",
@@ -80,8 +74,6 @@ def run(args: argparse.Namespace) -> int:
 
 def decide(args: argparse.Namespace, place: Callable[[Problem, bool], Placement]) -> Placed:
     """Writes a placement, as place() makes it of a problem. Raises PyorchError."""
-    from time import perf_counter
-
     from pyorch.cluster.activations import read_counts, write_counts
     from pyorch.cluster.config import read_cluster
     from pyorch.cluster.placement.placement import write_placement
@@ -182,8 +174,6 @@ def _report(args: argparse.Namespace, placed: Placed) -> dict[str, Any]:
 
 
 def _parts(report: dict[str, Any], explain: bool) -> list[str | Table | Facts]:
-    from pyorch.sizes import format_bytes
-
     checked = report["checked_ratio"] is not None
     columns = ("server", "devices", "memory", "used", "experts", "only here", "local", *(["checked"] * checked))
     rows = [

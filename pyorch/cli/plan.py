@@ -5,28 +5,29 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from pyorch.cli.numbers import number, rate, whole
-from pyorch.cli.options import add_command, add_model, add_output_options, answer, check_output, check_readable
+from pyorch.cli.options import add_model, add_output_options, answer, check_output, check_readable
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.cli.tables import Facts, Table
-from pyorch.errors import PyorchError
+from pyorch.errors import FormatError, PyorchError
+from pyorch.settings.budget import AUTO
+from pyorch.sizes import counted, format_bytes
 
 DECODE_SECONDS = 1.0
 PROBE_SECONDS = 2.0
 
 _POOL_NAMES = ("full", "compressed", "sm", "e")
 
+EXAMPLE = """pyorch pack olmoe.gguf --codec table
+  pyorch profile olmoe.gguf --data prose.txt -o olmoe.trace
+  pyorch plan olmoe.gguf --trace olmoe.trace --budget 40%"""
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "plan", summary,
-        "pyorch pack olmoe.gguf --codec table\n"
-        "  pyorch profile olmoe.gguf --data prose.txt -o olmoe.trace\n"
-        "  pyorch plan olmoe.gguf --trace olmoe.trace --budget 40%",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " Experts can be kept whole (F), compressed (C), as the packed planes of signs and mantissas (S) or of "
         "exponents (E) alone: the smaller the form, the more experts, and the more is to be done when one is needed. "
@@ -56,23 +57,17 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="threads that decode (default: those that compute and those of the engine, at most as "
                              "many as there are processors)")
     add_output_options(parser, "MODEL.plan.json beside the model")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from time import perf_counter
-
     import numpy as np
 
     from pyorch.planning.makespan import POOLS
     from pyorch.planning.planner import HANDICAP
     from pyorch.planning.ranks import use_counts
     from pyorch.runtime.model_map import ModelMap
-    from pyorch.settings.budget import AUTO
     from pyorch.sidecars import packs
     from pyorch.sidecars import plan as plans
-    from pyorch.sizes import counted
     from pyorch.traces.divisions import FINALISTS, choose
     from pyorch.traces.file import Trace
     from pyorch.traces.recording import decoded_recording
@@ -166,7 +161,6 @@ def _inclusion(recording, model_map, batch: int):
 
 def measured_machine(args: argparse.Namespace, model_map):
     """The Machine: what --read-bandwidth, --decode-bandwidth and --workers say, the rest measured."""
-    from pyorch.errors import FormatError
     from pyorch.llama.cores import physical_cores
     from pyorch.runtime.disk import measure_bandwidth
     from pyorch.runtime.recovery import measure_recovery, recovery_threads
@@ -189,8 +183,6 @@ def _row(name: str, split) -> dict[str, Any]:
 
 
 def _parts(report: dict[str, Any], info) -> list[str | Table | Facts]:
-    from pyorch.sizes import format_bytes
-
     best, batch, n_workers = report["rows"][0], report["batch"], report["n_workers"]
     how = "compressed experts" if best["compressed"] else "experts as the model has them: compression does not pay"
     tokens, waits = ("a token's", "a token waits") if batch == 1 else (f"{batch} tokens'", f"{batch} tokens wait")

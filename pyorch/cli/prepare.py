@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING
 
 from pyorch.cli import run_command
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_command, add_model, check_readable, print_json
+from pyorch.cli.options import add_model, check_readable, print_json
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.errors import FormatError, PyorchError
+from pyorch.sizes import format_bytes
 
 if TYPE_CHECKING:
     from pyorch.runtime.model_map import ModelMap
@@ -78,23 +79,13 @@ class Outcome:
     command: str
 
 
-@dataclass(frozen=True)
-class Report:
-    """What --json prints."""
-
-    model: str
-    seconds: float
-    steps: list[Outcome]
+EXAMPLE = """pyorch prepare olmoe.gguf
+  pyorch prepare olmoe.gguf --data book.txt
+  pyorch prepare olmoe.gguf --data book.txt --questions train-questions.jsonl --budget 40%
+  pyorch prepare olmoe.gguf --data book.txt --only buddies,ghosts"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "prepare", summary,
-        "pyorch prepare olmoe.gguf\n"
-        "  pyorch prepare olmoe.gguf --data book.txt\n"
-        "  pyorch prepare olmoe.gguf --data book.txt --questions train-questions.jsonl --budget 40%\n"
-        "  pyorch prepare olmoe.gguf --data book.txt --only buddies,ghosts",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " Files come to lie beside the model, where every command finds them; the model stays as it is. What is there "
         "already is kept, and what would bring nothing is skipped, with a line that says why; so an interrupted run "
@@ -122,8 +113,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="keep what profile records as MODEL.trace, which pyorch advise reads too "
                              "(default: deleted when all steps have read it)")
     parser.add_argument("--json", action="store_true", help="print what was done as one JSON object")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -145,9 +134,8 @@ def run(args: argparse.Namespace) -> int:
         preparation = _Preparation(args, model_map, wanted)
         begin = time.monotonic()
         outcomes = preparation.run()
-    report = Report(args.model, time.monotonic() - begin, outcomes)
     if args.json:
-        print_json(report)
+        print_json({"model": args.model, "seconds": time.monotonic() - begin, "steps": outcomes})
     return 1 if any(outcome.state == FAILED for outcome in outcomes) else 0
 
 
@@ -303,8 +291,6 @@ class _Preparation:
             return "experts that are quantized do not shrink"
         free, needed = shutil.disk_usage(Path(self._map.path).absolute().parent).free, self._map.info.expert_bytes
         if free < needed + _SPARE_BYTES:
-            from pyorch.sizes import format_bytes
-
             return f"the disk has {format_bytes(free)} left, and experts of {format_bytes(needed)} may need as much"
         return ""
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from pyorch.cli.numbers import whole
 from pyorch.cli.options import (
-    add_command,
     add_minutes_option,
     add_model_options,
     add_text_options,
@@ -20,15 +19,14 @@ from pyorch.cli.options import (
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.settings.option import CONTEXT
+from pyorch.sizes import counted, format_bytes
 
 _INPUTS = 512  # tokens whose router inputs are kept: enough to compare the experts of a layer
 
+EXAMPLE = "pyorch profile olmoe.gguf --data prose.txt questions.jsonl -o olmoe.trace"
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "profile", summary,
-        "pyorch profile olmoe.gguf --data prose.txt questions.jsonl -o olmoe.trace",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " pyorch advise, plan, place, buddies, ghosts and maps read such a trace, and what is recorded is enough for "
         "all of them; what would be refused is said at the start."
@@ -51,8 +49,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                         help="after each text, generate up to N tokens greedily and record these too (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random sample (default: 0)")
     parser.add_argument("--json", action="store_true", help="print a summary as one JSON object")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,8 +102,6 @@ def _refusals(router: str, n_inputs: int) -> list[tuple[str, str]]:
 
 
 def _sentence(profile) -> str:
-    from pyorch.sizes import counted, format_bytes
-
     n = profile.prefill_tokens + profile.decode_tokens
     seconds = profile.prefill_seconds + profile.decode_seconds
     phases = "; ".join(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pyorch.cli.options import add_command, add_model_options, print_json, read_prompt, read_standard_input
+from pyorch.cli.options import add_model_options, print_json, read_prompt, read_standard_input
 from pyorch.cli.sampling import N_TOKENS, add_sampling_options, check_sampling, sampling
 from pyorch.cli.settings import DEFAULT_DEVICE, given_settings, with_device
 from pyorch.cli.tables import Facts, show
@@ -18,25 +17,13 @@ from pyorch.settings.option import CONTEXT, LONG, LOSSY
 
 if TYPE_CHECKING:
     from pyorch.llama.model import Model
-    from pyorch.llama.model_stats import ModelStats
+
+EXAMPLE = """pyorch run olmoe.gguf -p "Once upon a time" -n 64 --budget 40%
+  git diff | pyorch run olmoe.gguf --system "Describe this change in one line." -f -
+  pyorch run olmoe.gguf --chat --device CUDA0 --vram-budget 6GiB --budget 12GiB"""
 
 
-@dataclass(frozen=True)
-class RunResult:
-    """What --json prints. device: that computes, null for the processor alone."""
-
-    text: str
-    device: str | None
-    stats: ModelStats
-
-
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "run", summary,
-        'pyorch run olmoe.gguf -p "Once upon a time" -n 64 --budget 40%\n'
-        "  git diff | pyorch run olmoe.gguf --system \"Describe this change in one line.\" -f -\n"
-        "  pyorch run olmoe.gguf --chat --device CUDA0 --vram-budget 6GiB --budget 12GiB",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " The text goes to stdout, statistics go to stderr. Without -p and -f the prompt is what comes through a pipe, "
         "and on a terminal a conversation begins."
@@ -55,8 +42,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     add_sampling_options(parser)
     add_model_options(parser, CONTEXT, LONG, LOSSY, defaults={"device": DEFAULT_DEVICE})
     parser.add_argument("--json", action="store_true", help="print text and statistics as one JSON object, at the end")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,7 +107,8 @@ def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.
     except KeyboardInterrupt:
         complete = False
     if args.json:
-        print_json(RunResult(text, model.device or None, model.stats()))
+        # device: that computes, null for the processor alone.
+        print_json({"text": text, "device": model.device or None, "stats": model.stats()})
     else:
         print(flush=True)
         show([Facts(model.stats().facts)], sys.stderr)

@@ -13,20 +13,18 @@ from pathlib import Path
 
 from pyorch.cli.hub import fetch_model, is_of_hub
 from pyorch.cli.numbers import number, size, whole
-from pyorch.cli.options import add_command, add_model
+from pyorch.cli.options import add_model
 from pyorch.cli.settings import DEFAULT_DEVICE, add_settings, given_settings, settings_arguments, with_device
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.option import CONTEXT, EXPERTS, LONG, LOSSY
 
+EXAMPLE = """pyorch serve olmoe.gguf --budget 40% --port 8080 -- --api-key secret
+  pyorch serve olmoe.gguf --device auto --budget auto
+  pyorch serve --models ~/models"""
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "serve", summary,
-        "pyorch serve olmoe.gguf --budget 40% --port 8080 -- --api-key secret\n"
-        "  pyorch serve olmoe.gguf --device auto --budget auto\n"
-        "  pyorch serve --models ~/models",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "pyorch serve [MODEL] [options] [-- flags of llama-server]"
     parser.description = (
         "Serve a model over the OpenAI and Anthropic APIs, with llama-server. What follows after `--` are flags of "
@@ -55,9 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--verbose", action="store_true", help="show the log of llama-server")
     # Of one of several models: it does not outlive the server that started it.
     parser.add_argument("--while-stdin", action="store_true", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
     take_server_flags(parser)
-    return parser
 
 
 def _size_or_none(text: str) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pyorch.errors import PyorchError
+from pyorch.library.choices import names
 from pyorch.settings.budget import RESIDENT
 from pyorch.settings.device import AUTO, NONE
 from pyorch.settings.option import DEVICE, EXPERTS, GROUPS, LONG, LOSSY, Option, options
@@ -162,7 +163,6 @@ def _check_lossy(values: Mapping[str, Any]) -> None:
 
 def _check_maps(values: dict[str, Any]) -> None:
     from pyorch.files import check_target
-    from pyorch.library.choices import names
 
     prefetch = values.get("prefetch", OPTIONS["prefetch"].default)
     if not prefetch.searches_maps:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import (
-    add_command,
-    add_model_options,
-    add_output_options,
-    add_text_options,
-    answer,
-    check_output,
-)
+from pyorch.cli.options import add_model_options, add_output_options, add_text_options, answer, check_output
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
 from pyorch.cli.tables import Table
@@ -23,16 +17,13 @@ from pyorch.settings.option import CONTEXT
 if TYPE_CHECKING:
     from pyorch.convert.estimator import Trained
 
+EXAMPLE = "pyorch train-predictor olmoe.gguf --data prose.txt --tokens 1000000"
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "train-predictor", summary,
-        "pyorch train-predictor olmoe.gguf --data prose.txt --tokens 1000000",
-    )
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " The predictor is a small neural network, called estimator. The predictor hybrid uses it in those layers "
-        "where it "
-        "is better than quasi-hidden."
+        "where it is better than quasi-hidden."
     )
     add_model_options(parser, CONTEXT)
     add_text_options(parser)
@@ -52,13 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     parser.add_argument("--predictor-file", type=Path, metavar="FILE",
                         help="the file that pyorch calibrate wrote (default: MODEL.predictor.gguf beside the model)")
     add_output_options(parser, "the predictor file, to which the estimator is added")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    import dataclasses
-
     from pyorch.convert.estimator import Settings, train
     from pyorch.llama.model import load
     from pyorch.runtime.model_map import ModelMap

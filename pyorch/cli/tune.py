@@ -8,26 +8,20 @@ import sys
 
 from pyorch.cli.eval import add_question_options, question_arguments
 from pyorch.cli.numbers import number, share, whole
-from pyorch.cli.options import (
-    add_command,
-    add_model_options,
-    add_output_options,
-    check_output,
-    check_readable,
-    print_json,
-)
+from pyorch.cli.options import add_model_options, add_output_options, check_output, check_readable, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import or_help
 from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
+from pyorch.settings.budget import Budget
+
+EXAMPLE = (
+    "pyorch tune olmoe.gguf --data train-questions.jsonl --cache-rate 0.5 --min-accuracy 0.95\n"
+    '  pyorch run olmoe.gguf --tuned olmoe.tuned.json -p "Once upon a time"'
+)
 
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(
-        subparsers, "tune", summary,
-        "pyorch tune olmoe.gguf --data train-questions.jsonl --cache-rate 0.5 --min-accuracy 0.95\n"
-        '  pyorch run olmoe.gguf --tuned olmoe.tuned.json -p "Once upon a time"',
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " All settings answer an eighth of the questions, the better half of them as many again, and so on; the speed "
         "of the best is measured, and the winner written for `pyorch run --tuned`. The best of many settings is also "
@@ -66,8 +60,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
                              "0: do not measure, choose by what would be read (default: 256)")
     add_output_options(parser, "MODEL.tuned.json beside the model",
                        as_json="print the trials and the setting as one JSON object")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -79,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.eval.search import Goal
     from pyorch.eval.tune import LEVERS, Request, tune
     from pyorch.runtime.model_map import ModelMap
-    from pyorch.settings.budget import Budget
     from pyorch.sidecars.tuned_setting import default_path, write_tuned
 
     output = args.output or default_path(args.model)

@@ -6,16 +6,18 @@ import argparse
 from pathlib import Path
 
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import add_command, add_model_options, print_json, read_prompt
+from pyorch.cli.options import add_model_options, print_json, read_prompt
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings, listed
 from pyorch.settings.budget import VERIFY_BUDGETS
 from pyorch.settings.option import LOSSY
+from pyorch.sizes import format_bytes
+
+EXAMPLE = """pyorch verify olmoe.gguf --budget 20%,50% --tokens 64
+  pyorch verify olmoe.gguf --device CUDA0 --vram-budget 50%"""
 
 
-def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse.ArgumentParser:
-    parser = add_command(subparsers, "verify", summary, "pyorch verify olmoe.gguf --budget 20%,50% --tokens 64\n"
-                         "  pyorch verify olmoe.gguf --device CUDA0 --vram-budget 50%")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         " The command compares every logit with that of the same model fully in memory. "
         "The exit status is 0 if all bits are the same, and 1 if not, with lossy options too. With a device, the other "
@@ -29,8 +31,6 @@ def add_parser(subparsers: argparse._SubParsersAction, summary: str) -> argparse
     source.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt (default: a paragraph of prose)")
     source.add_argument("-f", "--file", type=Path, metavar="FILE", help="take the prompt from a file")
     parser.add_argument("--json", action="store_true", help="print a JSON array with one object for each budget")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,8 +56,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sentence(comparison) -> str:
-    from pyorch.sizes import format_bytes
-
     where = f"budget {comparison.budget} ({format_bytes(comparison.budget_bytes)})"
     experts, first = comparison.experts, comparison.first_difference
     substituted, speculated = comparison.substitution, comparison.speculation

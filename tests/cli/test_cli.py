@@ -7,13 +7,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 from processes import HANG_SECONDS, pyorch
 
-from pyorch.cli import COMMANDS, main
+from pyorch.cli import COMMANDS, main, make_parser, nested
 from pyorch.cli.numbers import rate, share
 from pyorch.llama.model import load
 from pyorch.settings.budget import BENCH_BUDGETS, VERIFY_BUDGETS, Budget
@@ -21,10 +20,7 @@ from pyorch.settings.budget import BENCH_BUDGETS, VERIFY_BUDGETS, Budget
 
 def kinds(command: str) -> list[tuple[str, str]]:
     """Those of a command that has kinds, such as ("eval", "arc")."""
-    module, summary = COMMANDS[command]
-    parser = import_module(module).add_parser(argparse.ArgumentParser(prog="pyorch").add_subparsers(), summary)
-    return [(command, kind) for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-            for kind in action.choices]
+    return [(command, kind) for kind in nested(nested(make_parser([command]))[command])]
 
 
 # What --help is asked of.
