@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from pyorch.library.bindings import numbers
 from pyorch.llama.managed import ManagedModel
-from pyorch.runtime.engine import Engine
 from pyorch.runtime.statistics import Stats, SubstitutionStats, is_of_layers
 from pyorch.serve.routes import Answer, Request, refusal
 
@@ -47,14 +46,27 @@ def _metrics(on_device: bool) -> Iterator[_Metric]:
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class _Collector:
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+class Metrics:
+    """llama-server's answer, and behind it what the engine counts; of a dense model llama-server's only."""
+
+    def __init__(self, managed: ManagedModel) -> None:
+        self._managed = managed
+
+    def get(self, request: Request) -> Answer:
+        if request.own_status != 200:
+            return Answer(request.own or refusal(503, "no metrics").body, status=request.own_status)
+        # Takes a tenth of a second, which a server that nobody asks for metrics does not need to spend.
+        from prometheus_client import generate_latest
+
+        return Answer(request.own.rstrip("\n") + "\n" + generate_latest(self).decode(), TYPE)
 
     def collect(self) -> Iterator:
+        """For Prometheus."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        engine = self._engine
+        engine = self._managed.engine
+        if engine is None:
+            return
         snapshot = engine.snapshot()
         layers = [(str(il), (stats, engine.substitution_stats(il)))
                   for il, stats in zip(engine.n_expert, snapshot.layers)]
@@ -71,25 +83,3 @@ class _Collector:
 
 def _value(counts: tuple[Stats, SubstitutionStats], source: str) -> float:
     return next(getattr(part, source) for part in counts if hasattr(part, source))
-
-
-class Metrics:
-    """llama-server's answer, and behind it what the engine counts; of a dense model llama-server's only."""
-
-    def __init__(self, managed: ManagedModel) -> None:
-        self._managed = managed
-
-    def get(self, request: Request) -> Answer:
-        if request.own_status != 200:
-            return Answer(request.own or refusal(503, "no metrics").body, status=request.own_status)
-        return Answer(request.own.rstrip("\n") + "\n" + self._text(), TYPE)
-
-    def _text(self) -> str:
-        if self._managed.engine is None:
-            return ""
-        # Takes a tenth of a second, which a server that nobody asks for metrics does not need to spend.
-        from prometheus_client import CollectorRegistry, generate_latest
-
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Collector(self._managed.engine))
-        return generate_latest(registry).decode()
