@@ -8,9 +8,8 @@ from __future__ import annotations
 import enum
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, cast
 
 from pyorch.errors import PyorchError
@@ -41,21 +40,12 @@ class Choice:
     executable: bool
 
 
-class Choices(Mapping[str, Choice]):
+class Choices(dict[str, Choice]):
     """All choices of one kind, by name, in the library's order. Some are for replays."""
 
     def __init__(self, what: str, choices: Iterable[Choice]) -> None:
+        super().__init__((choice.name, choice) for choice in choices)
         self.what = what
-        self._by_name = MappingProxyType({choice.name: choice for choice in choices})
-
-    def __getitem__(self, name: str) -> Choice:
-        return self._by_name[name]
-
-    def __iter__(self):
-        return iter(self._by_name)
-
-    def __len__(self) -> int:
-        return len(self._by_name)
 
     @property
     def present(self) -> tuple[str, ...]:
