@@ -7,7 +7,6 @@ mantissas as they are. Quantized ones are stored whole, compressed where that ga
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from pyorch.library import codecs
 from pyorch.library.codecs import AUTO, CHOICES, NONE
 from pyorch.runtime import disk
 from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
+from pyorch.runtime.recovery import n_processors
 
 MAX_SHARDS = 64
 
@@ -145,7 +145,7 @@ def choose(
     others = ", ".join(f"{name} {1e3 * took:.0f} ms" for name, took in sorted(seconds.items(), key=lambda one: one[1])
                        if name != best)
     reason = (f"{best}: a GiB of experts takes {1e3 * seconds[best]:.0f} ms from a disk of "
-              f"{bandwidth.bytes_per_second / 2**30:.2f} GiB/s and through {n_cores()} cores, with {others}")
+              f"{bandwidth.bytes_per_second / 2**30:.2f} GiB/s and through {n_processors()} cores, with {others}")
     return _choice(model_map, tried[best], reason)
 
 
@@ -314,13 +314,8 @@ def _seconds(
     for kind, (_, report) in of_kinds.items():
         share = weights[kind] / sum(weights.values()) * 2**30
         total += share * (report.ratio if report else 1.0) / bytes_per_second
-        total += share / report.decode / n_cores() if report and report.decode else 0.0
+        total += share / report.decode / n_processors() if report and report.decode else 0.0
     return total
-
-
-def n_cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _best(run: Callable[[], _Result]) -> tuple[float, _Result]:

@@ -22,10 +22,11 @@ import numpy as np
 from pyorch import files
 from pyorch.convert import compression
 from pyorch.convert.compression import KindReport, Scheme
-from pyorch.convert.pack_plan import Experts, Plan, Share, UnfitError, aligned, chunks_of, forget, layouts_of
+from pyorch.convert.pack_plan import Experts, Plan, Share, UnfitError, aligned, chunks_of, layouts_of
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
 from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
+from pyorch.runtime.recovery import n_processors
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.container import checksum
 from pyorch.sizes import MiB, counted
@@ -264,7 +265,7 @@ def _records(plan: Plan, n_known: int) -> Iterator[tuple[LayerInfo, int, np.ndar
     """
     wanted = [(layer, expert) for layer in plan.map.layers for expert in plan.experts[layer.il]][n_known:]
     is_compressed = any(layer.is_compressed for layer in plan.layers.values())
-    n_threads = compression.n_cores() if is_compressed or plan.in_nibbles else 1
+    n_threads = n_processors() if is_compressed or plan.in_nibbles else 1
     of_thread = threading.local()
     with ExitStack() as stack:  # of what threads read with: it ends after them
         def make(layer: LayerInfo, expert: int) -> tuple[np.ndarray, np.ndarray]:
@@ -311,7 +312,7 @@ class _Journal:
         os.fdatasync(self._descriptor)
         for at, rows, data_at, n_bytes in self._rows:
             _write_all(self._descriptor, rows, at)
-            forget(self._descriptor, data_at, n_bytes)
+            files.forget(self._descriptor, data_at, n_bytes)
         self._rows.clear()
         self._n_bytes = 0
 
@@ -381,7 +382,7 @@ def _stored(file: FileIO, row: np.void) -> np.ndarray:
     the process would die."""
     try:
         content = os.pread(file.fileno(), int(row["stored"]), int(row["offset"]))
-        forget(file.fileno(), int(row["offset"]), len(content))
+        files.forget(file.fileno(), int(row["offset"]), len(content))
     except OSError:
         content = b""
     return np.frombuffer(content, np.uint8)

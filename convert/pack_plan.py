@@ -14,6 +14,7 @@ from gguf.gguf_writer import WriterState
 from pyorch.convert import compression
 from pyorch.convert.compression import Scheme
 from pyorch.errors import FormatError
+from pyorch.files import forget, reading
 from pyorch.library import codecs
 from pyorch.runtime.model_map import LayerInfo, ModelMap
 from pyorch.sidecars import container, packs
@@ -197,7 +198,7 @@ class Experts:
     def read(self, layer: LayerInfo, expert: int, role: int) -> np.ndarray:
         """uint8[bytes of the matrix], valid until the next call. FormatError if it cannot be read."""
         where = self._map.expert_range(layer.il, expert, role)
-        try:
+        with reading(where.path):
             if where.path not in self._files:
                 self._files[where.path] = os.open(where.path, os.O_RDONLY)
             descriptor = self._files[where.path]
@@ -209,8 +210,6 @@ class Experts:
                         f"{where.path} is truncated: {where.size} bytes at {where.offset} are not all there")
                 n += got
             forget(descriptor, where.offset, where.size)
-        except OSError as error:
-            raise FormatError(f"{where.path} cannot be read: {error.strerror}") from None
         if (layer.il, role) in self._repacked:
             self._map.repack(layer.il, role, view)
         return np.frombuffer(view, np.uint8)
@@ -228,8 +227,3 @@ def chunks_of(
     matrix = rows["expert"] * len(layer.roles) + rows["role"]
     groups = np.split(rows, np.flatnonzero(np.diff(matrix)) + 1)
     return {(int(group["expert"][0]), int(group["role"][0])): group for group in groups}
-
-
-def forget(descriptor: int, offset: int, n_bytes: int) -> None:
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, offset, n_bytes, os.POSIX_FADV_DONTNEED)

@@ -50,16 +50,31 @@ def check_target(target: Path) -> None:
         raise PyorchError(f"the output directory {directory} is not writable")
 
 
+@contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """FormatError where the file cannot be read inside, or is not UTF-8 text."""
+    try:
+        yield
+    except OSError as error:
+        raise FormatError(f"{os.fspath(path)} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise FormatError(f"{os.fspath(path)} is not UTF-8 text") from None
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """What a TOML file holds. FormatError for one that cannot be read."""
+    with reading(path):
+        text = path.read_bytes().decode("utf-8-sig")
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise FormatError(f"{path} is not UTF-8 text") from None
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not TOML: {error}") from None
+
+
+def forget(descriptor: int, offset: int = 0, n_bytes: int = 0) -> None:
+    """Asks the kernel to drop a part of a file from the page cache; 0 bytes: all of it from there."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, offset, n_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def check_free_space(directory: Path, n_bytes: int) -> None:

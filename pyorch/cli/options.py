@@ -14,6 +14,7 @@ from pyorch.cli.numbers import number, whole
 from pyorch.cli.settings import add_settings
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
+from pyorch.files import check_no_source, check_target, reading
 from pyorch.library.choices import with_names
 from pyorch.settings.option import EXPERTS, texts
 from pyorch.settings.settings import Settings
@@ -122,12 +123,8 @@ def read_prompt(text: str | None, file: Path | None) -> str | None:
         if text is not None and not _is_text(text):
             raise PyorchError("the prompt is not UTF-8 text")
         return text
-    try:
+    with reading(file):
         return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PyorchError(f"{file} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise PyorchError(f"{file} is not UTF-8 text") from None
 
 
 def read_standard_input() -> str:
@@ -153,17 +150,13 @@ def _is_text(argument: str) -> bool:
 def check_readable(paths: Iterable[str | Path | None]) -> None:
     """PyorchError for a file that cannot be read, before a model is loaded, which takes long. None is no file."""
     for path in filter(None, paths):
-        try:
-            with open(path, "rb"):
-                pass
-        except OSError as error:
-            raise PyorchError(f"{path} cannot be read: {error.strerror}") from None
+        with reading(path), open(path, "rb"):
+            pass
 
 
 def check_output(output: Path, model: str | Path, sources: Iterable[str | Path | None] = ()) -> None:
     """PyorchError where no file can be written at `output`, or where it would replace one that is read for it: the
     model, its pack, or one of the sources. None is no file."""
-    from pyorch.files import check_no_source, check_target
     from pyorch.runtime.model_map import shards_of
     from pyorch.sidecars import container, packs
 

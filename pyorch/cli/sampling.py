@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyorch.cli.numbers import number, whole
 from pyorch.errors import PyorchError
+from pyorch.files import reading
 
 if TYPE_CHECKING:
     from pyorch.llama.model import Model
@@ -47,7 +49,8 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling(args: argparse.Namespace, model: Model) -> dict[str, Any]:
-    """Keywords for Model.generate() and Model.chat(). PyorchError for a grammar or schema that cannot be used."""
+    """Keywords for Model.generate() and Model.chat(), of what check_sampling() found good. PyorchError for a grammar or
+    schema that cannot be used."""
     chosen: dict[str, Any] = {
         keyword: getattr(args, name.replace("-", "_")) for name, (keyword, *_) in SAMPLING.items()
     }
@@ -58,24 +61,22 @@ def sampling(args: argparse.Namespace, model: Model) -> dict[str, Any]:
 
 
 def check_sampling(args: argparse.Namespace) -> None:
-    """PyorchError for a file, grammar or schema that cannot be read, before a model is loaded, which takes long."""
+    """Reads the files that are named. PyorchError for a file, grammar or schema that cannot be read, before a model is
+    loaded, which takes long."""
     if args.grammar is not None:
-        _text(args.grammar, "grammar")
+        args.grammar = _text(args.grammar, "grammar")
     if args.json_schema is not None:
-        _json(_text(args.json_schema, "JSON schema"))
+        args.json_schema = _text(args.json_schema, "JSON schema")
+        _check_json(args.json_schema)
 
 
 def _gbnf(args: argparse.Namespace) -> str | None:
-    if args.grammar is not None:
-        return _text(args.grammar, "grammar")
     if args.json_schema is None:
-        return None
+        return args.grammar
     from llama_cpp.llama_grammar import json_schema_to_gbnf
 
-    schema = _text(args.json_schema, "JSON schema")
-    _json(schema)
     try:
-        return json_schema_to_gbnf(schema)
+        return json_schema_to_gbnf(args.json_schema)
     except Exception as error:  # whatever the converter of llama_cpp stumbles over
         said = str(error) or type(error).__name__
         raise PyorchError(f"the JSON schema cannot be made a grammar: {said}") from None
@@ -121,20 +122,14 @@ def _text(given: str, what: str) -> str:
     """The option itself, or the text of the file that it names. PyorchError for no such file, or no text."""
     if given.startswith("@"):
         path = Path(given[1:])
-        try:
+        with reading(path):
             given = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise PyorchError(f"{path} cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise PyorchError(f"{path} is not UTF-8 text") from None
     if not given.strip():
         raise PyorchError(f"the {what} is empty")
     return given
 
 
-def _json(text: str) -> None:
-    import json
-
+def _check_json(text: str) -> None:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -20,7 +20,7 @@ from pyorch.eval.judge import Judge, Judgement, OnProgress, Questions, in_turns
 from pyorch.eval.method import ORIGINAL, Method, Slots, dynamic_model, read_buddies, share, static_model
 from pyorch.eval.perplexity import Divergence
 from pyorch.eval.speed import Speed, measure_speed, median
-from pyorch.files import check_target, write_text
+from pyorch.files import check_target, reading, write_text
 from pyorch.llama.apply import find_ghosts
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
@@ -288,7 +288,5 @@ def conditions(plan: Plan) -> dict[str, object]:
 
 
 def _digest(path: str | os.PathLike[str]) -> str:
-    try:
+    with reading(path):
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}") from None

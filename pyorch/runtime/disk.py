@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pyorch.errors import PyorchError
+from pyorch.files import forget
 from pyorch.library.bindings import call, given, lib
 from pyorch.runtime import kept
 from pyorch.runtime.model_map import ModelMap
@@ -146,11 +147,8 @@ def _name(model_map: ModelMap, reader: str) -> str:
 
 
 def _forget(path: str) -> None:
-    """Asks the kernel to drop a file from the page cache."""
-    if hasattr(os, "posix_fadvise"):
-        fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
+    with open(path, "rb") as file:
+        forget(file.fileno())
 
 
 def drop_page_cache(paths: Sequence[str]) -> None:

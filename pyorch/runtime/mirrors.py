@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from io import FileIO
 from pathlib import Path
 
 from pyorch.errors import FormatError
+from pyorch.files import forget
 from pyorch.runtime import kept
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import MiB
@@ -75,41 +75,21 @@ def _compare(original: Path, copy: Path, on_compared: OnCompared) -> None:
     if both[1][2] != total:
         raise FormatError(f"{copy} has {both[1][2]} bytes, and is no copy of {original}, which has {total}")
     try:
-        with open(original, "rb", buffering=0) as one, open(copy, "rb", buffering=0) as other:
-            for file in (one, other):
-                _from_disk(file)
+        with open(original, "rb") as one, open(copy, "rb") as other:
+            for file in (one, other):  # what was just copied is read as the disk has it, not from the page cache
+                os.fsync(file.fileno())
+                forget(file.fileno())
             while done < total:
                 size = min(_CHUNK, total - done)
-                if _read(one, size) != _read(other, size):
+                if one.read(size) != other.read(size):
                     raise FormatError(f"{copy} is no copy of {original}: their bytes differ, within {size} bytes from "
                                       f"{done}")
                 done += size
-                for file in (one, other):
-                    _forget(file, done)
+                for file in (one, other):  # nor is the page cache filled with what was read up to here
+                    forget(file.fileno(), 0, done)
                 on_compared(f"comparing {copy} with {original}, this once", done, total)
     except OSError as error:
         raise FormatError(f"{copy} cannot be compared with {original}: {error.strerror}") from None
     if (_identity(original), _identity(copy)) != both:
         raise FormatError(f"{copy} or {original} was changed while they were compared")
     kept.keep(name, True)
-
-
-def _from_disk(file: FileIO) -> None:
-    """What was just copied is read as the disk has it, not from the page cache."""
-    os.fsync(file.fileno())
-    _forget(file, 0)
-
-
-def _forget(file: FileIO, end: int) -> None:
-    """The page cache is not filled with what was read up to here; 0: with any of it."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file.fileno(), 0, end, os.POSIX_FADV_DONTNEED)
-
-
-def _read(file: FileIO, size: int) -> bytes:
-    """All of it, unless the file ends."""
-    parts = []
-    while size > 0 and (part := file.read(size)):
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pyorch.errors import FormatError
+from pyorch.files import reading
 from pyorch.library.bindings import call, check, ffi, lib, string
 from pyorch.runtime.statistics import read
 
@@ -73,12 +74,9 @@ class ByteRange:
     def read(self, at_most: int | None = None) -> bytes:
         """Its bytes, or the first of them. FormatError where they are not all there, or cannot be read."""
         size = self.size if at_most is None else min(self.size, at_most)
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self.offset)
-                content = file.read(size)
-        except OSError as error:
-            raise FormatError(f"{self.path} cannot be read: {error.strerror}") from None
+        with reading(self.path), open(self.path, "rb") as file:
+            file.seek(self.offset)
+            content = file.read(size)
         if len(content) < size:
             raise FormatError(f"{self.path} is truncated: {size} bytes at offset {self.offset} are not all there")
         return content

@@ -17,10 +17,14 @@ def decode_threads() -> int:
 def recovery_threads(n_computing: int) -> int:
     """Threads that decode while a layer waits (L of ZipMoE): those that compute, and the engine's own beside them.
 
-    No more than there are processors that this process may use: others would wait for one.
+    No more than there are processors: others would wait for one.
     """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(allowed, n_computing + decode_threads())
+    return min(n_processors(), n_computing + decode_threads())
+
+
+def n_processors() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measure_recovery(model_map: ModelMap, seconds: float) -> float | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.errors import FormatError
+from pyorch.files import reading
 
 MIN_CHOICES, MAX_CHOICES = 3, 5
 
@@ -141,15 +142,12 @@ def _objects(path: str | os.PathLike[str]) -> Iterator[tuple[dict, str]]:
 
 def _lines(path: Path) -> Iterator[tuple[str, int]]:
     """Lines with their ends, from number 1. Only a newline ends one: JSON may hold U+2028 as it is."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    yield line.decode("utf-8-sig" if number == 1 else "utf-8"), number
-                except UnicodeDecodeError:
-                    raise FormatError(f"{path}:{number}: not UTF-8 text") from None
-    except OSError as error:
-        raise FormatError(f"{path} cannot be read: {error.strerror}") from None
+    with reading(path), path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8"), number
+            except UnicodeDecodeError:
+                raise FormatError(f"{path}:{number}: not UTF-8 text") from None
 
 
 def _show(text: str) -> str:

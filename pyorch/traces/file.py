@@ -34,7 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.files import check_target, take
+from pyorch.files import check_target, reading, take
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import fingerprint
 
@@ -98,15 +98,12 @@ class Trace:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        try:
+        with reading(self.path):
             with self.path.open("rb") as file:
                 self.header = _read_header(file, self.path)
                 size = os.fstat(file.fileno()).st_size
             self.records = _map(self.path, self.header.record_dtype(), self.header.records_offset, size)
-            slots = _map(self.path, self.header.slot_dtype(), HEADER_BYTES, min(size, self.header.records_offset))
-        except OSError as error:
-            raise FormatError(f"{self.path} cannot be read: {error.strerror}") from None
-        self._slots = slots
+            self._slots = _map(self.path, self.header.slot_dtype(), HEADER_BYTES, min(size, self.header.records_offset))
 
     def __len__(self) -> int:
         """Tokens."""
