@@ -32,16 +32,11 @@ def write_slim(model_map: ModelMap, target: Path) -> int:
     check_slim(model_map, target)
     plan = _Plan(model_map)
     files.check_free_space(target.parent, plan.n_bytes)
-    with files.staging(target) as directory:
-        try:
-            with (directory / target.name).open("wb") as file:
-                file.write(plan.head)
-                for tensor, reader in plan.dense:
-                    _copy(reader.data, int(tensor.data_offset), int(tensor.n_bytes), file)
-                    file.write(b"\0" * (-file.tell() % plan.alignment))
-            files.publish([directory / target.name], target.parent)
-        except OSError as error:
-            raise PyorchError(f"writing {target} failed: {error.strerror}; what was there is unchanged") from None
+    with files.writing(target) as part, part.open("wb") as file:
+        file.write(plan.head)
+        for tensor, reader in plan.dense:
+            _copy(reader.data, int(tensor.data_offset), int(tensor.n_bytes), file)
+            file.write(b"\0" * (-file.tell() % plan.alignment))
     return target.stat().st_size
 
 

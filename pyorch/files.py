@@ -234,16 +234,23 @@ def _remove_empty(part: Path, descriptor: int) -> None:
             part.unlink()
 
 
+@contextmanager
+def writing(target: Path) -> Iterator[Path]:
+    """The file to write, which becomes `target` afterwards. PyorchError where the disk refuses."""
+    with staging(target) as directory:
+        try:
+            yield directory / target.name
+            publish([directory / target.name], target.parent)
+        except OSError as error:
+            raise PyorchError(f"writing {target} failed: {error.strerror}; what was there is unchanged") from None
+
+
 def write_text(target: str | os.PathLike[str], text: str) -> None:
     """Writes a small file. Raises PyorchError if it cannot."""
     target = Path(target).absolute()
     check_target(target)
-    with staging(target) as directory:
-        try:
-            (directory / target.name).write_text(text, encoding="utf-8")
-            publish([directory / target.name], target.parent)
-        except OSError as error:
-            raise PyorchError(f"writing {target} failed: {error.strerror}; what was there is unchanged") from None
+    with writing(target) as file:
+        file.write_text(text, encoding="utf-8")
 
 
 def _sync(path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyorch.errors import FormatError, PyorchError
-from pyorch.files import check_target, publish, staging
+from pyorch.files import check_target, writing
 from pyorch.library.bindings import ffi, lib
 from pyorch.library.numerics import np
 from pyorch.runtime.model_map import SIDECARS, LayerInfo, ModelMap, beside
@@ -93,21 +93,17 @@ def write(
 
     path = Path(path).absolute()
     check_target(path)
-    with staging(path) as directory:
-        try:
-            writer = new_writer(directory / path.name, kind, version, model_map, metadata)
-            arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-            writer.add_key_value(_CHECKSUMS, [checksum(array) for array in arrays.values()],
-                                 gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64)
-            for name, array in arrays.items():
-                writer.add_tensor(name, array.view(_tensor()))
-            writer.write_header_to_file()
-            writer.write_kv_data_to_file()
-            writer.write_tensors_to_file()
-            writer.close()
-            publish([directory / path.name], path.parent)
-        except OSError as error:
-            raise PyorchError(f"writing {path} failed: {error.strerror}; what was there is unchanged") from None
+    with writing(path) as file:
+        writer = new_writer(file, kind, version, model_map, metadata)
+        arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        writer.add_key_value(_CHECKSUMS, [checksum(array) for array in arrays.values()],
+                             gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64)
+        for name, array in arrays.items():
+            writer.add_tensor(name, array.view(_tensor()))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
 
 
 def new_writer(
