@@ -23,7 +23,6 @@ from pyorch.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from pyorch.llama.model import Model
-    from pyorch.llama.model_stats import ModelStats
 
 _ROLES = ("user", "assistant")
 _QUOTES = '"""'  # around a message of several lines
@@ -75,10 +74,6 @@ class Chat:
             parts += [after.experts.in_memory, f"budget {format_bytes(after.experts.budget_bytes)}"]
         llama = self.model.llama
         return "  ".join([*parts, f"context {llama.n_tokens} of {llama.n_ctx()}"])
-
-    @property
-    def stats(self) -> ModelStats:
-        return self.model.stats()
 
     def save(self, path: Path) -> None:
         """PyorchError if the file cannot be written."""
@@ -195,7 +190,7 @@ def _set(chat: Chat, text: str) -> None:
 
 
 def _stats(chat: Chat, _: str) -> None:
-    show([Facts(chat.stats.facts)], sys.stderr)
+    show([Facts(chat.model.stats().facts)], sys.stderr)
 
 
 def _clear(chat: Chat, _: str) -> None:

@@ -40,15 +40,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 if the logits are bit-identical to the resident run, 1 otherwise."""
-    checkpoint = args.checkpoint or _default_checkpoint()
-    say = _Say(not args.json)
-
     from pyorch.cli.verify import sentence
     from pyorch.convert.checkpoint import open_checkpoint
     from pyorch.convert.to_gguf import convert
     from pyorch.eval.verify import verify
     from pyorch.files import check_target
     from pyorch.llama.model import load
+
+    checkpoint = args.checkpoint or _default_checkpoint()
+
+    def say(text: str, end: str = "\n") -> None:
+        if not args.json:
+            print(text, end=end, flush=True)
 
     if args.output is not None:
         check_target(args.output.absolute())
@@ -81,17 +84,6 @@ def run(args: argparse.Namespace) -> int:
         if args.output is not None:
             say(f"the model is kept: pyorch run {shlex.quote(str(args.output))} -p TEXT")
     return 0 if comparison.identical else 1
-
-
-class _Say:
-    """Prints at once, or nothing where the output is JSON."""
-
-    def __init__(self, shown: bool) -> None:
-        self._shown = shown
-
-    def __call__(self, text: str, end: str = "\n") -> None:
-        if self._shown:
-            print(text, end=end, flush=True)
 
 
 def _default_checkpoint() -> Path:

@@ -44,7 +44,7 @@ class Peers:
         self._engine, self._name, self._token, self._model, self._rows = engine, name, token, model, rows
         self.tunnel = None if tls is None else Tunnel(tls)
         self._met: dict[str, _Met] = {}
-        self._placement: Placement | None = None
+        self.placement: Placement | None = None  # that is followed
         self._changing = threading.Lock()
 
     def listen(self, address: str = LOOPBACK, port: int = 0, n_threads: int = 1) -> int:
@@ -90,21 +90,16 @@ class Peers:
             raise PyorchError(f"the placement is for {len(layers)} layers of another model than this server's "
                               f"{len(self._engine.n_expert)}")
         with self._changing:
-            self._placement = placement
+            self.placement = placement
             self._place()
 
     def move(self, moves: Sequence[Move]) -> None:
         """The placement that is followed, but for these experts. PyorchError where none is followed."""
         with self._changing:
-            if self._placement is None:
+            if self.placement is None:
                 raise PyorchError("no placement is followed that could be changed")
-            self._placement = self._placement.changed(moves)
+            self.placement = self.placement.changed(moves)
             self._place({move.layer for move in moves})
-
-    @property
-    def placement(self) -> Placement | None:
-        """That is followed."""
-        return self._placement
 
     def met(self) -> dict[str, bool]:
         """The other servers by name, and whether each is joined now."""
@@ -129,7 +124,7 @@ class Peers:
 
     def _place(self, layers: Collection[int] | None = None) -> None:
         """layers: indices; None: all."""
-        placement = self._placement
+        placement = self.placement
         if placement is None:
             return
         numbers = np.array([self._met[name].number if name in self._met else HERE for name in placement.servers])

@@ -46,7 +46,7 @@ class Tunnel:
         self._changing = threading.Lock()
         self._closed, self._ready = threading.Event(), threading.Event()
         self._said = threading.Condition()
-        self._error, self._n_errors = "", 0
+        self._error, self.n_errors = "", 0  # the last one, and how many there were
         self._process, self._channel = self._start()
         self._keeper = threading.Thread(target=self._keep, daemon=True)
         self._keeper.start()
@@ -59,15 +59,10 @@ class Tunnel:
         """Of its process, now."""
         return self._process.pid
 
-    @property
-    def n_errors(self) -> int:
-        """That there were."""
-        return self._n_errors
-
     def error_after(self, n_errors: int, seconds: float = 0.5) -> str:
         """The next one after so many, which may still be on its way; "" if none comes."""
         with self._said:
-            return self._error if self._said.wait_for(lambda: self._n_errors > n_errors, seconds) else ""
+            return self._error if self._said.wait_for(lambda: self.n_errors > n_errors, seconds) else ""
 
     def listen(self, address: str, port: int, to_port: int) -> int:
         """Others reach a port of the loopback interface through TLS there. Returns the port; for 0 a free one.
@@ -164,5 +159,5 @@ class Tunnel:
 
     def _note(self, error: str) -> None:
         with self._said:
-            self._error, self._n_errors = error, self._n_errors + 1
+            self._error, self.n_errors = error, self.n_errors + 1
             self._said.notify_all()

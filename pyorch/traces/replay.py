@@ -139,14 +139,13 @@ class Replayed:
         """recall_at() the distance of the settings."""
         return self.recall_at(self.rank_hits.shape[1])
 
-    def recall_at(self, distance: int, k: int | None = None) -> np.ndarray:
-        """float64[L]: of the experts that decoded tokens used in a layer, the share that the first k forecasts named.
+    def recall_at(self, distance: int) -> np.ndarray:
+        """float64[L]: of the experts that decoded tokens used in a layer, the share that as many forecasts named.
 
-        k: None: as many as a token uses. nan for layers that nothing was forecast for at this distance.
+        nan for layers that nothing was forecast for at this distance.
         """
-        k = k or self.n_expert_used
         hits, totals = self.rank_hits[:, distance - 1], self.rank_totals[:, distance - 1]
-        recall = hits[:, :k].sum(axis=1) / max(1, self.n_decoded * self.n_expert_used)
+        recall = hits[:, : self.n_expert_used].sum(axis=1) / max(1, self.n_decoded * self.n_expert_used)
         return np.where(totals.any(axis=1), recall, np.nan)
 
 
