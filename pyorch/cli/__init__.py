@@ -50,10 +50,10 @@ STEPS = {
     "ghosts": "fit small estimates of what absent experts would compute, from a trace",
     "tune": "find the fastest lossy setting that keeps the accuracy",
 }
-TRACES = {
+OF_SERVERS = {
     "place": "decide which servers of a cluster hold which experts",
 }
-COMMANDS = EVERYDAY | STEPS | TRACES
+COMMANDS = EVERYDAY | STEPS | OF_SERVERS
 
 _MODELS = ("model", "compare")  # arguments that name one, or one of the hub; some --compare is but a flag
 
@@ -146,8 +146,9 @@ def make_parser(commands: Collection[str]) -> _Parser:
     parser = _Parser(
         prog="pyorch",
         description="Runs Mixture-of-Experts models larger than memory.",
-        epilog=f"Also: {', '.join(STEPS)}, the steps of prepare; {', '.join(TRACES)}, which read a trace. "
-               "`pyorch COMMAND --help` shows the options of a command, with an example.",
+        epilog=f"Also the steps of prepare: {', '.join(STEPS)}; and {', '.join(OF_SERVERS)}, which decides which "
+               "servers of a cluster hold which experts. `pyorch COMMAND --help` shows the options of a command, with "
+               "an example.",
     )
     parser.add_argument("--version", action="store_true", help="show the version")
     parser.add_argument("--config", metavar="FILE",

@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
         found += cache.in_folder(folder)
     rows = [_row(stored) for stored in found]
     return answer(args, rows, lambda: [_table(rows)] if rows else [
-        f"no models here and in {cache.directory()}: pyorch run hf:ORG/NAME fetches one; pyorch models list FOLDER "
-        "lists those of a folder"])
+        f"no models, neither here nor in {cache.directory()}: pyorch run hf:ORG/NAME fetches one; pyorch models list "
+        "FOLDER lists those of a folder"])
 
 
 def _remove(args: argparse.Namespace) -> int:

@@ -247,7 +247,7 @@ def test_commands_take_models_of_the_hub(hub, small_moe: Path, tmp_path: Path) -
         assert dialogue.end()[0] == 1
     removed = pyorch("models", "rm", "--yes", "hf:org/small", env=offline)
     assert (removed.returncode, removed.stdout.startswith("removed hf:org/small, ")) == (0, True)
-    assert pyorch("models", env=offline).stdout.startswith(f"no models here and in {where}")
+    assert pyorch("models", env=offline).stdout.startswith(f"no models, neither here nor in {where}")
     missing = pyorch("run", "hf:org/small", "-p", "x", env=offline)
     assert missing.returncode == 2 and "was not fetched yet" in missing.stderr and missing.stderr.count("\n") == 1
 

@@ -10,6 +10,7 @@
 //     acquire     holds the experts that are computed, and orders those that are absent; those that others stand in
 //                 for when nothing else is wanted
 //     predict     shows the prefetcher what the router asked for
+//     upload      brings to a device what it lacks
 //
 // Each sees what the router asked for and what the stages before it made of that, see RoutedBatch. They run on compute
 // thread 0, while the other threads wait: none of them waits for a disk, but acquire() may wait for memory that other
