@@ -29,11 +29,11 @@ void PredictionTrial::add(double seconds, double absent) {
         --left;
         return;
     }
-    // A pause of who asks is nobody's: pairs begin again.
+    // A pause of who asks is nobody's: the block begins again.
     if (seconds <= 0 || (usual > 0 && seconds > 8 * usual)) {
-        block = 0;
         n     = 0;
         sum   = {};
+        usual = 0; // unless all are as slow from now on
         return;
     }
     sum.seconds += seconds;
@@ -64,20 +64,21 @@ void PredictionTrial::add_pair(const Block & with, const Block & without) {
     pairs.longer_longer += off * (longer - pairs.longer);
     pairs.longer_more += off * (more - pairs.more);
     pairs.more_more += off_more * (more - pairs.more);
+    if (pairs.n < FEWEST_PAIRS) {
+        return;
+    }
     // The line of least squares; what is absent makes nothing faster.
     const double more_more = std::max(pairs.more_more, 1e-300);
     const double slope     = std::max(pairs.longer_more / more_more, 0.0);
     const double gain      = pairs.longer - slope * pairs.more;
     const double rest      = pairs.longer_longer - slope * (2 * pairs.longer_more - slope * pairs.more_more);
+    const double of_line   = slope > 0 ? pairs.more * pairs.more / more_more : 0;
+    const int    free      = pairs.n - 2;
+    const double error     = std::sqrt(std::max(rest, 0.0) / free * (1.0 / pairs.n + of_line));
     // The wider, the fewer: about the quantiles of Student's distribution.
-    const int    free  = pairs.n - 2;
-    const double error = free < 1 ?
-        INFINITY :
-        std::sqrt(std::max(rest, 0.0) / free * (1.0 / pairs.n + (slope > 0 ? pairs.more * pairs.more / more_more : 0)));
-    const bool   told  = std::fabs(gain) >= (2 + 6.0 / (free + 1)) * error;
-    // What is likelier to lose than to gain is tried no further: a trial costs half of what it finds.
-    const bool vain = pairs.n >= FEWEST_IN_VAIN && gain + error < 0;
-    if (free < 1 || (!told && !vain && pairs.n < MOST_PAIRS)) {
+    const bool told = std::fabs(gain) >= (2 + 6.0 / (free + 1)) * error;
+    const bool vain = gain + error < 0; // a trial costs half of what it finds
+    if (!told && !vain && pairs.n < MOST_PAIRS) {
         return;
     }
     held  = kept == (gain >= 0) ? std::min(2 * held, MOST_HELD) : HELD;

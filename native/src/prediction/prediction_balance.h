@@ -32,13 +32,14 @@ private:
 // what a guess gains is in no account.
 //
 // Some ubatches decode with, as many without, in pairs of such blocks, the first of which alternates. A block also
-// takes longer where more of its experts were absent, which is chance: the line that pairs follow (how much longer, by
-// how much more was absent) tells what is left where as much was. When that tells which is sooner, or after MOST_PAIRS,
-// the sooner is kept for HELD ubatches, and for twice as many as the last time where the trial after them ends as
-// before. From FEWEST_IN_VAIN pairs on it ends sooner where a gain is unlikely.
+// takes longer where more of its experts were absent, which is chance nearly all: the line that pairs follow (how much
+// longer, by how much more was absent) tells what is left where as much was. What wrong guesses displace is absent more
+// often and so in no account here; what a guess must gain has it (Table::break_even). From FEWEST_PAIRS on, when that
+// tells which is sooner or that a gain is unlikely, or after MOST_PAIRS, the sooner is kept for HELD ubatches, and for
+// twice as many as the last time where the trial after them ends as before.
 class PredictionTrial {
 public:
-    static constexpr int BLOCK = 4, FEWEST_IN_VAIN = 4, MOST_PAIRS = 24, HELD = 512, MOST_HELD = 8192;
+    static constexpr int BLOCK = 4, FEWEST_PAIRS = 4, MOST_PAIRS = 24, HELD = 512, MOST_HELD = 8192;
 
     // Whether the next decoding ubatch is to be predicted.
     bool on() const { return trying() ? on_in(block) : kept; }

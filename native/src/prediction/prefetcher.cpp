@@ -87,10 +87,12 @@ void Prefetcher::begin(const void * context, IterationBegin && iteration) {
     if (automatic) {
         const uint64_t before = std::exchange(decode_ns, iteration.decode ? clock_ns() : 0);
         if (iteration.decode) {
+            const bool paid = balance.pays();
             balance.add(now.absent_seconds - balanced.absent_seconds, now.saved_seconds - balanced.saved_seconds, spent,
                 predicts);
             if (balance.pays()) {
-                trial.add(before ? 1e-9 * (double) (decode_ns - before) : 0, now.absent_bytes - balanced.absent_bytes);
+                trial.add(before && paid ? 1e-9 * (double) (decode_ns - before) : 0,
+                    now.absent_bytes - balanced.absent_bytes);
             }
             balanced = now;
             spent    = 0;

@@ -158,8 +158,60 @@ static void the_sooner_is_kept() {
     require(n_off == 0, "pauses are no trial", { (double) n_off });
 }
 
+// A trial's share of the ubatches that are predicted, and whether the last one was: each of n takes that long, or so
+// many times as long where it is predicted; absent bytes and a pause are said by number.
+template <typename Absent, typename Seconds>
+static double share_on(int n, double ratio, Absent absent, Seconds seconds, bool * last = nullptr) {
+    pyorch::PredictionTrial trial;
+    int                     n_on = 0;
+    for (int u = 0; u < n; ++u) {
+        const bool on = trial.on();
+        n_on += on;
+        trial.add(seconds(u) * (on ? ratio : 1), absent(u, on));
+        if (last) {
+            *last = on;
+        }
+    }
+    return (double) n_on / n;
+}
+
+static void trials_end_and_come_again() {
+    std::mt19937 chance(7);
+    const auto   noise  = [&] { return 0.9 + 0.2 * (double) chance() / 4294967296.0; };
+    const auto   none   = [](int, bool) { return 0.0; };
+    const auto   steady = [&](int) { return 0.1 * noise(); };
+
+    // Where both take as long, a trial ends with its last pair all the same: what follows is of one kind.
+    int n_changes = 0;
+    for (int round = 0; round < 20; ++round) {
+        pyorch::PredictionTrial trial;
+        bool                    before = true;
+        for (int u = 0; u < 16 + 2 * 24 * 4 + 200; ++u) {
+            n_changes += u > 16 + 2 * 24 * 4 && trial.on() != before;
+            before = trial.on();
+            trial.add(steady(u), 0);
+        }
+    }
+    require(n_changes == 0, "a trial ends with its last pair", { (double) n_changes });
+
+    double share = share_on(100000, 0.8, none, steady);
+    require(share > 0.995, "where trials end alike they come ever more seldom", { share });
+    bool last = true;
+    share     = share_on(4000, 1.3, none, [&](int u) { return u % 8 ? steady(u) : 0; }, &last);
+    require(share < 0.2 && !last, "requests of few tokens are tried, too", { share });
+    share = share_on(4000, 1.3, none, [&](int u) { return (u < 30 ? 1 : 20) * steady(u); }, &last);
+    require(share < 0.1 && !last, "what has become slow for good is no pause", { share });
+    share = share_on(4000, 1.3, none, [&](int u) { return (u % 50 ? 1 : 100) * steady(u); }, &last);
+    require(share < 0.1 && !last, "a pause is in no pair", { share });
+    share = share_on(400, 1.1, [](int, bool on) { return on ? 1e6 : 2e6; }, steady, &last);
+    require(!last, "that less is absent with predictions is no reason why they take longer", { share });
+    share = share_on(400, 1.05, none, [&](int u) { return (0.1 + 0.001 * u) * noise() / 0.9; }, &last);
+    require(!last, "what grows with time is of neither side", { share });
+}
+
 int main() {
     the_allowance_is_kept();
+    trials_end_and_come_again();
     the_sooner_is_kept();
     what_is_absent_is_no_gain_and_no_loss();
 
