@@ -45,18 +45,16 @@ def plan_context(
     """
     limit, info = memory.memory_limit(), managed.map.info
     free_bytes = limit.free_bytes + managed.engine.stats().used_bytes - _promised_bytes(managed)
-    # What is on devices that share this memory is taken of it, too.
-    shared = [i for i, device in enumerate(managed.devices.each) if device.shares_memory] if managed.devices else []
-    experts_there = sum(managed.plan.device_bytes[i] for i in shared)
-    if not managed.devices_planned:
-        free_bytes -= experts_there
     free = dataclasses.replace(limit, free_bytes=free_bytes)
     # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
     mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
     dense_bytes = host_dense_bytes(managed.map, managed.devices, managed.params) if mapped else 0
+    # What is on devices that share this memory is taken of it, too.
+    shared = [i for i, device in enumerate(managed.devices.each) if device.shares_memory] if managed.devices else []
     if shared and not is_loaded:
         dense_there = device_dense_bytes(managed.map, managed.params.n_gpu_layers, managed.devices)
-        dense_bytes += sum(dense_there[i] for i in shared)
+        dense_bytes = min(dense_bytes + sum(dense_there[i] for i in shared), info.dense_bytes)
+    slots_bytes, to_come = info.slots_bytes, 0
     with managed.engine.capture(), measure.twin(managed.path, managed.params) as twin:
 
         def need(n_ubatch: int) -> int:
@@ -65,16 +63,22 @@ def plan_context(
             sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
             return sizes.host + beside + sum(sizes.devices[i] + beside for i in shared)
 
+        if shared:
+            sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
+            budgets = managed.device_bytes or _device_budgets(managed, sizes, params.n_ubatch, is_loaded)
+            there = sum(budgets[i] for i in shared)
+            to_come = there if managed.engine.stats().device_used_bytes == 0 else 0
+            if there:  # an expert lies once, but for what passes on its way there
+                slots_bytes = max(0, slots_bytes - there) + info.floor_bytes
         if widen:
             most = min(params.n_batch, MAX_SHARE_UBATCH) if managed.plan.has_share else params.n_batch
-            params.n_ubatch = _widest_ubatch(need, most, free, info.slots_bytes)
+            without = dataclasses.replace(free, free_bytes=free_bytes - to_come)
+            params.n_ubatch = _widest_ubatch(need, most, without, slots_bytes)
         needed = need(params.n_ubatch)
         while (widen and params.n_ubatch > LEAST_UBATCH
-               and memory.rest_bytes(free, dense_bytes, needed) < info.floor_bytes):
+               and memory.rest_bytes(free, dense_bytes + to_come, needed) < info.floor_bytes):
             needed = need(params.n_ubatch // 2)
-    budget = memory.budget_beside(info, free, dense_bytes, context_bytes=needed)
-    if experts_there:  # which then lie once, but for what passes on its way there
-        budget = min(budget, max(0, info.slots_bytes - experts_there) + info.floor_bytes)
+    budget = min(memory.budget_beside(info, free, dense_bytes, needed, to_come), slots_bytes)
     managed.engine.set_budget(budget)
     if managed.division.planner is not None:
         managed.division = managed.division.at(budget)
@@ -89,23 +93,34 @@ def plan_devices(managed: ManagedModel, params: llama.llama_context_params, is_l
     is_loaded: the dense weights are there already.
     """
     devices = managed.devices
-    if managed.engine is None or devices is None or managed.devices_planned:
+    if managed.engine is None or devices is None or managed.device_bytes is not None:
         return
     with managed.engine.capture():
         sizes = measure.sizes_of(managed.map, managed.params, params, devices)
+    managed.device_bytes = _device_budgets(managed, sizes, params.n_ubatch, is_loaded)
+    is_automatic = managed.plan.settings.vram_budget == AUTO
+    for i, (device, given, found) in enumerate(zip(devices.each, managed.plan.device_bytes, managed.device_bytes)):
+        if is_automatic or found < given:
+            managed.engine.set_device_budget(i, found)
+        if not is_automatic and found < given:
+            fatal.notice(f"note: {device.name} has {format_bytes(found)} left beside the other layers and the context: "
+                         f"so much is for experts, not {format_bytes(given)}")
+
+
+def _device_budgets(
+    managed: ManagedModel, sizes: measure.ContextSizes, n_ubatch: int, is_loaded: bool
+) -> tuple[int, ...]:
+    """Of each device, bytes for experts beside a context of these sizes: of a budget that was given, at most that."""
+    devices, found = managed.devices, []
     dense = [0] * len(devices.each) if is_loaded else device_dense_bytes(
         managed.map, managed.params.n_gpu_layers, devices)
     for i, (device, given) in enumerate(zip(devices.each, managed.plan.device_bytes)):
-        left = device.free_bytes() - sizes.devices[i] - measure.chain_bytes(managed.map, params.n_ubatch) - dense[i]
-        if managed.plan.settings.vram_budget == AUTO:
-            # Where a device shares the processor's memory, its experts would lie twice.
-            rest = 0 if device.shares_memory else left - margin_bytes(device.total_bytes())
-            managed.engine.set_device_budget(i, max(0, rest))
-        elif max(0, left) < given:
-            managed.engine.set_device_budget(i, max(0, left))
-            fatal.notice(f"note: {device.name} has {format_bytes(max(0, left))} left beside the other layers and the "
-                         f"context: so much is for experts, not {format_bytes(given)}")
-    managed.devices_planned = True
+        left = max(0, device.free_bytes() - sizes.devices[i] - measure.chain_bytes(managed.map, n_ubatch) - dense[i])
+        if managed.plan.settings.vram_budget != AUTO:
+            found.append(min(given, left))
+        else:  # where a device shares the processor's memory, its experts would lie twice
+            found.append(0 if device.shares_memory else max(0, left - margin_bytes(device.total_bytes())))
+    return tuple(found)
 
 
 def _promised_bytes(managed: ManagedModel) -> int:

@@ -92,8 +92,9 @@ class ManagedModel:
 
     engine: None where the model is dense or llama.cpp keeps its experts. division: of the memory of a compressed pack
     as it is now: under the automatic budget a context changes it. speculating: layers execute what is forecast for
-    them. devices_planned: a context has said how much of the devices' memory experts get. contexts: llama_context * to
-    its bytes, under the automatic budget. warmed: the experts that belong into memory were ordered (pyorch.llama.warm).
+    them. device_bytes: what experts get of each device's memory, as a context has said; None before. contexts:
+    llama_context * to its bytes, under the automatic budget. warmed: the experts that belong into memory were ordered
+    (pyorch.llama.warm).
     """
 
     path: str
@@ -102,7 +103,7 @@ class ManagedModel:
     engine: Engine | None
     division: Division = field(init=False)
     speculating: bool = field(init=False)
-    devices_planned: bool = False
+    device_bytes: tuple[int, ...] | None = None
     warmed: bool = False
     contexts: dict[int, int] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)

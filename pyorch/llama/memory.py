@@ -107,16 +107,20 @@ def rest_bytes(limit: MemoryLimit, dense_bytes: int, context_bytes: int) -> int:
     return limit.free_bytes - dense_bytes - context_bytes - margin_bytes(limit)
 
 
-def budget_beside(info: MapInfo, limit: MemoryLimit, dense_bytes: int, context_bytes: int) -> int:
-    """Bytes for experts of what is free under the limit, at most what all of them occupy; dense weights and a context
-    of so many bytes are still to come. BudgetError if less than the floor is left.
+def budget_beside(
+    info: MapInfo, limit: MemoryLimit, dense_bytes: int, context_bytes: int, device_bytes: int = 0
+) -> int:
+    """Bytes for experts of what is free under the limit, at most what all of them occupy; dense weights, a context and
+    what a device has of this memory for experts are still to come, of so many bytes. BudgetError if less than the floor
+    is left.
     """
     margin = margin_bytes(limit)
-    rest = rest_bytes(limit, dense_bytes, context_bytes)
+    rest = rest_bytes(limit, dense_bytes, context_bytes) - device_bytes
     if rest < info.floor_bytes:
         needs = {
             "for dense weights": dense_bytes,
             "for the context": context_bytes,
+            "for the experts on a device that shares this memory (--vram-budget)": device_bytes,
             "for the fewest experts": info.floor_bytes,
             "as a margin": margin,
         }

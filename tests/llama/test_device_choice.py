@@ -126,6 +126,51 @@ def test_memory_that_a_device_shares_is_counted_once(
     assert budget_of(False, beside + rest)[0] == rest
 
 
+def test_a_second_context_takes_only_its_own_of_memory_that_a_device_shares(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = memory.MemoryLimit("test", 256 * MiB, 256 * MiB)
+    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
+    monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=True)])
+
+    def context(model: Model) -> Context:
+        return Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=64, n_threads=1)
+
+    with small_model(small_moe, "auto", device="any", vram_budget="30%", device_misses="upload") as model:
+        record = find(model.llama.model)
+        rest = 8 * MiB
+        with context(model):
+            first = sum(record.contexts.values())
+            taken = model.stats().experts.device_used_bytes
+            assert taken > 0
+            before = model.stats().experts.used_bytes
+            # What lies on the device, and in the slots, is free no longer; the rest is what the second one finds.
+            limit = replace(limit, free_bytes=memory.margin_bytes(limit) + first + rest - before)
+            with context(model):
+                second = sum(record.contexts.values()) - first
+                assert 0 < second < rest
+                assert model.stats().experts.budget_bytes == rest - second
+
+
+def test_a_budget_that_a_device_has_no_room_for_is_not_taken_of_the_memory_that_it_shares(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(memory, "memory_limit", lambda: memory.MemoryLimit("test", GiB, GiB))
+    found = []
+    for free in (GiB, 0):
+        monkeypatch.setattr(Device, "free_bytes", lambda _: free)
+        shared = replace(only_device, shares_memory=True)
+        monkeypatch.setattr(where, "find_devices", lambda _: [shared])
+        with (small_model(small_moe, "auto", device="any", vram_budget="60%", device_misses="upload") as model,
+              Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=64, n_threads=1)):
+            record = find(model.llama.model)
+            assert record.device_bytes is not None
+            found.append(model.stats().experts.budget_bytes + record.device_bytes[0])
+    info = record.map.info
+    assert found == [info.slots_bytes + info.floor_bytes, info.slots_bytes]
+    assert len([line for line in said if "so much is for experts" in line]) == 1
+
+
 def test_a_server_counts_the_layers_that_are_to_lie_in_memory_that_a_device_shares(
     small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
