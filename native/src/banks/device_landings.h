@@ -1,0 +1,71 @@
+// Memory for what goes from the processor to a device between the nodes of a graph, one piece for each context that
+// computes: rows that the processor computes, and where one token computes, numbers too.
+//
+// It goes from context to context and is freed with the device's bank: a context that was aborted may end while the
+// device still works on what it was given.
+
+#pragma once
+
+#include "ggml-cpp.h"
+
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <mutex>
+
+namespace pyorch {
+
+class DeviceLandings {
+public:
+    struct Landing {
+        ggml_tensor * rows; // [n] floats: of the device; zero-copy: one, which says whose it is
+
+        // Zero-copy: page-locked host memory that kernels read over the link, so that nobody waits for a copy. They read
+        // it once, so it is to be copied on by the first of them. null: the device's own memory, to be sent to.
+        float *   host      = nullptr;
+        int32_t * numbers   = nullptr; // in the same, behind the rows
+        int64_t   n_floats  = 0;
+        int64_t   n_numbers = 0;
+
+        bool holds(int64_t floats, int64_t numbers) const { return n_floats >= floats && n_numbers >= numbers; }
+
+        // Of zero-copy memory: a tensor that a graph takes for one of the device's.
+        ggml_tensor * tensor(ggml_context * ctx, ggml_type type, const int64_t * ne, void * data) const;
+    };
+
+    explicit DeviceLandings(ggml_backend_dev_t device);
+
+    // At most so many bytes of the device from now on, 0 before.
+    void set_limit(uint64_t bytes);
+
+    // Of at least n floats, until it is given back. null: there is no memory.
+    const Landing * take(int64_t n);
+    void            give_back(const Landing * landing);
+
+    // The same in zero-copy memory, with room for n_numbers. null: kernels of the device cannot read there.
+    const Landing * take_zero_copy(int64_t n, int64_t n_numbers);
+
+    // Whether the device can.
+    const bool reads_host;
+
+    uint64_t used() const { return used_bytes; } // of the device
+
+private:
+    struct Piece : Landing {
+        ggml_context_ptr        ctx    = {};
+        ggml_backend_buffer_ptr buffer = {};
+        ggml_backend_buffer_ptr locked = {};
+        bool                    taken  = true;
+    };
+
+    const ggml_backend_dev_t device;
+    std::mutex               mutex;
+    std::list<Piece>         pieces;
+    uint64_t                 limit = 0;
+    std::atomic<uint64_t>    used_bytes{ 0 };
+
+    Piece * find(int64_t n, int64_t n_numbers);
+    bool    allocate(Piece & piece, int64_t n);
+};
+
+} // namespace pyorch
