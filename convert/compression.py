@@ -18,8 +18,8 @@ from pyorch.errors import PyorchError
 from pyorch.library import codecs
 from pyorch.library.codecs import AUTO, CHOICES, NONE
 from pyorch.runtime import disk
+from pyorch.runtime.decompression import n_processors
 from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
-from pyorch.runtime.recovery import n_processors
 
 MAX_SHARDS = 64
 

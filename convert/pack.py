@@ -25,8 +25,8 @@ from pyorch.convert.compression import KindReport, Scheme
 from pyorch.convert.pack_plan import Experts, Plan, Share, UnfitError, aligned, chunks_of, layouts_of
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library import codecs
+from pyorch.runtime.decompression import n_processors
 from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
-from pyorch.runtime.recovery import n_processors
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.container import checksum
 from pyorch.sizes import MiB, counted

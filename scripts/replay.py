@@ -19,8 +19,8 @@ from pyorch.cli.tables import Table
 from pyorch.errors import PyorchError
 from pyorch.library import choices
 from pyorch.llama.cores import physical_cores
+from pyorch.runtime.decompression import recovery_threads
 from pyorch.runtime.disk import measure_bandwidth
-from pyorch.runtime.recovery import recovery_threads
 from pyorch.settings.budget import Budget
 from pyorch.settings.device import MAX_AHEAD
 from pyorch.settings.pools import Pools

@@ -162,8 +162,8 @@ def _inclusion(recording, model_map, batch: int):
 def measured_machine(args: argparse.Namespace, model_map):
     """The Machine: what --read-bandwidth, --decode-bandwidth and --workers say, the rest measured."""
     from pyorch.llama.cores import physical_cores
+    from pyorch.runtime.decompression import measure_recovery, recovery_threads
     from pyorch.runtime.disk import measure_bandwidth
-    from pyorch.runtime.recovery import measure_recovery, recovery_threads
     from pyorch.sidecars.plan import Machine
 
     # Not as it was measured when a model was loaded first: then files may just have been written.

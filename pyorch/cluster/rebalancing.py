@@ -1,7 +1,8 @@
 """What the scheduler of a running cluster decides by: what each server did since it was looked at last, and what it
 costs.
 
-Plain data in, a decision out; who asks the servers, and moves experts, is pyorch.cluster.scheduler.
+Plain data in, a decision out: whether moving pays is Decision.adopt in pyorch.cluster.migration. Who asks the servers,
+and moves experts, is pyorch.cluster.scheduler.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from pyorch.llama import cores, memory
 from pyorch.planning.makespan import POOLS
 from pyorch.planning.planner import HANDICAP, STEP, Planned, Split
 from pyorch.planning.ranks import even_inclusion
+from pyorch.runtime.decompression import measure_recovery, recovery_threads
 from pyorch.runtime.disk import kept_bandwidth, reads_for
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.recovery import measure_recovery, recovery_threads
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import packs

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class Sidecars:
-    """Of one model. Whatever is read raises FormatError where it is damaged or another model's."""
+    """Of one model. Whatever is read raises FormatError where it is damaged or another model's; who asks may go on
+    without it (_usable_predictor in pyorch.llama.apply, _kept in pyorch.llama.plan).
+    """
 
     def __init__(self, model_map: ModelMap) -> None:
         self.map = model_map

@@ -22,8 +22,8 @@ from pyorch.llama.model import Model
 from pyorch.planning.planner import HANDICAP, STEP, Split
 from pyorch.planning.ranks import fading_uses, inclusion_by_rank, use_counts
 from pyorch.runtime import disk
+from pyorch.runtime.decompression import measure_recovery
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.recovery import measure_recovery
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads

@@ -16,9 +16,9 @@ from packs_of_choice import IN_PLANES, WHOLE, all_but_the_first, pack_with
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.planning.ranks import HALF_LIFE, even_inclusion, fading_uses, inclusion_of_counts
+from pyorch.runtime.decompression import decode_threads, recovery_threads
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
-from pyorch.runtime.recovery import decode_threads, recovery_threads
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.history import ExpertMaps

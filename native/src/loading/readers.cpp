@@ -81,7 +81,7 @@ static constexpr uint64_t THREAD_BYTES = 4u << 20;
 
 static constexpr int MAX_DEPTH = 512;
 
-static int default_threads() { return std::clamp((int) std::thread::hardware_concurrency() / 2, 1, 4); }
+int default_threads() { return std::clamp((int) std::thread::hardware_concurrency() / 2, 1, 4); }
 
 ReadPlan plan_reads(const pyorch_config & config) {
     if (config.reader < PYORCH_READER_AUTO || config.reader > PYORCH_READER_THREADS) {

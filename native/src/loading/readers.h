@@ -63,6 +63,9 @@ private:
     std::vector<std::thread> threads;
 };
 
+// Threads of an engine where nobody says how many: that read, or that decode beside a reader.
+int default_threads();
+
 // Which reader a loader gets, and how much it asks of the disk at once.
 struct ReadPlan {
     bool     io_uring; // else threads

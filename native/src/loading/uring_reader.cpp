@@ -59,8 +59,7 @@ std::unique_ptr<UringReader> UringReader::create(Loader & loader, int depth) {
         }
     }
     if (loader.computes()) {
-        const int n_threads = std::clamp((int) std::thread::hardware_concurrency() / 2, 1, 4);
-        reader->decoders    = std::make_unique<DecodeThreads>(loader, n_threads);
+        reader->decoders = std::make_unique<DecodeThreads>(loader, default_threads());
     }
     reader->thread = std::thread([r = reader.get()] { r->run(); });
     return reader;

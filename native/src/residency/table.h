@@ -9,6 +9,9 @@
 //     stream.h        layers that do not fit into memory whole
 //     learning.h      what visits of layers teach, under a mutex of its own
 //
+// What takes several of them is decided here: whether a layer fits or is streamed (try_acquire), and whether a batch
+// orders the next layer (acquire; from how many tokens on it is a prompt: Demand::SCAN_TOKENS in expert.h).
+//
 // One mutex guards all of them but the two fields of an expert that the kernels read; it is never held across I/O or
 // compute.
 //

@@ -10,7 +10,7 @@ from pyorch.runtime.model_map import ModelMap
 
 
 def decode_threads() -> int:
-    """Threads of an engine that decode, beside those that compute (native/src/loading/readers.cpp)."""
+    """Threads of an engine that decode, beside those that compute (default_threads() in native/src/loading)."""
     return min(max((os.cpu_count() or 1) // 2, 1), 4)
 
 
