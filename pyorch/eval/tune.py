@@ -5,7 +5,8 @@ by what they would read. Then the best few, and the original, are measured as th
 the fastest wins.
 
 The best of many trials is the luckiest, too: its accuracy is a little too good on the questions that chose it. So a
-setting has to keep the asked accuracy by two standard errors, and the winner answers held-out questions in the end.
+setting has to keep the asked accuracy by two standard errors (Goal in pyorch.eval.search), and the winner answers
+held-out questions in the end.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from pyorch.runtime.devices import Devices
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import RESIDENT
+from pyorch.settings.device import NONE, device_names
 from pyorch.settings.pools import Pools
 from pyorch.settings.settings import Settings
 
@@ -168,6 +169,13 @@ class ManagedModel:
         """Says that a device is."""
         one = "one of the devices" if len(self.devices.each) > 1 else "the device"
         return f"{one} {self.plan.settings.device} is lost: its process ended, or cannot be reached"
+
+    def devices_left(self) -> str:
+        """The setting without what is lost: "none" where nothing is left, or where a device that it names got no layer,
+        and so is not asked."""
+        names, each = device_names(self.plan.settings.device), self.devices.each
+        left = [name for name, device in zip(names, each) if not device.is_lost()]
+        return ",".join(left) if left and len(names) == len(each) else NONE
 
 
 models: dict[int, ManagedModel] = {}  # by llama_model *

@@ -1,4 +1,4 @@
-"""The planner: how many bytes the real memory limit leaves for the routed experts.
+"""How many bytes the real memory limit leaves for the routed experts, beside a margin that stays free.
 
 The real limit is the tightest of the process's control groups (version 1 and 2, all ancestors) and of physical
 memory.

@@ -1,4 +1,7 @@
-"""What was measured of this machine, kept in the user's cache directory for the next time."""
+"""What was measured of this machine, kept in the user's cache directory for the next time.
+
+Nothing grows old here: under which name it is found again, and whether it is believed, says who measures.
+"""
 
 from __future__ import annotations
 

@@ -170,9 +170,11 @@ class Flags:
         text = self.value(GPU_LAYERS, "0")
         return self.number(GPU_LAYERS, 0) if text not in ("all", "auto") else _ALL_LAYERS
 
-    def leave_devices(self) -> None:
-        """From now on: everything on the processor, whatever was given."""
-        self.replace(DEVICE, NONE)
+    def leave_device(self, left: str) -> None:
+        """From now on the devices of this setting compute what a lost one did; none: the processor, whatever was given.
+        """
+        if left == NONE:
+            self.replace(DEVICE, NONE)
         if self.has(VERBOSITY) and self.value(VERBOSITY) not in ("0", "1", "2", "3"):
             # A log that tells more asks all devices for their memory, and one that is gone would end the process.
             self.arguments += ("-lv", "3")

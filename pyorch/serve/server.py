@@ -105,12 +105,13 @@ def serve(
                     finally:
                         watch.stop()
                 watch.print_last()
+                left = record.devices_left() if ending.again else NONE
             if not ending.again:
                 # llama-server has told why it did not start.
                 return status if watch.ready or status == 0 else 2
-            settings = dataclasses.replace(settings, device=NONE, vram_budget=AUTO, device_misses=PROCESSOR,
-                                           device_ahead=0)
-            given.leave_devices()
+            of_none = {"vram_budget": AUTO, "device_misses": PROCESSOR, "device_ahead": 0} if left == NONE else {}
+            settings = dataclasses.replace(settings, device=left, **of_none)
+            given.leave_device(left)
 
 
 def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, concurrency: Concurrency) -> Routes:

@@ -67,7 +67,7 @@ def test_a_server_that_nobody_asks_loses_its_device_too(start, small_moe: Path, 
     assert server.stop(signal.SIGINT)[0] == 0 and "Traceback" not in server.log.read_text()
 
 
-def test_of_two_devices_that_compute_one_is_lost(start, small_moe: Path, device: DeviceProcess, tmp_path: Path):
+def test_of_two_devices_one_after_the_other_is_lost(start, small_moe: Path, device: DeviceProcess, tmp_path: Path):
     second = DeviceProcess(tmp_path / "second.log")
     options = ("--budget", "40%", "--threads", "1")
     devices = ("--device", f"{device.name},{second.name}", "--vram-budget", "40%")
@@ -75,10 +75,13 @@ def test_of_two_devices_that_compute_one_is_lost(start, small_moe: Path, device:
     answer, expected = likelihoods(server), likelihoods(alone)
     assert answer.text == expected.text and answer.logprobs == expected.logprobs
     assert float(metric(server, "pyorch_device_hits_total")) > 0
-    second.stop()
-    wait_until(lambda: n_loads(server) == 2 or server.process.poll() is not None)
-    answer = likelihoods(server)
-    assert answer.text == expected.text and metric(server, "pyorch_device_hits_total") is None
+    for process, n, by_device in ((device, 2, True), (second, 3, False)):
+        process.stop()
+        wait_until(lambda: n_loads(server) == n or server.process.poll() is not None)
+        answer = likelihoods(server)
+        assert answer.text == expected.text and answer.logprobs == expected.logprobs
+        hits = metric(server, "pyorch_device_hits_total")
+        assert (hits is not None and float(hits) > 0) == by_device, "the one that is left goes on"
 
 
 def metric(server: ServerProcess, name: str) -> str | None:
