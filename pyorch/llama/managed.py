@@ -173,6 +173,8 @@ class ManagedModel:
     def devices_left(self) -> str:
         """The setting without what is lost: "none" where nothing is left, or where a device that it names got no layer,
         and so is not asked."""
+        if self.devices is None or not self.devices.is_lost():
+            return self.plan.settings.device
         names, each = device_names(self.plan.settings.device), self.devices.each
         left = [name for name, device in zip(names, each) if not device.is_lost()]
         return ",".join(left) if left and len(names) == len(each) else NONE

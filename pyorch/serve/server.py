@@ -87,28 +87,37 @@ def serve(
     given.add_defaults()
     given.default(llama_server.CTX_SIZE, "-c", 4096)
     with Ending(grace) as ending:
+        began_again = False
         while True:
             server = llama_server.Flags(given.arguments)
             if not verbose:
                 server.default(llama_server.VERBOSITY, "-lv", 1)
-            with planned(path, settings, server, placed) as record:
-                concurrency = Concurrency.of(record.map.layers, record.map.info.n_expert_used, server.n_slots)
-                prompts = Prompts(record, server, prompt_cache)
-                watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside, ending.begin_again,
-                               prompts)
-                _routes = our_routes(record, address.prefix, server, root, concurrency)  # called until the server ended
-                prompts.add_to(_routes)
-                with ending.serving(lambda: watch.ready, prompts.keep, lambda: (record.save(), watch.print_last())):
-                    watch.start()
-                    try:
-                        status = llama_server.call(server.arguments, record.devices)
-                    finally:
-                        watch.stop()
-                watch.print_last()
-                left = record.devices_left() if ending.again else NONE
-            if not ending.again:
-                # llama-server has told why it did not start.
-                return status if watch.ready or status == 0 else 2
+            try:
+                with planned(path, settings, server, placed) as record:
+                    concurrency = Concurrency.of(record.map.layers, record.map.info.n_expert_used, server.n_slots)
+                    prompts = Prompts(record, server, prompt_cache)
+                    watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside,
+                                   ending.begin_again, prompts)
+                    _routes = our_routes(record, address.prefix, server, root, concurrency)  # called until it ended
+                    prompts.add_to(_routes)
+                    with ending.serving(lambda: watch.ready, prompts.keep, lambda: (record.save(), watch.print_last())):
+                        watch.start()
+                        try:
+                            status = llama_server.call(server.arguments, record.devices)
+                        finally:
+                            watch.stop()
+                    watch.print_last()
+                    left = record.devices_left()
+            except PyorchError:
+                if not began_again or settings.device == NONE:
+                    raise
+                left = NONE  # one that was left is lost, too
+            else:
+                lost_again = began_again and not watch.ready and left != settings.device
+                if not (ending.again or lost_again):
+                    # llama-server has told why it did not start.
+                    return status if watch.ready or status == 0 else 2
+            began_again = True
             of_none = {"vram_budget": AUTO, "device_misses": PROCESSOR, "device_ahead": 0} if left == NONE else {}
             settings = dataclasses.replace(settings, device=left, **of_none)
             given.leave_device(left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import urllib.request
 from contextlib import closing
@@ -82,6 +83,26 @@ def test_of_two_devices_one_after_the_other_is_lost(start, small_moe: Path, devi
         assert answer.text == expected.text and answer.logprobs == expected.logprobs
         hits = metric(server, "pyorch_device_hits_total")
         assert (hits is not None and float(hits) > 0) == by_device, "the one that is left goes on"
+
+
+def test_another_is_lost_while_the_model_is_loaded_again(start, small_moe: Path, device: DeviceProcess, tmp_path: Path):
+    second = DeviceProcess(tmp_path / "second.log")
+    server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--device",
+                                f"{device.name},{second.name}", "--vram-budget", "40%"))
+    device.stop()
+    wait_until(lambda: "is lost" in server.log.read_text())
+    second.stop()
+    wait_until(lambda: n_loads(server) > 1 or server.process.poll() is not None)
+    wait_until(lambda: _answers_by_itself(server) or server.process.poll() is not None)
+    assert server.process.poll() is None, server.log.read_text()
+    assert server.complete(PROMPT)
+
+
+def _answers_by_itself(server: ServerProcess) -> bool:
+    with contextlib.suppress(OSError):
+        return all((metric(server, f"pyorch_{name}_total") is None) == gone
+                   for name, gone in (("expert_misses", False), ("device_hits", True)))
+    return False
 
 
 def metric(server: ServerProcess, name: str) -> str | None:
