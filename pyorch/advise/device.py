@@ -1,4 +1,4 @@
-"""A device with experts in its memory: one of this machine, which is measured, or one that is said to be there."""
+"""Devices with experts in their memory: those of this machine, which are measured, or one that is said to be there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pyorch.advise.machine import Compute
 from pyorch.errors import PyorchError
 from pyorch.llama.device import bias_bytes, margin_bytes
 from pyorch.llama.measure import WIDE_UBATCH, chain_bytes
-from pyorch.runtime.devices import find_device, rates_of
+from pyorch.runtime.devices import find_devices, rates_of
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import format_bytes
 from pyorch.traces.replay import token_bytes
@@ -41,20 +41,34 @@ class DeviceSpeed:
 @dataclass(frozen=True)
 class Device:
     """name: None: it need not be in this machine. free_bytes: of its memory, None where only that for experts is known.
+    number: of devices, for which this one stands.
     """
 
     name: str | None
     total_bytes: int | None
     free_bytes: int | None
     speed: DeviceSpeed
+    number: int = 1
 
 
-def measured(name: str, model_map: ModelMap, n_threads: int) -> Device:
-    """One of this machine. PyorchError where there is none of that name, or it cannot be measured."""
-    device = find_device(name)
-    link, processor, processor_more, first, more = rates_of(device, model_map, n_threads)
-    return Device(device.name, device.total_bytes(), device.free_bytes(),
-                  DeviceSpeed(link, first / processor, more / processor_more, "measured"))
+def measured(setting: str, model_map: ModelMap, n_threads: int) -> Device:
+    """Those of this machine. Several are taken for one with the memory of all: a token goes through them one after
+    another, through as many layers of each as its free memory allows.
+
+    PyorchError where there is none of a name, or it cannot be measured.
+    """
+    found = find_devices(setting)
+    free_bytes = [device.free_bytes() for device in found]
+    rates = [rates_of(device, model_map, n_threads) for device in found]
+    _, processor, processor_more, _, _ = rates[0]
+
+    def of_all(rate: int) -> float:
+        """One of the rates, in all layers."""
+        return sum(free_bytes) / sum(free / each[rate] for free, each in zip(free_bytes, rates))
+
+    speed = DeviceSpeed(of_all(0), of_all(3) / processor, of_all(4) / processor_more, "measured")
+    return Device(", ".join(device.name for device in found), sum(device.total_bytes() for device in found),
+                  sum(free_bytes), speed, len(found))
 
 
 def given(memory_bytes: int | None, link: float, bandwidth: float, model_map: ModelMap, compute: Compute) -> Device:
@@ -69,11 +83,12 @@ def rest_for_experts(device: Device, model_map: ModelMap, host_dense_bytes: int,
     info = model_map.info
     assert device.free_bytes is not None and device.total_bytes is not None
     needed = info.dense_bytes - host_dense_bytes + bias_bytes(model_map) + n_context_bytes
-    needed += chain_bytes(model_map, WIDE_UBATCH)
-    left = device.free_bytes - needed - margin_bytes(device.total_bytes)
+    needed += device.number * chain_bytes(model_map, WIDE_UBATCH)
+    margin = device.number * margin_bytes(device.total_bytes // device.number)
+    left = device.free_bytes - needed - margin
     if left <= 0:
         raise PyorchError(
             f"{format_bytes(device.free_bytes)} of device memory leave nothing for experts: the other layers and the "
-            f"context need {format_bytes(needed, round_up=True)}, and {format_bytes(margin_bytes(device.total_bytes))} "
+            f"context need {format_bytes(needed, round_up=True)}, and {format_bytes(margin)} "
             "stay free; a smaller --ctx needs less")
     return min(left, info.expert_bytes)

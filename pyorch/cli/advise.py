@@ -95,10 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "token of a prompt: then nothing is computed here (default: measured on small models of "
                              "the same shape)")
     devices = parser.add_argument_group(
-        "devices", "One of this machine, whose speed is measured, or one that it might have.")
+        "devices", "Those of this machine, whose speed is measured, or one that it might have.")
     devices.add_argument("--device", metavar="NAME",
-                         help="advise for this device too: auto for the first GPU, a name such as CUDA0, or "
-                              "rpc:HOST:PORT (default: auto where there is a GPU, else none)")
+                         help="advise for this device too: auto for the GPUs, a name such as CUDA0, or rpc:HOST:PORT, "
+                              "or several with commas between them (default: auto where there is a GPU, else none)")
     devices.add_argument("--vram", type=size, metavar="SIZE",
                          help="memory of the device, for experts, the other layers and the context (default: what is "
                               "free of --device)")
@@ -166,7 +166,7 @@ class _WantedDevice:
 
 def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
     """None: no device is asked about. PyorchError for what cannot be meant."""
-    from pyorch.runtime.devices import find_device, has_gpu
+    from pyorch.runtime.devices import find_devices, has_gpu
 
     options = (args.vram, args.vram_budget, args.link_bandwidth, args.vram_bandwidth)
     unasked = args.device is None and not any(options) and has_gpu()
@@ -179,10 +179,7 @@ def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
         None if name == NONE else name, args.vram, tuple(map(str, listed(args, "vram_budget"))), args.link_bandwidth,
         args.vram_bandwidth)
     if wanted.name is not None:
-        if "," in wanted.name:
-            raise PyorchError(f"advise looks at one device: name one of {wanted.name}, or give --vram all their memory "
-                              "and --vram-bandwidth that of one")
-        find_device(wanted.name)
+        find_devices(wanted.name)
         return wanted
     if str(AUTO) in wanted.budgets:
         raise PyorchError("what --vram-budget auto leaves to experts is known of a device that --device names: give "
@@ -290,7 +287,7 @@ def _advise(
     if device is not None:
         notes.append(f"{1000 * device.speed.layer_seconds:.2f} ms more for each layer are assumed, for what a device "
                      "is told and asked beside its computing")
-    if wanted is not None and (wanted.name or "").startswith(REMOTE):
+    if wanted is not None and REMOTE in (wanted.name or ""):
         notes.append("a device of another process is told and asked through a socket, which takes longer than that: "
                      "with small experts most of the time")
     if device is not None and estimates[-1].decode_rate <= estimates[0].decode_rate:

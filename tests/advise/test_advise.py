@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from ggufs import write_moe_model
 from processes import HANG_SECONDS
 
 from pyorch import files
+from pyorch.advise import device as where
 from pyorch.advise import machine
 from pyorch.advise.device import DeviceSpeed, given
 from pyorch.advise.estimates import Estimator
@@ -27,9 +29,11 @@ from pyorch.advise.routing import made_up_experts, routing_of
 from pyorch.bench.job import ENGINE, Config, Job
 from pyorch.bench.rounds import measure_once
 from pyorch.cli import main
+from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.settings import Settings
 from pyorch.sidecars.predictor import PredictorFile
+from pyorch.sizes import GiB, MiB
 from pyorch.traces.recorder import profile
 from pyorch.traces.replay import ReplaySettings, replay, token_bytes
 
@@ -150,6 +154,27 @@ def test_estimates_grow_with_the_budget_and_end_at_the_resident_speed(tmp_path: 
     reading = low.bytes_per_token / 1e9
     assert max(0.04, reading) <= 1 / low.decode_rate <= 0.04 + reading
     assert fast.decode_rate > low.decode_rate and fast.bytes_per_token == pytest.approx(low.bytes_per_token, rel=0.2)
+
+
+def test_several_devices_are_one_with_the_memory_of_all(small_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"A": [12e9, 1e9, 2e9, 8e9, 40e9], "B": [6e9, 1e9, 2e9, 2e9, 10e9]}
+    free = {"A": 3 * GiB, "B": GiB}
+    monkeypatch.setattr(where, "find_devices", lambda names: [
+        SimpleNamespace(name=name, free_bytes=lambda name=name: free[name], total_bytes=lambda: 4 * GiB)
+        for name in names.split(",")])
+    monkeypatch.setattr(where, "rates_of", lambda device, *_: rates[device.name])
+    with ModelMap(small_moe) as model_map:
+        one, other, both = (where.measured(names, model_map, 2) for names in ("A", "B", "A,B"))
+        assert (both.name, both.number, both.total_bytes, both.free_bytes) == ("A, B", 2, 8 * GiB, 4 * GiB)
+        # Three quarters of the layers at the speed of the one.
+        for what in ("link", "decode", "prefill"):
+            seconds = [1 / getattr(device.speed, what) for device in (one, other, both)]
+            assert seconds[2] == pytest.approx(0.75 * seconds[0] + 0.25 * seconds[1])
+        assert (one.speed.decode, one.speed.prefill, one.speed.link) == (8, 20, 12e9)
+        room = where.rest_for_experts(replace(both, free_bytes=600 * MiB), model_map, 0, 0)
+        assert room == model_map.info.expert_bytes  # behind a margin of 256 MiB each
+        with pytest.raises(PyorchError, match="512 MiB stay free"):
+            where.rest_for_experts(replace(both, free_bytes=515 * MiB), model_map, 0, 0)
 
 
 def test_estimates_with_a_device_say_where_experts_are_and_how_fast_the_device_makes_it(small_moe: Path) -> None:
@@ -300,14 +325,17 @@ def test_command_advises_from_a_trace_and_draws(
             assert (command in out) == worth, (command, bandwidth)
         assert "tok/s at 30%" in out and "%)" in out and "1000%" not in out
 
-    # With a device that is measured, and with one that is only said to be there.
-    device = DeviceProcess(tmp_path / "device.log")
+    # With devices that are measured, and with one that is only said to be there.
+    pair = [DeviceProcess(tmp_path / f"device-{i}.log") for i in range(2)]
     try:
-        assert main([*begin, "--budget", "30%", "--device", device.name, "--vram-budget", "20%,1MiB", "--json"]) == 0
+        names = ",".join(device.name for device in pair)
+        assert main([*begin, "--budget", "30%", "--device", names, "--vram-budget", "20%,1MiB", "--json"]) == 0
     finally:
-        device.stop()
+        for device in pair:
+            device.stop()
     said = json.loads(capsys.readouterr().out)
-    assert said["device"]["name"].startswith("RPC") and said["device"]["speed"]["how"] == "measured"
+    assert said["device"]["name"].count("RPC") == said["device"]["number"] == 2
+    assert said["device"]["speed"]["how"] == "measured"
     assert [one["vram_budget"] for one in said["estimates"]] == [None, "20%", "20%", "1MiB", "1MiB"]
     assert said["budget_names"] == ["auto", "30%", "auto", "30%", "auto"]
     # With so small experts trips take more than the device could save.
