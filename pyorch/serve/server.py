@@ -107,14 +107,15 @@ def serve(
                         finally:
                             watch.stop()
                     watch.print_last()
-                    left = record.devices_left()
             except PyorchError:
                 if not began_again or settings.device == NONE:
                     raise
                 left = NONE  # one that was left is lost, too
             else:
-                lost_again = began_again and not watch.ready and left != settings.device
-                if not (ending.again or lost_again):
+                # One is lost while it served, or of those that were left, while the model was loaded again.
+                may_be_lost = ending.again or (began_again and not watch.ready)
+                left = record.devices_left() if may_be_lost else settings.device
+                if not ending.again and left == settings.device:
                     # llama-server has told why it did not start.
                     return status if watch.ready or status == 0 else 2
             began_again = True
