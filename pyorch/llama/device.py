@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import llama_cpp.llama_cpp as llama
@@ -26,6 +26,12 @@ from pyorch.sizes import MiB
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
 
 NO_TENSOR = "^$"  # a rule of llama.cpp's that no tensor's name meets
+
+# Of ggml, which llama_cpp does not declare.
+_init_backend = llama._lib.ggml_backend_dev_init
+_init_backend.argtypes, _init_backend.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_void_p
+_free_backend = llama._lib.ggml_backend_free
+_free_backend.argtypes, _free_backend.restype = (ctypes.c_void_p,), None
 
 # Beside dense weights and a KV cache: what all layers certainly fit with.
 _ROOM_TO_SPARE = 1536 * MiB
@@ -210,6 +216,17 @@ def place(
         # Where a model has such a rule, llama.cpp pipelines nothing: this one is of no tensor.
         params.rules = (ctypes.c_char_p * 4)(NO_TENSOR.encode(), None, None, None)
         params.tensor_buft_overrides = ctypes.addressof(params.rules)  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def connected(devices: Devices) -> Iterator[None]:
+    """Keeps those of other processes inside: such a process serves one at a time, so who waits for it would get it
+    between two models; and what goes while ggml connects ends this process."""
+    with contextlib.ExitStack() as stack:
+        for device in devices.each:
+            if device.is_remote:
+                stack.callback(_free_backend, _init_backend(device.address, None))
+        yield
 
 
 def pipeline(params: llama.llama_model_params) -> None:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
-from pyorch.llama import cores, logs, measure
+from pyorch.llama import cores, device, logs, measure
 from pyorch.llama.context_plan import check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import ManagedModel, loading
 from pyorch.planning.concurrency import Concurrency
@@ -86,7 +86,7 @@ def serve(
     root = given.root
     given.add_defaults()
     given.default(llama_server.CTX_SIZE, "-c", 4096)
-    with Ending(grace) as ending:
+    with Ending(grace) as ending, contextlib.ExitStack() as connections:
         began_again = False
         while True:
             server = llama_server.Flags(given.arguments)
@@ -94,6 +94,8 @@ def serve(
                 server.default(llama_server.VERBOSITY, "-lv", 1)
             try:
                 with planned(path, settings, server, placed) as record:
+                    if record.devices is not None and not began_again:
+                        connections.enter_context(device.connected(record.devices))
                     concurrency = Concurrency.of(record.map.layers, record.map.info.n_expert_used, server.n_slots)
                     prompts = Prompts(record, server, prompt_cache)
                     watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside,
