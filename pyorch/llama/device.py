@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import llama_cpp.llama_cpp as llama
 
+from pyorch import _libs
 from pyorch.errors import PyorchError
 from pyorch.llama import measure
 from pyorch.llama.cores import physical_cores
@@ -27,10 +28,11 @@ MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
 
 NO_TENSOR = "^$"  # a rule of llama.cpp's that no tensor's name meets
 
-# Of ggml, which llama_cpp does not declare.
-_init_backend = llama._lib.ggml_backend_dev_init
+# Of the ggml that llama.cpp has loaded, which llama_cpp does not declare.
+_ggml = ctypes.CDLL(str(_libs.lib_dir() / f"libggml-base{_libs.SUFFIX}"))
+_init_backend = _ggml.ggml_backend_dev_init
 _init_backend.argtypes, _init_backend.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_void_p
-_free_backend = llama._lib.ggml_backend_free
+_free_backend = _ggml.ggml_backend_free
 _free_backend.argtypes, _free_backend.restype = (ctypes.c_void_p,), None
 
 # Beside dense weights and a KV cache: what all layers certainly fit with.
