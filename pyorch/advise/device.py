@@ -10,6 +10,7 @@ from pyorch.llama.device import bias_bytes, margin_bytes
 from pyorch.llama.measure import WIDE_UBATCH, chain_bytes
 from pyorch.runtime.devices import find_devices, rates_of
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.device import AUTO
 from pyorch.sizes import format_bytes
 from pyorch.traces.replay import token_bytes
 
@@ -58,13 +59,17 @@ def measured(setting: str, model_map: ModelMap, n_threads: int) -> Device:
     PyorchError where there is none of a name, or it cannot be measured.
     """
     found = find_devices(setting)
-    free_bytes = [device.free_bytes() for device in found]
     rates = [rates_of(device, model_map, n_threads) for device in found]
     _, processor, processor_more, _, _ = rates[0]
+    sooner = [i for i, each in enumerate(rates) if each[3] > each[1]]
+    if setting == AUTO and sooner:  # whose like a model is loaded on
+        found, rates = [found[i] for i in sooner], [rates[i] for i in sooner]
+    free_bytes = [device.free_bytes() for device in found]
+    shares = [max(1, free) for free in free_bytes]
 
     def of_all(rate: int) -> float:
         """One of the rates, in all layers."""
-        return sum(free_bytes) / sum(free / each[rate] for free, each in zip(free_bytes, rates))
+        return sum(shares) / sum(share / each[rate] for share, each in zip(shares, rates))
 
     speed = DeviceSpeed(of_all(0), of_all(3) / processor, of_all(4) / processor_more, "measured")
     return Device(", ".join(device.name for device in found), sum(device.total_bytes() for device in found),

@@ -28,13 +28,6 @@ MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
 
 NO_TENSOR = "^$"  # a rule of llama.cpp's that no tensor's name meets
 
-# Of the ggml that llama.cpp has loaded, which llama_cpp does not declare.
-_ggml = ctypes.CDLL(str(_libs.lib_dir() / f"libggml-base{_libs.SUFFIX}"))
-_init_backend = _ggml.ggml_backend_dev_init
-_init_backend.argtypes, _init_backend.restype = (ctypes.c_void_p, ctypes.c_char_p), ctypes.c_void_p
-_free_backend = _ggml.ggml_backend_free
-_free_backend.argtypes, _free_backend.restype = (ctypes.c_void_p,), None
-
 # Beside dense weights and a KV cache: what all layers certainly fit with.
 _ROOM_TO_SPARE = 1536 * MiB
 
@@ -224,10 +217,14 @@ def place(
 def connected(devices: Devices) -> Iterator[None]:
     """Keeps those of other processes inside: such a process serves one at a time, so who waits for it would get it
     between two models; and what goes while ggml connects ends this process."""
+    # Of the ggml that llama.cpp has loaded, which llama_cpp does not declare.
+    ggml = ctypes.CDLL(str(_libs.lib_dir() / f"libggml-base{_libs.SUFFIX}"))
+    ggml.ggml_backend_dev_init.restype = ctypes.c_void_p
     with contextlib.ExitStack() as stack:
         for device in devices.each:
             if device.is_remote:
-                stack.callback(_free_backend, _init_backend(device.address, None))
+                backend = ggml.ggml_backend_dev_init(ctypes.c_void_p(device.address), None)
+                stack.callback(ggml.ggml_backend_free, ctypes.c_void_p(backend))
         yield
 
 

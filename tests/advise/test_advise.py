@@ -159,9 +159,12 @@ def test_estimates_grow_with_the_budget_and_end_at_the_resident_speed(tmp_path: 
 def test_several_devices_are_one_with_the_memory_of_all(small_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"A": [12e9, 1e9, 2e9, 8e9, 40e9], "B": [6e9, 1e9, 2e9, 2e9, 10e9]}
     free = {"A": 3 * GiB, "B": GiB}
-    monkeypatch.setattr(where, "find_devices", lambda names: [
-        SimpleNamespace(name=name, free_bytes=lambda name=name: free[name], total_bytes=lambda: 4 * GiB)
-        for name in names.split(",")])
+
+    def find(names: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name, free_bytes=lambda name=name: free[name], total_bytes=lambda: 4 * GiB)
+                for name in names.split(",")]
+
+    monkeypatch.setattr(where, "find_devices", find)
     monkeypatch.setattr(where, "rates_of", lambda device, *_: rates[device.name])
     with ModelMap(small_moe) as model_map:
         one, other, both = (where.measured(names, model_map, 2) for names in ("A", "B", "A,B"))
@@ -171,6 +174,12 @@ def test_several_devices_are_one_with_the_memory_of_all(small_moe: Path, monkeyp
             seconds = [1 / getattr(device.speed, what) for device in (one, other, both)]
             assert seconds[2] == pytest.approx(0.75 * seconds[0] + 0.25 * seconds[1])
         assert (one.speed.decode, one.speed.prefill, one.speed.link) == (8, 20, 12e9)
+        rates |= {"slow": [6e9, 1e9, 2e9, 5e8, 1e9], "full": rates["A"]}
+        free |= {"slow": GiB, "full": 0}
+        monkeypatch.setattr(where, "find_devices", lambda setting: find("A,slow" if setting == "auto" else setting))
+        assert where.measured("auto", model_map, 2) == one, "what computes later than the processor is left out"
+        assert where.measured("full", model_map, 2).free_bytes == 0
+        monkeypatch.setattr(where, "find_devices", find)
         room = where.rest_for_experts(replace(both, free_bytes=600 * MiB), model_map, 0, 0)
         assert room == model_map.info.expert_bytes  # behind a margin of 256 MiB each
         with pytest.raises(PyorchError, match="512 MiB stay free"):
