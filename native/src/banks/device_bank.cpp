@@ -65,6 +65,7 @@ std::vector<DevicePool> form_device_pools(
         // The newest pool of its kind that has room.
         auto pool = std::find_if(pools.rbegin(), pools.rend(), [&](const DevicePool & p) {
             return p.layers.front() >= first && alike(map.layers[p.layers.front()], layer) &&
+                p.n_slots + slots <= (uint64_t) DevicePool::MAX_SLOTS * layer.n_expert &&
                 (p.n_slots + slots) * largest_matrix(layer) <= DevicePool::MAX_TENSOR_BYTES;
         });
         if (pool == pools.rend()) {

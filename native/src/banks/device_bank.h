@@ -3,8 +3,8 @@
 // Kernels there cannot ask where an expert is. They are given tensors of slots in place of the model's tensors, and the
 // numbers of slots in place of those of experts.
 //
-// Layers whose experts are alike share their slots, as many layers as a tensor has room for: together they are a
-// *pool*. So a layer has as many slots as its experts are worth, and none lies idle.
+// Some layers whose experts are alike share their slots: together they are a *pool*. So a layer has as many slots as its
+// experts are worth, and none lies idle.
 //
 // A prompt wants nearly all experts of each layer, so they pass through *areas* that have room for a whole layer: there
 // an expert lies where the model's tensor has it. One layer after another has its turn.
@@ -36,6 +36,10 @@ struct DevicePool {
     // buffers. Slots of one layer are never more than the model's own tensor has experts, with which a backend has to
     // cope.
     static constexpr uint64_t MAX_TENSOR_BYTES = 2ull << 30;
+
+    // By experts of a layer. With more tokens than its kernels for vectors take, a GPU begins a block of threads for each
+    // slot and 128 rows, whether anything is computed there or not: at most four times those of the model's own.
+    static constexpr int MAX_SLOTS = 4;
 
     std::vector<int> layers;    // indices into those with experts, ascending
     int              n_experts; // of all of them

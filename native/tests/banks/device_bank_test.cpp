@@ -90,6 +90,24 @@ void all_experts_have_slots_where_the_budget_is_what_they_take() {
     CHECK(!less.has_room_for_all() && less.used() < map.expert_bytes());
 }
 
+// So that no multiplication looks at many more matrices than the model's own, and layers still share what they have.
+void layers_share_at_most_four_times_as_many_slots_as_one_of_them_has_experts() {
+    const ModelMap   map = synthetic_map(path, 48, 16, [](int) { return 32; }, 2, [](int) { return GGML_TYPE_Q8_0; });
+    std::vector<int> pool_of;
+    for (const double share : { 0.0, 0.02, 0.1, 0.25, 0.5, 0.75, 0.97 }) {
+        const int  n_whole = n_whole_layers(map, all_layers(map), share);
+        const auto pools   = form_device_pools(map, all_layers(map), share, n_whole, pool_of);
+        int        n_slots = 0, n_alone = 0;
+        for (const DevicePool & pool : pools) {
+            CHECK(pool.n_slots <= 4 * 16);
+            n_slots += pool.n_slots;
+            n_alone += pool.layers.size() == 1;
+        }
+        CHECK(std::abs(n_slots - share * 48 * 16) <= (double) pools.size());
+        CHECK(n_alone <= n_whole + 1); // the last one
+    }
+}
+
 // What a system would lock.
 struct System {
     std::vector<std::pair<char *, uint64_t>> locked;
@@ -186,5 +204,6 @@ void a_system_that_locks_no_more_is_not_asked_again() {
 int main(int argc, char ** argv) {
     return run(argc, argv,
         { areas_hold_nothing_of_another_kind, all_experts_have_slots_where_the_budget_is_what_they_take,
+            layers_share_at_most_four_times_as_many_slots_as_one_of_them_has_experts,
             a_device_reads_what_is_locked_until_its_memory_goes, a_system_that_locks_no_more_is_not_asked_again });
 }
