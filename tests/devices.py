@@ -76,10 +76,13 @@ class DeviceProcess:
         self.process.kill()
         self.process.wait(HANG_SECONDS)
 
+    close = stop
+
 
 class CountingWire:
-    """Stands between a device's clients and its process at `name`, and counts what they ask it for."""
+    """Stands between a device's clients and its process at `name`, and counts what they ask it for; or is cut."""
 
+    ALLOCATE = 0  # RPC_CMD_ALLOC_BUFFER
     GET = 8  # RPC_CMD_GET_TENSOR
     SET = 6  # RPC_CMD_SET_TENSOR
     COPY = 9  # RPC_CMD_COPY_TENSOR
@@ -90,6 +93,8 @@ class CountingWire:
         self._to = ("127.0.0.1", device.port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.name = f"rpc:127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        self._cut_at: int | None = None
         self.reset()
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -98,7 +103,23 @@ class CountingWire:
         self.bytes: Counter[int] = Counter()  # that went either way with them
         self.small_sets = 0  # of less than a matrix of an expert
 
+    def cut_at(self, command: int) -> None:
+        """When it comes the next time, the device is lost to all of its clients."""
+        self._cut_at = command
+
+    @property
+    def is_cut(self) -> bool:
+        return self._listener.fileno() < 0
+
     def stop(self) -> None:
+        self._listener.close()
+
+    close = stop
+
+    def _cut(self) -> None:
+        for wire in (self._listener, *self._open):
+            with contextlib.suppress(OSError):
+                wire.shutdown(socket.SHUT_RDWR)  # which also wakes who waits for it
         self._listener.close()
 
     def _accept(self) -> None:
@@ -108,6 +129,7 @@ class CountingWire:
             except OSError:
                 return
             server = socket.create_connection(self._to)
+            self._open += client, server
             for wire in (client, server):
                 wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for work in (self._ask, self._answer):
@@ -122,6 +144,8 @@ class CountingWire:
         with client.makefile("rb") as stream:
             while len(head := stream.read(9)) == 9:
                 command, n = struct.unpack("<BQ", head)
+                if command == self._cut_at:
+                    return self._cut()
                 body = stream.read(n)
                 self.commands[command] += 1
                 self.small_sets += command == self.SET and n < 4096
