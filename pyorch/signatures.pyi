@@ -34,7 +34,7 @@ def load(
     pools: str | Pools | None = None,
     device: str = "none",
     vram_budget: int | str | Budget = "auto",
-    device_misses: str = "processor",
+    device_misses: str | None = None,
     device_ahead: int = 0,
     n_ctx: int = 0,
     n_ubatch: int = 0,
@@ -74,7 +74,8 @@ def load(
             GPUs that compute experts sooner than the processor), names such as CUDA0, or rpc:HOST:PORT
         vram_budget: their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what
             is left
-        device_misses: what computes experts that it lacks: processor, or upload: the device, once it has them
+        device_misses: what computes experts that they lack: processor, or upload: the device, once it has
+            them (default: what is sooner, as measured; processor for a device of another process)
         device_ahead: upload up to N experts of a layer before it comes, as the predictor that --prefetch
             names says (default: 0)
         n_ctx: room for N tokens of context, rounded up to a multiple of 256 (default: as trained, at most
@@ -115,7 +116,7 @@ class manage(interception.manage):
         pools: str | Pools | None = None,
         device: str = "none",
         vram_budget: int | str | Budget = "auto",
-        device_misses: str = "processor",
+        device_misses: str | None = None,
         device_ahead: int = 0,
         n_ubatch: int = 0,
         n_threads: int = 0,

@@ -1,6 +1,6 @@
 """Makes a kit that measures experts on a GPU, on a machine that has only Python and the GPU's driver and runtime.
 
-    python scripts/device_kit.py -o device-kit.tar.xz [--architectures 80,89,90] [--python 3.12]
+    python scripts/device_kit.py -o device-kit.tar.xz [--architectures 80,90] [--python 3.12]
 
 It is made where there is a CUDA toolkit, with a GPU or without, and needs no network where it is unpacked:
 
@@ -67,7 +67,8 @@ def run(*command: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=Path("device-kit.tar.xz"), help="(default: %(default)s)")
-    parser.add_argument("--architectures", default="80,89,90", help="of GPUs (default: %(default)s)")
+    parser.add_argument("--architectures", default="80,90",
+                        help="of GPUs; what is made for 80 runs on 86 and 89, too (default: %(default)s)")
     parser.add_argument("--python", default="3.12", help="of the other machine (default: %(default)s)")
     parser.add_argument("--tree", type=Path, default=ROOT / "build/device-kit", help="where it is built")
     arguments = parser.parse_args()

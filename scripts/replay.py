@@ -22,7 +22,7 @@ from pyorch.llama.cores import physical_cores
 from pyorch.runtime.decompression import recovery_threads
 from pyorch.runtime.disk import measure_bandwidth
 from pyorch.settings.budget import Budget
-from pyorch.settings.device import MAX_AHEAD
+from pyorch.settings.device import MAX_AHEAD, PROCESSOR
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import AUTO
 from pyorch.settings.settings import Settings
@@ -143,10 +143,10 @@ def _of_device(args: argparse.Namespace) -> dict[str, Any]:
     if args.device_ahead and any(p.predictor == AUTO for p in listed(args, "prefetch") or ()):
         raise PyorchError("--device-ahead uploads what a predictor names, at any time, and auto does as time allows: "
                           "name a predictor, such as --prefetch quasi-hidden")
-    misses = {"device_misses": args.device_misses} if args.device_misses else {}
-    read = Settings(device="auto", vram_budget=args.vram_budget or "0", **misses)
-    return {"vram_budget": read.vram_budget, "device_misses": read.device_misses, "device_ahead": args.device_ahead,
-            "link_bandwidth": args.link_bandwidth, "device_speed": args.device_speed or 1.0}
+    read = Settings(device="auto", vram_budget=args.vram_budget or "0", device_misses=args.device_misses or None)
+    return {"vram_budget": read.vram_budget, "device_misses": read.device_misses or PROCESSOR,
+            "device_ahead": args.device_ahead, "link_bandwidth": args.link_bandwidth,
+            "device_speed": args.device_speed or 1.0}
 
 
 def _compute_time(given: float | None, calibrated: PredictorFile | None) -> tuple[float, str]:

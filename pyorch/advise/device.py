@@ -42,7 +42,7 @@ class DeviceSpeed:
 @dataclass(frozen=True)
 class Device:
     """name: None: it need not be in this machine. free_bytes: of its memory, None where only that for experts is known.
-    number: of devices, for which this one stands.
+    number: of devices, for which this one stands. shares_memory: its memory is the processor's.
     """
 
     name: str | None
@@ -50,6 +50,7 @@ class Device:
     free_bytes: int | None
     speed: DeviceSpeed
     number: int = 1
+    shares_memory: bool = False
 
 
 def measured(setting: str, model_map: ModelMap, n_threads: int) -> Device:
@@ -73,7 +74,7 @@ def measured(setting: str, model_map: ModelMap, n_threads: int) -> Device:
 
     speed = DeviceSpeed(of_all(0), of_all(3) / processor, of_all(4) / processor_more, "measured")
     return Device(", ".join(device.name for device in found), sum(device.total_bytes() for device in found),
-                  sum(free_bytes), speed, len(found))
+                  sum(free_bytes), speed, len(found), all(device.shares_memory for device in found))
 
 
 def given(memory_bytes: int | None, link: float, bandwidth: float, model_map: ModelMap, compute: Compute) -> Device:

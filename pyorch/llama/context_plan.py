@@ -12,6 +12,7 @@ from pyorch.llama import measure, memory
 from pyorch.llama.device import device_dense_bytes, host_dense_bytes, margin_bytes
 from pyorch.llama.managed import ManagedModel, lock, models
 from pyorch.llama.measure import LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH
+from pyorch.llama.plan import divided_budget, in_shares
 from pyorch.runtime import fatal
 from pyorch.settings.budget import AUTO
 from pyorch.sizes import format_bytes
@@ -63,7 +64,8 @@ def plan_context(
             sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
             return sizes.host + beside + sum(sizes.devices[i] + beside for i in shared)
 
-        if shared:
+        divides = managed.plan.divides and managed.device_bytes is None  # of the first context: the rest
+        if shared and not divides:
             sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
             budgets = managed.device_bytes or _device_budgets(managed, sizes, params.n_ubatch, is_loaded)
             there = sum(budgets[i] for i in shared)
@@ -78,7 +80,16 @@ def plan_context(
         while (widen and params.n_ubatch > LEAST_UBATCH
                and memory.rest_bytes(free, dense_bytes + to_come, needed) < info.floor_bytes):
             needed = need(params.n_ubatch // 2)
-    budget = min(memory.budget_beside(info, free, dense_bytes, needed, to_come), slots_bytes)
+        budget = min(memory.budget_beside(info, free, dense_bytes, needed, to_come), slots_bytes)
+        if divides:
+            sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
+            left = sum(_device_budgets(managed, sizes, params.n_ubatch, is_loaded))
+            rest = memory.rest_bytes(free, dense_bytes, needed)
+            there = divided_budget(rest, info, left)
+            managed.device_bytes = in_shares(there, managed.devices.expert_bytes(managed.map))
+            for i, n_bytes in enumerate(managed.device_bytes):
+                managed.engine.set_device_budget(i, n_bytes)
+            budget = min(rest - there, slots_bytes - there + info.floor_bytes)
     managed.engine.set_budget(budget)
     if managed.division.planner is not None:
         managed.division = managed.division.at(budget)
@@ -102,6 +113,8 @@ def plan_devices(managed: ManagedModel, params: llama.llama_context_params, is_l
     for i, (device, given, found) in enumerate(zip(devices.each, managed.plan.device_bytes, managed.device_bytes)):
         if is_automatic or found < given:
             managed.engine.set_device_budget(i, found)
+        if managed.plan.divides and found < given:
+            managed.engine.set_budget(managed.engine.stats().budget_bytes + given - found)
         if not is_automatic and found < given:
             fatal.notice(f"note: {device.name} has {format_bytes(found)} left beside the other layers and the context: "
                          f"so much is for experts, not {format_bytes(given)}")
@@ -118,8 +131,12 @@ def _device_budgets(
         left = max(0, device.free_bytes() - sizes.devices[i] - measure.chain_bytes(managed.map, n_ubatch) - dense[i])
         if managed.plan.settings.vram_budget != AUTO:
             found.append(min(given, left))
-        else:  # where a device shares the processor's memory, its experts would lie twice
-            found.append(0 if device.shares_memory else max(0, left - margin_bytes(device.total_bytes())))
+            continue
+        left = max(0, left - margin_bytes(device.total_bytes()))
+        if managed.plan.divides:
+            found.append(min(given, left) if given else left)
+        else:  # one of several that shares the processor's memory has none
+            found.append(0 if device.shares_memory else left)
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ from pyorch.llama.cores import physical_cores
 from pyorch.runtime.devices import Device, Devices, find_devices, rates_of
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO as BUDGET_AUTO
-from pyorch.settings.device import AUTO, MAX_DEVICES, NONE
+from pyorch.settings.device import AUTO, MAX_DEVICES, NONE, PROCESSOR, UPLOAD
 from pyorch.settings.settings import Settings
 from pyorch.sizes import MiB
 
@@ -27,6 +27,10 @@ from pyorch.sizes import MiB
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
 
 NO_TENSOR = "^$"  # a rule of llama.cpp's that no tensor's name meets
+
+# Of an expert that a device lacks: its upload is waited for, and the processor computes it while the device computes
+# others. So with uploads it has to be so many times as fast.
+_CLEARLY_SOONER = 1.5
 
 # Beside dense weights and a KV cache: what all layers certainly fit with.
 _ROOM_TO_SPARE = 1536 * MiB
@@ -92,7 +96,7 @@ def _named(settings: Settings, model_map: ModelMap) -> tuple[list[Device], str]:
     for device in found:
         said = f"{device.name} ({device.description})"
         try:
-            _, processor, _, there, _ = rates_of(device, model_map, settings.n_threads or physical_cores())
+            _, processor, _, there, _ = _rates(device, settings, model_map)
         except PyorchError as error:
             notes.append(f"{said} is not used: {error}")
             continue
@@ -104,6 +108,44 @@ def _named(settings: Settings, model_map: ModelMap) -> tuple[list[Device], str]:
         notes.append(f"{said} computes experts {there / processor:.2g} times as fast as the processor: it is used")
     used.sort(key=lambda pair: -pair[0])
     return [device for _, device in used], "; ".join(notes)
+
+
+def misses_of(settings: Settings, devices: Devices, model_map: ModelMap) -> tuple[str, str]:
+    """What computes the experts that these devices lack, one of DEVICE_MISSES: what is sooner for one token, unless the
+    settings say it; and a note. What another process has comes as its network allows: the processor computes."""
+    if settings.device_misses is not None:
+        return settings.device_misses, ""
+    if devices.is_remote or settings.device_ahead or not model_map.layers:
+        return PROCESSOR, ""
+    gains = []
+    for device in devices.each:
+        try:
+            upload, processor, _, there, _ = _rates(device, settings, model_map)
+        except PyorchError:
+            return PROCESSOR, ""
+        gains.append(1 / processor / (1 / upload + 1 / there))
+    if min(gains) < _CLEARLY_SOONER:
+        return PROCESSOR, ""
+    return UPLOAD, (f"experts that {_names(devices.each)} {_lacks(devices.each)} are uploaded and computed there, "
+                    f"{min(gains):.2g} times as fast as the processor would: --device-misses processor has it do so")
+
+
+def gain_of(settings: Settings, devices: Devices, model_map: ModelMap) -> float:
+    """How many times as fast as the processor the slowest of these devices computes experts for one token; 0 where one
+    cannot be measured."""
+    try:
+        return min(there / processor for _, processor, _, there, _ in (
+            _rates(device, settings, model_map) for device in devices.each))
+    except PyorchError:
+        return 0
+
+
+def _rates(device: Device, settings: Settings, model_map: ModelMap) -> list[float]:
+    return rates_of(device, model_map, settings.n_threads or physical_cores())
+
+
+def _lacks(devices: Sequence[Device]) -> str:
+    return "lacks" if len(devices) == 1 else "lack"
 
 
 def _left(device: Device) -> int:

@@ -21,7 +21,7 @@ from pyorch.runtime.devices import Devices
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import RESIDENT
-from pyorch.settings.device import NONE, device_names
+from pyorch.settings.device import NONE, PROCESSOR, device_names
 from pyorch.settings.pools import Pools
 from pyorch.settings.settings import Settings
 
@@ -43,8 +43,8 @@ def build(plan: EnginePlan) -> Engine | None:
     settings = plan.settings
     engine = Engine(
         plan.map, plan.budget, settings.policy, plan.reads, settings.source, pools=plan.division.pools or Pools(),
-        devices=plan.devices, device_bytes=plan.device_bytes, device_misses=settings.device_misses, plain=plan.plain,
-        direct_io=settings.direct_io, device_ahead=settings.device_ahead,
+        devices=plan.devices, device_bytes=plan.device_bytes, device_misses=settings.device_misses or PROCESSOR,
+        plain=plan.plain, direct_io=settings.direct_io, device_ahead=settings.device_ahead,
     )
     try:
         set_uses(engine, plan.map, plan.uses)

@@ -18,13 +18,14 @@ from pyorch import files
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
-from pyorch.llama.device import choose, device_dense_bytes, host_dense_bytes, margin_bytes, pipeline
+from pyorch.llama.device import choose, device_dense_bytes, gain_of, host_dense_bytes, margin_bytes, misses_of, pipeline
 from pyorch.llama.measure import NARROW_UBATCH
 from pyorch.runtime.devices import Devices
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.mirrors import add_mirrors
-from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.model_map import MapInfo, ModelMap
 from pyorch.settings.budget import AUTO, RESIDENT, Budget
+from pyorch.settings.device import PROCESSOR
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from pyorch.sidecars.eviction import Kept
     from pyorch.sidecars.ghosts import Ghosts
     from pyorch.sidecars.history import ExpertMaps
+
+# Of memory that a device shares with the processor, one part in so many stays the processor's.
+HOST_PART = 8
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,11 @@ class EnginePlan:
         """Whether contexts set the budget to what they leave."""
         return self.budget is not None and self.settings.budget == AUTO
 
+    @property
+    def divides(self) -> bool:
+        """Whether the devices share this machine's memory, so that one budget is for experts on both sides."""
+        return self.devices is not None and self.devices.shares_memory and self.settings.vram_budget == AUTO
+
 
 def make_plan(
     settings: Settings, model_map: ModelMap, params: llama.llama_model_params, placed: bool = False,
@@ -127,10 +136,9 @@ def make_plan(
                  "it answers means nothing",)
     if devices is not None and not placed and _hold_all(devices, settings, model_map, params, context):
         return EnginePlan(model_map, settings, Sidecars(model_map), None, plain, devices, placed, notes=notes)
-    if devices is not None and devices.shares_memory and settings.vram_budget == AUTO:
-        settings = replace(settings, vram_budget=Budget.parse(0))
-        notes += (f"{devices.name} shares this machine's memory, where experts would lie twice: the processor computes "
-                  "them, unless --vram-budget says otherwise",)
+    if devices is not None and settings.budget != RESIDENT:
+        settings, of_experts = _for_experts_on(devices, settings, model_map, placed)
+        notes += of_experts
     division, of_pack = _use_pack(settings, model_map, params, devices, plain, placed)
     budget, of_budget = _budget(settings, model_map, params, devices)
     notes += of_pack + of_budget
@@ -138,6 +146,29 @@ def make_plan(
     has_share = placed and bool(model_map.info.slim) and _has_share(model_map)
     plan = EnginePlan(model_map, settings, sidecars, budget, plain, devices, placed, has_share, division, notes=notes)
     return plan if budget is None else _with_contents(plan)
+
+
+def _for_experts_on(
+    devices: Devices, settings: Settings, model_map: ModelMap, placed: bool
+) -> tuple[Settings, tuple[str, ...]]:
+    """What the settings leave to how fast both sides are, decided; and notes."""
+    misses, note = misses_of(settings, devices, model_map) if not placed else (settings.device_misses, "")
+    settings = replace(settings, device_misses=misses)
+    if not devices.shares_memory or settings.vram_budget != AUTO or not model_map.layers:
+        return settings, (note,)
+    gain = gain_of(settings, devices, model_map)
+    if gain > 1:
+        return settings, (note, f"{devices.name} shares this machine's memory and computes experts {gain:.2g} times as "
+                                "fast as the processor: most of --budget is for experts there")
+    return replace(settings, vram_budget=Budget.parse(0), device_misses=PROCESSOR), (
+        f"{devices.name} shares this machine's memory and computes experts at {gain:.2g} of the processor's speed: the "
+        "processor computes them, unless --vram-budget says otherwise",)
+
+
+def divided_budget(n_bytes: int, info: MapInfo, most: int) -> int:
+    """Of memory for experts that a device shares with the processor, what is for those on the device, at most so much.
+    The rest is what they pass through when they are read, and has those that come next in value."""
+    return max(0, min(n_bytes - max(info.floor_bytes, n_bytes // HOST_PART), info.expert_bytes, most))
 
 
 def _hold_all(
@@ -149,6 +180,8 @@ def _hold_all(
     info = model_map.info
     if settings.managed or settings.vram_budget != AUTO or settings.lossy or settings.source is not None or info.slim:
         return False
+    if devices.shares_memory and settings.budget != AUTO:  # which is for experts there, too
+        return False
     if not model_map.layers or 0 <= params.n_gpu_layers <= info.n_layers:  # of which the processor has some
         return False
     dense = device_dense_bytes(model_map, params.n_gpu_layers, devices)
@@ -159,7 +192,11 @@ def _hold_all(
     rule = params.tensor_buft_overrides
     pipeline(params)
     sizes = measure.sizes_of(model_map, params, context or _first_context(settings, model_map), devices)
-    if all(size <= of for size, of in zip(sizes.devices, left)):
+    fits = all(size <= of for size, of in zip(sizes.devices, left))
+    if devices.shares_memory:
+        context_bytes = sizes.host + sum(sizes.devices)
+        fits &= memory.rest_bytes(memory.memory_limit(), info.dense_bytes, context_bytes) >= info.expert_bytes
+    if fits:
         return True
     params.tensor_buft_overrides = rule
     return False
@@ -207,7 +244,13 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
     kept, refusal = _kept(plan)
     device_bytes: tuple[int, ...] = ()
     if plan.devices is not None:
-        device_bytes = _shares_of_budget(settings.vram_budget, plan.devices.expert_bytes(model_map))
+        expert_bytes = plan.devices.expert_bytes(model_map)
+        there = min(settings.vram_budget.amount.of(sum(expert_bytes)), sum(expert_bytes)) if (
+            settings.vram_budget != AUTO) else 0
+        if plan.divides and not plan.automatic:
+            there = divided_budget(plan.budget, model_map.info, plan.budget)
+            plan = replace(plan, budget=plan.budget - there)
+        device_bytes = in_shares(there, expert_bytes)
     return replace(
         plan,
         division=plan.division.at(plan.budget),
@@ -223,11 +266,9 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
     )
 
 
-def _shares_of_budget(budget: Budget, expert_bytes: list[int]) -> tuple[int, ...]:
-    """Bytes of each device's memory: the same share of the experts in its blocks."""
-    total = sum(expert_bytes)
-    given = min(budget.amount.of(total), total) if budget != AUTO else 0
-    return tuple(given * of // max(1, total) for of in expert_bytes)
+def in_shares(n_bytes: int, expert_bytes: list[int]) -> tuple[int, ...]:
+    """Of each device's memory, that of so much: the same share of the experts in its blocks."""
+    return tuple(n_bytes * of // max(1, sum(expert_bytes)) for of in expert_bytes)
 
 
 def _without_effect(substitution: Substitution | None, n_used: int) -> str:

@@ -34,7 +34,7 @@ from pyorch.serve.residency import Residency
 from pyorch.serve.routes import Routes
 from pyorch.serve.vocabulary import TokenizerRoutes
 from pyorch.settings.budget import AUTO, Budget
-from pyorch.settings.device import NONE, PROCESSOR
+from pyorch.settings.device import NONE
 from pyorch.settings.settings import Settings
 from pyorch.sizes import format_bytes
 
@@ -121,7 +121,7 @@ def serve(
                     # llama-server has told why it did not start.
                     return status if watch.ready or status == 0 else 2
             began_again = True
-            of_none = {"vram_budget": AUTO, "device_misses": PROCESSOR, "device_ahead": 0} if left == NONE else {}
+            of_none = {"vram_budget": AUTO, "device_misses": None, "device_ahead": 0} if left == NONE else {}
             settings = dataclasses.replace(settings, device=left, **of_none)
             given.leave_device(left)
 

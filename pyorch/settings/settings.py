@@ -14,7 +14,7 @@ from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.cpus import ANY as CPUS_ANY
 from pyorch.settings.cpus import AUTO as CPUS_AUTO
 from pyorch.settings.cpus import cpu_list, cpu_numbers
-from pyorch.settings.device import MAX_AHEAD, NONE, PROCESSOR, device_misses, device_name, vram_budget
+from pyorch.settings.device import MAX_AHEAD, NONE, device_misses, device_name, vram_budget
 from pyorch.settings.mirrors import MAX_MIRRORS, Mirrors
 from pyorch.settings.option import CONTEXT, DEVICE, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.pools import Pools
@@ -89,9 +89,10 @@ class Settings:
         AUTO, vram_budget, "a size or a share", flag="--vram-budget", group=DEVICE, metavar="SIZE",
         help="their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what is left",
     )
-    device_misses: str = option(
-        PROCESSOR, device_misses, "processor or upload", flag="--device-misses", group=DEVICE, metavar="WHO",
-        help="what computes experts that it lacks: processor, or upload: the device, once it has them",
+    device_misses: str | None = option(
+        None, device_misses, "processor or upload", flag="--device-misses", group=DEVICE, metavar="WHO",
+        help="what computes experts that they lack: processor, or upload: the device, once it has them",
+        default_text="what is sooner, as measured; processor for a device of another process",
     )
     device_ahead: int = option(
         0, whole(MAX_AHEAD, least=0), f"from 0 (none) to {MAX_AHEAD}", flag="--device-ahead", group=DEVICE, metavar="N",
@@ -162,7 +163,7 @@ class Settings:
         if self.pools is not None and not self.packed:
             raise PyorchError("--pools divides memory among the forms of experts of a compressed pack, and with "
                               "--no-pack (packed=False in Python) none is read: leave out one of them")
-        if self.device == NONE and (self.vram_budget != AUTO or self.device_misses != PROCESSOR):
+        if self.device == NONE and (self.vram_budget != AUTO or self.device_misses is not None):
             raise PyorchError("--vram-budget and --device-misses are about experts on a device: name it with --device")
         names_experts = self.prefetch.predictor not in (PREFETCH_AUTO, PREFETCH_NONE)
         if self.device_ahead > 0 and (self.device == NONE or not names_experts):

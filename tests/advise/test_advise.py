@@ -30,7 +30,9 @@ from pyorch.bench.job import ENGINE, Config, Job
 from pyorch.bench.rounds import measure_once
 from pyorch.cli import main
 from pyorch.errors import PyorchError
+from pyorch.runtime import devices
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.budget import Budget
 from pyorch.settings.settings import Settings
 from pyorch.sidecars.predictor import PredictorFile
 from pyorch.sizes import GiB, MiB
@@ -161,7 +163,8 @@ def test_several_devices_are_one_with_the_memory_of_all(small_moe: Path, monkeyp
     free = {"A": 3 * GiB, "B": GiB}
 
     def find(names: str) -> list[SimpleNamespace]:
-        return [SimpleNamespace(name=name, free_bytes=lambda name=name: free[name], total_bytes=lambda: 4 * GiB)
+        return [SimpleNamespace(name=name, free_bytes=lambda name=name: free[name], total_bytes=lambda: 4 * GiB,
+                                shares_memory=False)
                 for name in names.split(",")]
 
     monkeypatch.setattr(where, "find_devices", find)
@@ -184,6 +187,31 @@ def test_several_devices_are_one_with_the_memory_of_all(small_moe: Path, monkeyp
         assert room == model_map.info.expert_bytes  # behind a margin of 256 MiB each
         with pytest.raises(PyorchError, match="512 MiB stay free"):
             where.rest_for_experts(replace(both, free_bytes=515 * MiB), model_map, 0, 0)
+
+
+def test_memory_that_a_device_shares_is_divided(
+    small_moe: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def find(name: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name, free_bytes=lambda: GiB, total_bytes=lambda: GiB, shares_memory=True)]
+
+    monkeypatch.setattr(devices, "find_devices", find)
+    monkeypatch.setattr(where, "find_devices", find)
+    monkeypatch.setattr(where, "rates_of", lambda *_: [1e10, 1e9, 1e9, 7e9, 7e9])
+    options = ("--compute-ms", "20:5", "--read-bandwidth", "1GB/s", "--budget", "50%", "--json")
+    found = []
+    for told in ((), ("--vram-budget", "30%")):
+        assert main(["advise", str(small_moe), *options, "--memory", "4GiB", "--device", "Vulkan0", *told]) == 0
+        found.append([(estimate["budget_bytes"], estimate["vram_bytes"])
+                      for estimate in json.loads(capsys.readouterr().out)["estimates"]])
+    with ModelMap(small_moe) as model_map:
+        experts, half, all_of_them = model_map.info.expert_bytes, *(
+            Budget.parse(share).resolve(model_map.info) for share in ("50%", "100%"))
+    for n_bytes, (here, there) in zip((half, all_of_them), found[0][1:]):
+        assert there == pytest.approx(n_bytes * 7 / 8, abs=MiB) and here + there == pytest.approx(n_bytes, abs=2 * MiB)
+    assert found[0][0] == found[1][0] == (all_of_them, 0), "without it"
+    some = pytest.approx(experts * 0.3, abs=1)
+    assert found[1][1:] == [(half, some), (all_of_them, some)]
 
 
 def test_estimates_with_a_device_say_where_experts_are_and_how_fast_the_device_makes_it(small_moe: Path) -> None:

@@ -87,15 +87,107 @@ def test_experts_lie_once_where_a_device_shares_the_memory_of_the_processor(
 ) -> None:
     shared = replace(only_device, shares_memory=True)
     monkeypatch.setattr(where, "find_devices", lambda _: [shared])
-    with small_model(small_moe, "50%", device="any", managed=True) as model:
-        assert_same_bits(logits(model, prompt_tokens), expected)
-        experts = model.stats().experts
-        assert experts.device_computed == experts.device_used_bytes == 0 < experts.hits + experts.misses
-    assert len(said) == 1 and "would lie twice: the processor computes them" in said.pop()
+    with ModelMap(small_moe) as model_map:
+        given = Budget.parse("50%").resolve(model_map.info)
+    for rates in (SLOWER, FASTER):
+        monkeypatch.setattr(where, "rates_of", lambda *_: rates)
+        with small_model(small_moe, "50%", device="any") as model:
+            assert model.stats().experts.budget_bytes == (given if rates == SLOWER else given - given * 7 // 8)
+            assert_same_bits(logits(model, prompt_tokens), expected)
+            experts = model.stats().experts
+            assert experts.hits + experts.misses > 0
+            assert (experts.device_computed > 0) == (experts.device_used_bytes > 0) == (rates == FASTER)
+            assert experts.device_used_bytes + experts.used_bytes <= given
+    assert ["0.5 of the processor's speed: the processor computes them" in said[0],
+            "7 times as fast as the processor: most of --budget" in said[1], len(said)] == [True, True, 2]
+    said.clear()
     with small_model(small_moe, "50%", device="any", vram_budget="50%") as model:
         assert_same_bits(logits(model, prompt_tokens), expected)
         assert model.stats().experts.device_computed > 0
     assert said == []
+
+
+def test_what_a_device_that_shares_memory_has_no_room_for_stays_with_the_processor(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
+    expected: np.ndarray,
+) -> None:
+    monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=True)])
+    monkeypatch.setattr(where, "rates_of", lambda *_: FASTER)
+    with ModelMap(small_moe) as model_map:
+        given = Budget.parse("80%").resolve(model_map.info)
+    monkeypatch.setattr(Device, "total_bytes", lambda _: GiB)
+    monkeypatch.setattr(Device, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(where, "_layers_that_fit", lambda *_: 9)
+    with small_model(small_moe, "80%", device="any") as model:
+        assert_same_bits(logits(model, prompt_tokens), expected)
+        assert model.stats().experts.budget_bytes == given
+        assert model.stats().experts.device_used_bytes == 0
+
+
+def test_memory_that_a_device_shares_is_divided_under_the_automatic_budget(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
+    expected: np.ndarray,
+) -> None:
+    monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=True)])
+    monkeypatch.setattr(where, "rates_of", lambda *_: FASTER)
+    limit = memory.MemoryLimit("test", 256 * MiB, 0)
+
+    def found(rest: int) -> tuple[int, int, int]:
+        """What experts get on both sides where so much is free beside a margin, and what the context takes."""
+        nonlocal limit
+        limit = replace(limit, free_bytes=memory.margin_bytes(limit) + rest)
+        monkeypatch.setattr(memory, "memory_limit", lambda: limit)
+        with small_model(small_moe, "auto", device="any", managed=True) as model:
+            record = find(model.llama.model)
+            assert record.device_bytes is not None
+            budgets = model.stats().experts.budget_bytes, record.device_bytes[0], sum(record.contexts.values())
+            assert_same_bits(logits(model, prompt_tokens), expected)
+            experts = model.stats().experts
+            assert experts.device_computed > 0 < experts.device_used_bytes <= record.device_bytes[0]
+            return budgets
+
+    with ModelMap(small_moe) as model_map:
+        slots, floor, experts = (model_map.info.slots_bytes, model_map.info.floor_bytes,
+                                 model_map.info.expert_bytes)
+    here, there, context = found(128 * MiB)
+    assert (here, there) == (slots - experts + floor, experts), "all of them have room there"
+    rest = slots * 6 // 10
+    here, there, _ = found(context + rest)
+    assert here == max(floor, rest // 8) and here + there == rest
+
+
+def test_a_model_fits_into_shared_memory_only_as_far_as_that_is_free_and_not_given_to_experts(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, "rates_of", lambda *_: FASTER)
+    limit = memory.MemoryLimit("test", GiB, GiB)
+    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
+    few = memory.margin_bytes(limit) + 14 * MiB
+    for shares_memory, budget, free, held in ((False, "50%", few, True), (True, "50%", GiB, False),
+                                              (True, "auto", GiB, True), (True, "auto", few, False)):
+        limit = replace(limit, free_bytes=free)
+        monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=shares_memory)])
+        with small_model(small_moe, budget, device="any", prefetch="none") as model:
+            assert (find(model.llama.model).engine is None) == held, (shares_memory, budget, free)
+
+
+@pytest.mark.parametrize(("rates", "told", "uploads"), [
+    (FASTER, {}, True), (SLOWER, {}, False), ([1.6e9, 1e9, 1e9, 7e9, 7e9], {}, False),
+    (FASTER, {"device_misses": "processor"}, False), (SLOWER, {"device_misses": "upload"}, True),
+])
+def test_what_a_device_lacks_is_uploaded_where_that_is_clearly_sooner(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
+    expected: np.ndarray, said: list[str], rates: list[float], told: dict[str, str], uploads: bool,
+) -> None:
+    monkeypatch.setattr(where, "rates_of", lambda *_: rates)
+    for is_remote in (False, True):  # what comes over a network is not measured
+        monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, is_remote=is_remote)])
+        with small_model(small_moe, "50%", device="any", vram_budget="50%", **told) as model:
+            assert_same_bits(logits(model, prompt_tokens), expected)
+            experts = model.stats().experts
+        all_there = experts.device_computed == experts.device_hits + experts.device_misses
+        assert all_there == (uploads and (not is_remote or bool(told))), is_remote
+    assert len(said) == (uploads and not told)
 
 
 def test_memory_that_a_device_shares_is_counted_once(
