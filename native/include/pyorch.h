@@ -48,7 +48,7 @@ typedef enum pyorch_status {
 const char * pyorch_last_error(void);
 
 // The calls and structs that a program was compiled with: a library of another number does not fit.
-enum { PYORCH_ABI = 4 };
+enum { PYORCH_ABI = 5 };
 
 int32_t      pyorch_abi(void);     // the PYORCH_ABI that the library was compiled with
 const char * pyorch_version(void); // "1.2.3"
@@ -299,6 +299,9 @@ typedef struct pyorch_config {
     uint64_t device_misses; // pyorch_device_misses; default PYORCH_PROCESSOR
     uint64_t device_ahead;  // so many experts that a predictor names are uploaded before their layer comes, at most
                             // 64; default 0. Not while it predicts as time allows: see pyorch_set_prefetch
+    uint64_t
+        device_prompt; // a ubatch of so many tokens, at least 32, has what a device lacks brought there, a layer at
+                       // a time; of fewer the processor computes it; default 0: 32
 } pyorch_config;
 
 // What becomes of an expert that is not in the memory of the device when its layer needs it.

@@ -26,6 +26,8 @@ from pyorch.sizes import MiB
 # llama.cpp makes beside the buffers that it reports.
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
 
+LEAST_PROMPT, MOST_PROMPT = 32, 1 << 20  # DeviceAreas::LEAST_TOKENS in native/src/routing; what no ubatch is wider than
+
 NO_TENSOR = "^$"  # a rule of llama.cpp's that no tensor's name meets
 
 # Of an expert that a device lacks: its upload is waited for, and the processor computes it while the device computes
@@ -128,6 +130,30 @@ def misses_of(settings: Settings, devices: Devices, model_map: ModelMap) -> tupl
         return PROCESSOR, ""
     return UPLOAD, (f"experts that {_names(devices.each)} {_lacks(devices.each)} are uploaded and computed there, "
                     f"{min(gains):.2g} times as fast as the processor would: --device-misses processor has it do so")
+
+
+def prompt_tokens_of(settings: Settings, devices: Devices, model_map: ModelMap) -> int:
+    """Of a ubatch for which experts that these devices lack are brought there rather than computed by the processor, at
+    least, by the same rates: what is uploaded and what is computed of other layers go on at once. The least that there
+    is for devices of other processes."""
+    if devices.is_remote or not model_map.layers:
+        return LEAST_PROMPT
+    try:
+        rates = [_rates(device, settings, model_map) for device in devices.each]
+    except PyorchError:
+        return LEAST_PROMPT
+    used = model_map.info.n_expert_used / model_map.layers[0].n_expert
+
+    def is_sooner(n_tokens: int) -> bool:
+        more = used * n_tokens / (1 - (1 - used) ** n_tokens) - 1 if used < 1 else n_tokens - 1  # rows of an expert
+        return all(max(1 / upload, 1 / there + more / there_more) <= 1 / processor + more / processor_more
+                   for upload, processor, processor_more, there, there_more in rates)
+
+    # By quarters: the rates are not better known. What is wider than the widest ubatch is never.
+    n = LEAST_PROMPT
+    while n <= MOST_PROMPT and not is_sooner(n):
+        n += n // 4
+    return n
 
 
 def gain_of(settings: Settings, devices: Devices, model_map: ModelMap) -> float:

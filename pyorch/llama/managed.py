@@ -45,6 +45,7 @@ def build(plan: EnginePlan) -> Engine | None:
         plan.map, plan.budget, settings.policy, plan.reads, settings.source, pools=plan.division.pools or Pools(),
         devices=plan.devices, device_bytes=plan.device_bytes, device_misses=settings.device_misses or PROCESSOR,
         plain=plan.plain, direct_io=settings.direct_io, device_ahead=settings.device_ahead,
+        device_prompt=plan.device_prompt,
     )
     try:
         set_uses(engine, plan.map, plan.uses)

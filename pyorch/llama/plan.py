@@ -18,7 +18,17 @@ from pyorch import files
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import logs, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
-from pyorch.llama.device import choose, device_dense_bytes, gain_of, host_dense_bytes, margin_bytes, misses_of, pipeline
+from pyorch.llama.device import (
+    LEAST_PROMPT,
+    choose,
+    device_dense_bytes,
+    gain_of,
+    host_dense_bytes,
+    margin_bytes,
+    misses_of,
+    pipeline,
+    prompt_tokens_of,
+)
 from pyorch.llama.measure import NARROW_UBATCH
 from pyorch.runtime.devices import Devices
 from pyorch.runtime.disk import reads_for
@@ -76,7 +86,8 @@ class EnginePlan:
     map: with the pack attached from which experts are read. settings: with those of a tuned setting. budget: bytes,
     under the automatic budget the least that works: contexts set it to what they leave; None: no engine, llama.cpp
     keeps the experts, or there are none. plain: experts are computed with as they lie in the file. device_bytes: of
-    each device's memory, 0 where a context says it. history, kept, uses: what predictors, memory with the policy
+    each device's memory, 0 where a context says it. device_prompt: tokens of a ubatch for which experts are brought
+    there. history, kept, uses: what predictors, memory with the policy
     "learned", and ranks of experts begin with, None for nothing. placed: other servers compute experts; has_share: and
     some only they can. notes: sentences for people.
     """
@@ -92,6 +103,7 @@ class EnginePlan:
     division: Division = Division()
     reads: Reads = Reads()
     device_bytes: tuple[int, ...] = ()
+    device_prompt: int = LEAST_PROMPT
     prefetch: Prefetch = Prefetch()
     buddies: Buddies | None = None
     ghosts: Ghosts | None = None
@@ -256,6 +268,7 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         division=plan.division.at(plan.budget),
         reads=reads,
         device_bytes=device_bytes,
+        device_prompt=LEAST_PROMPT if plan.devices is None else prompt_tokens_of(settings, plan.devices, model_map),
         prefetch=speculative(settings.prefetch, sidecars) if settings.speculate else settings.prefetch,
         buddies=buddies,
         ghosts=ghosts,

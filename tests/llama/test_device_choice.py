@@ -190,6 +190,49 @@ def test_what_a_device_lacks_is_uploaded_where_that_is_clearly_sooner(
     assert len(said) == (uploads and not told)
 
 
+# Of uploads, the processor's first and further rows, and the device's: in bytes of weights a second.
+@pytest.mark.parametrize(("rates", "least"), [
+    (FASTER, 32),
+    ([1e9, 2e9, 8e9, 9e10, 9e10], (32, 64)),  # 1 / 1 = 1 / 2 + more / 8: at four more rows, of 53 tokens
+    ([1e9, 4e9, 8e10, 9e10, 9e11], (480, 800)),  # at 60 more
+    ([1e10, 2e9, 1e10, 1e9, 5e9], None),  # the processor is the faster one
+])
+def test_a_prompt_is_brought_to_the_device_where_that_is_sooner_than_computing_it(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, rates: list[float],
+    least: int | tuple[int, int] | None,
+) -> None:
+    monkeypatch.setattr(where, "rates_of", lambda *_: rates)
+    here = replace(only_device, is_remote=False)
+    with ModelMap(small_moe) as model_map:
+        n = where.prompt_tokens_of(Settings(device="any"), Devices((here,), (8,)), model_map)
+        assert where.prompt_tokens_of(Settings(device="any"), Devices((only_device,), (8,)), model_map) == 32, "remote"
+    low, high = least if isinstance(least, tuple) else (least, least)
+    assert n > 1 << 20 if low is None else low <= n <= high
+
+
+def test_a_prompt_that_the_processor_computes_sooner_passes_through_no_area(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
+) -> None:
+    monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, is_remote=False)])
+
+    def decode(**options: object) -> tuple[np.ndarray, bool]:
+        """And whether the device computed all experts."""
+        with small_model(small_moe, "100%", prefetch="none", use_extra_bufts=False, **options) as model, \
+                Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=64, n_threads=1) as context:
+            made = context.decode(prompt_tokens[:64])
+            experts = model.stats().experts
+            return made, experts.device_computed == experts.device_hits + experts.device_misses
+
+    expected, _ = decode()
+    found = []
+    for rates in ([1e9, 2e9, 8e9, 9e10, 9e10], [1e9, 4e9, 8e10, 9e10, 9e11]):
+        monkeypatch.setattr(where, "rates_of", lambda *_: rates)
+        made, by_device = decode(device="any", vram_budget="50%", device_misses="processor")
+        assert_same_bits(made, expected)
+        found.append(by_device)
+    assert found == [True, False]
+
+
 def test_memory_that_a_device_shares_is_counted_once(
     small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
     expected: np.ndarray,

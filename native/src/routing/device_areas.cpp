@@ -7,7 +7,8 @@
 
 namespace pyorch {
 
-DeviceAreas::DeviceAreas(Table & table, DeviceBanks & banks) : table(table), banks(banks) {
+DeviceAreas::DeviceAreas(Table & table, DeviceBanks & banks, int least_tokens) :
+        table(table), banks(banks), least_tokens(std::max(least_tokens, LEAST_TOKENS)) {
     for (const auto & bank : banks.all()) {
         const int n = bank->n_areas();
         for (int layer = bank->layers.begin; layer < bank->layers.end; ++layer) {

@@ -46,19 +46,21 @@ std::vector<uint8_t> bring_in_order(
 
 class DeviceAreas {
 public:
-    // Of fewer tokens the processor computes sooner than their experts are uploaded.
+    // Of fewer tokens the processor computes sooner than their experts are uploaded, whatever the device.
     static constexpr int LEAST_TOKENS = 32;
 
-    // REQUIRES: the banks have their memory.
-    DeviceAreas(Table & table, DeviceBanks & banks);
+    // least_tokens: of a prompt that passes, above that. REQUIRES: the banks have their memory.
+    DeviceAreas(Table & table, DeviceBanks & banks, int least_tokens);
     ~DeviceAreas();
 
     DeviceAreas(const DeviceAreas &)             = delete;
     DeviceAreas & operator=(const DeviceAreas &) = delete;
 
     // Whether a prompt of so many tokens passes through some, and whether a layer does.
-    bool take(int n_tokens, bool decode) const { return !decode && n_tokens >= LEAST_TOKENS && !areas.empty(); }
-    bool take(int layer, int n_tokens, bool decode) const { return take(n_tokens, decode) && index_of[layer] >= 0; }
+    bool take(int n_tokens, bool decode) const { return !decode && n_tokens >= least_tokens && !areas.empty(); }
+    bool take(int layer, int n_tokens, bool decode) const { return take(n_tokens, decode) && has_area(layer); }
+
+    bool has_area(int layer) const { return index_of[layer] >= 0; }
 
     // Of those of the layer's device.
     int number(int layer) const { return layer % banks.of(layer).n_areas(); }
@@ -102,6 +104,7 @@ private:
 
     Table &                 table;
     DeviceBanks &           banks;
+    const int               least_tokens;
     std::mutex              mutex;
     std::condition_variable changed;
     const void *            owner = nullptr;

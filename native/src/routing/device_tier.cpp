@@ -3,6 +3,7 @@
 #include "base/placement.h"
 
 #include <algorithm>
+#include <climits>
 #include <iterator>
 #include <numeric>
 
@@ -19,7 +20,8 @@ std::vector<ggml_backend_dev_t> devices_of(const pyorch_config & config) {
 DeviceTier::DeviceTier(Table & table, const pyorch_config & config, const std::shared_ptr<PageLocks> & locks) :
         banks(table.map, devices_of(config), { config.device_ends, config.device_ends + config.n_devices }, locks),
         table(table), policy((pyorch_policy) config.policy), misses((pyorch_device_misses) config.device_misses),
-        n_ahead((int) config.device_ahead), budgets(config.device_bytes, config.device_bytes + config.n_devices) {}
+        n_ahead((int) config.device_ahead), least_tokens((int) std::min<uint64_t>(config.device_prompt, INT_MAX)),
+        budgets(config.device_bytes, config.device_bytes + config.n_devices) {}
 
 DeviceTier::~DeviceTier() {
     {
@@ -69,7 +71,7 @@ void DeviceTier::open(uint64_t landing_bytes) {
     if (n_ahead > 0 && !all_fit) {
         seats->set_ahead(n_ahead);
     }
-    areas    = std::make_unique<DeviceAreas>(table, banks);
+    areas    = std::make_unique<DeviceAreas>(table, banks, least_tokens);
     uploader = std::thread([this] { work(); });
     opened   = true; // else the next context tries again
     std::vector<uint8_t> loaded(table.map.layers.size());
@@ -274,8 +276,8 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & vi
 }
 
 int DeviceTier::last_with_area(const std::vector<int> & layers) const {
-    const auto last = std::find_if(layers.rbegin(), layers.rend(),
-        [&](int layer) { return !is_whole(layer) && areas->take(layer, DeviceAreas::LEAST_TOKENS, false); });
+    const auto last = std::find_if(
+        layers.rbegin(), layers.rend(), [&](int layer) { return !is_whole(layer) && areas->has_area(layer); });
     return last != layers.rend() ? *last : -1;
 }
 

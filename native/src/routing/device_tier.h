@@ -154,7 +154,8 @@ private:
     Table &                    table;
     pyorch_policy              policy;
     const pyorch_device_misses misses;
-    const int                  n_ahead; // experts of forecasts a layer
+    const int                  n_ahead;      // experts of forecasts a layer
+    const int                  least_tokens; // of a prompt that passes through areas
     std::atomic<bool>          by_forecasts{ true };
     std::vector<uint64_t>      budgets; // by device
 
