@@ -248,7 +248,7 @@ def _advise(
     divides = False
     if wanted is not None:
         device = _device(wanted, model_map, n_threads, compute, progress)
-        divides = device.shares_memory and not wanted.budgets  # one budget is for both sides
+        divides = device.shares_memory and all(b == "auto" for b in wanted.budgets)  # one budget is for both sides
         host_dense_bytes = host_bytes_beside_device(model_map)
         n_host_bytes -= model_map.kv_bytes(args.ctx)
         vram_budgets = [] if divides else [
@@ -267,10 +267,11 @@ def _advise(
     asked = [(budget, budget) for budget in budgets]
     plan = [(budget, name, None) for budget, name in (rest[:1] if device else [*asked, rest[1]])]
     if divides:
+        room = rest_of_device(device, model_map, host_dense_bytes, n_context_bytes)
         for budget, name in [*asked, rest[1]]:
             n_bytes = Budget.parse(budget).resolve(info)
-            there = divided_budget(n_bytes, info, device.free_bytes)
-            plan.append((as_option(n_bytes - there), name, as_option(there)))
+            there = divided_budget(n_bytes, info, room) if device.speed.decode > 1 else 0
+            plan.append((as_option(n_bytes - there), name, as_option(there) if there else None))
     else:
         plan += [(budget, name, vram_budget) for vram_budget in vram_budgets for budget, name in [*asked, rest[1]]]
     estimates = []

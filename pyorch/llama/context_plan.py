@@ -25,7 +25,7 @@ def default_ubatch(managed: ManagedModel) -> int | None:
     reading. None under the automatic budget, where it depends on what memory a context leaves."""
     if managed.plan.automatic:
         return None
-    whole = managed.engine is None or managed.engine.stats().budget_bytes >= managed.map.info.slots_bytes
+    whole = managed.engine is None or managed.budget_bytes() >= managed.map.info.slots_bytes
     return NARROW_UBATCH if whole or managed.plan.has_share else WIDE_UBATCH
 
 
@@ -83,10 +83,12 @@ def plan_context(
         budget = min(memory.budget_beside(info, free, dense_bytes, needed, to_come), slots_bytes)
         if divides:
             sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
-            left = sum(_device_budgets(managed, sizes, params.n_ubatch, is_loaded))
+            left = _device_budgets(managed, sizes, params.n_ubatch, is_loaded)
             rest = memory.rest_bytes(free, dense_bytes, needed)
-            there = divided_budget(rest, info, left)
-            managed.device_bytes = in_shares(there, managed.devices.expert_bytes(managed.map))
+            # Another context, as large as this one, is the host's to make room for: what the device has, it keeps.
+            shares = in_shares(divided_budget(rest, info, sum(left), needed), managed.devices.expert_bytes(managed.map))
+            managed.device_bytes = tuple(map(min, shares, left))
+            there = sum(managed.device_bytes)
             for i, n_bytes in enumerate(managed.device_bytes):
                 managed.engine.set_device_budget(i, n_bytes)
             budget = min(rest - there, slots_bytes - there + info.floor_bytes)
@@ -114,7 +116,11 @@ def plan_devices(managed: ManagedModel, params: llama.llama_context_params, is_l
         if is_automatic or found < given:
             managed.engine.set_device_budget(i, found)
         if managed.plan.divides and found < given:
-            managed.engine.set_budget(managed.engine.stats().budget_bytes + given - found)
+            budget = managed.engine.stats().budget_bytes + given - found
+            managed.engine.set_budget(budget)
+            if managed.division.planner is not None:
+                managed.division = managed.division.at(budget)
+                managed.engine.set_pools(managed.division.pools)
         if not is_automatic and found < given:
             fatal.notice(f"note: {device.name} has {format_bytes(found)} left beside the other layers and the context: "
                          f"so much is for experts, not {format_bytes(given)}")
@@ -134,7 +140,7 @@ def _device_budgets(
             continue
         left = max(0, left - margin_bytes(device.total_bytes()))
         if managed.plan.divides:
-            found.append(min(given, left) if given else left)
+            found.append(left if managed.plan.automatic else min(given, left))
         else:  # one of several that shares the processor's memory has none
             found.append(0 if device.shares_memory else left)
     return tuple(found)

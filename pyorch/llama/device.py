@@ -26,7 +26,8 @@ from pyorch.sizes import MiB
 # llama.cpp makes beside the buffers that it reports.
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
 
-LEAST_PROMPT, MOST_PROMPT = 32, 1 << 20  # DeviceAreas::LEAST_TOKENS in native/src/routing; what no ubatch is wider than
+# DeviceAreas::LEAST_TOKENS and NO_TOKENS in native/src/routing/device_areas.h
+LEAST_PROMPT, NO_PROMPT = 32, 2**31 - 1
 
 NO_TENSOR = "^$"  # a rule of llama.cpp's that no tensor's name meets
 
@@ -135,8 +136,8 @@ def misses_of(settings: Settings, devices: Devices, model_map: ModelMap) -> tupl
 def prompt_tokens_of(settings: Settings, devices: Devices, model_map: ModelMap) -> int:
     """Of a ubatch for which experts that these devices lack are brought there rather than computed by the processor, at
     least, by the same rates: what is uploaded and what is computed of other layers go on at once. The least that there
-    is for devices of other processes."""
-    if devices.is_remote or not model_map.layers:
+    is for devices of other processes; NO_PROMPT where it is no ubatch."""
+    if devices.is_remote or not model_map.layers or not model_map.info.n_expert_used:
         return LEAST_PROMPT
     try:
         rates = [_rates(device, settings, model_map) for device in devices.each]
@@ -149,11 +150,11 @@ def prompt_tokens_of(settings: Settings, devices: Devices, model_map: ModelMap) 
         return all(max(1 / upload, 1 / there + more / there_more) <= 1 / processor + more / processor_more
                    for upload, processor, processor_more, there, there_more in rates)
 
-    # By quarters: the rates are not better known. What is wider than the widest ubatch is never.
-    n = LEAST_PROMPT
-    while n <= MOST_PROMPT and not is_sooner(n):
+    # By quarters: the rates are not better known. Where it is not so for wide ones, it is for none.
+    n, widest = LEAST_PROMPT, max(settings.n_ubatch, measure.WIDE_UBATCH)
+    while n <= widest and not is_sooner(n):
         n += n // 4
-    return n
+    return n if n <= widest and is_sooner(widest) else NO_PROMPT
 
 
 def gain_of(settings: Settings, devices: Devices, model_map: ModelMap) -> float:

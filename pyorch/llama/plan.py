@@ -120,7 +120,8 @@ class EnginePlan:
     @property
     def divides(self) -> bool:
         """Whether the devices share this machine's memory, so that one budget is for experts on both sides."""
-        return self.devices is not None and self.devices.shares_memory and self.settings.vram_budget == AUTO
+        return (self.budget is not None and self.devices is not None and self.devices.shares_memory
+                and self.settings.vram_budget == AUTO)
 
 
 def make_plan(
@@ -148,7 +149,7 @@ def make_plan(
                  "it answers means nothing",)
     if devices is not None and not placed and _hold_all(devices, settings, model_map, params, context):
         return EnginePlan(model_map, settings, Sidecars(model_map), None, plain, devices, placed, notes=notes)
-    if devices is not None and settings.budget != RESIDENT:
+    if devices is not None:
         settings, of_experts = _for_experts_on(devices, settings, model_map, placed)
         notes += of_experts
     division, of_pack = _use_pack(settings, model_map, params, devices, plain, placed)
@@ -164,23 +165,34 @@ def _for_experts_on(
     devices: Devices, settings: Settings, model_map: ModelMap, placed: bool
 ) -> tuple[Settings, tuple[str, ...]]:
     """What the settings leave to how fast both sides are, decided; and notes."""
-    misses, note = misses_of(settings, devices, model_map) if not placed else (settings.device_misses, "")
+    shares = devices.shares_memory and settings.vram_budget == AUTO
+    of_none = replace(settings, vram_budget=Budget.parse(0), device_misses=settings.device_misses or PROCESSOR)
+    if placed or settings.budget == RESIDENT or not model_map.layers:  # others are promised what host memory has
+        return of_none if shares else settings, ()
+    if settings.vram_budget != AUTO and settings.vram_budget.amount.of(100) == 0:
+        return of_none, ()
+    misses, note = misses_of(settings, devices, model_map)
     settings = replace(settings, device_misses=misses)
-    if not devices.shares_memory or settings.vram_budget != AUTO or not model_map.layers:
+    if not shares:
         return settings, (note,)
     gain = gain_of(settings, devices, model_map)
     if gain > 1:
         return settings, (note, f"{devices.name} shares this machine's memory and computes experts {gain:.2g} times as "
-                                "fast as the processor: most of --budget is for experts there")
-    return replace(settings, vram_budget=Budget.parse(0), device_misses=PROCESSOR), (
-        f"{devices.name} shares this machine's memory and computes experts at {gain:.2g} of the processor's speed: the "
-        "processor computes them, unless --vram-budget says otherwise",)
+                                "fast as the processor: what --budget has beside the least is for experts there")
+    why = f"computes experts at {gain:.2g} of the processor's speed" if gain else "cannot be measured"
+    return of_none, (
+        f"{devices.name} shares this machine's memory and {why}: the processor computes them, unless --vram-budget "
+        "says otherwise",)
 
 
-def divided_budget(n_bytes: int, info: MapInfo, most: int) -> int:
+def divided_budget(n_bytes: int, info: MapInfo, most: int, spare: int = 0) -> int:
     """Of memory for experts that a device shares with the processor, what is for those on the device, at most so much.
-    The rest is what they pass through when they are read, and has those that come next in value."""
-    return max(0, min(n_bytes - max(info.floor_bytes, n_bytes // HOST_PART), info.expert_bytes, most))
+    The rest is what they pass through when they are read, has those that come next in value, and gives up to so much
+    for what comes later. Where all of them fit on the device, beside the least that they pass through, they are there.
+    """
+    least = info.floor_bytes + min(spare, n_bytes // 2)
+    whole = n_bytes - least >= info.expert_bytes
+    return max(0, min(n_bytes - (least if whole else max(least, n_bytes // HOST_PART)), info.expert_bytes, most))
 
 
 def _hold_all(
@@ -192,22 +204,24 @@ def _hold_all(
     info = model_map.info
     if settings.managed or settings.vram_budget != AUTO or settings.lossy or settings.source is not None or info.slim:
         return False
-    if devices.shares_memory and settings.budget != AUTO:  # which is for experts there, too
+    shared = [i for i, device in enumerate(devices.each) if device.shares_memory]
+    if shared and settings.budget != AUTO:  # which is for experts there, too
         return False
     if not model_map.layers or 0 <= params.n_gpu_layers <= info.n_layers:  # of which the processor has some
         return False
     dense = device_dense_bytes(model_map, params.n_gpu_layers, devices)
-    left = [device.free_bytes() - margin_bytes(device.total_bytes()) - sum(weights)
-            for device, *weights in zip(devices.each, devices.expert_bytes(model_map), dense)]
+    weights = [sum(each) for each in zip(devices.expert_bytes(model_map), dense)]
+    left = [device.free_bytes() - margin_bytes(device.total_bytes()) - n for device, n in zip(devices.each, weights)]
     if min(left) <= 0:
         return False
     rule = params.tensor_buft_overrides
     pipeline(params)
     sizes = measure.sizes_of(model_map, params, context or _first_context(settings, model_map), devices)
     fits = all(size <= of for size, of in zip(sizes.devices, left))
-    if devices.shares_memory:
-        context_bytes = sizes.host + sum(sizes.devices)
-        fits &= memory.rest_bytes(memory.memory_limit(), info.dense_bytes, context_bytes) >= info.expert_bytes
+    if shared:
+        here = host_dense_bytes(model_map, devices, params) + sum(weights[i] for i in shared)
+        there = sizes.host + sum(sizes.devices[i] for i in shared)
+        fits &= memory.rest_bytes(memory.memory_limit(), here, there) >= 0
     if fits:
         return True
     params.tensor_buft_overrides = rule
@@ -260,8 +274,10 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         there = min(settings.vram_budget.amount.of(sum(expert_bytes)), sum(expert_bytes)) if (
             settings.vram_budget != AUTO) else 0
         if plan.divides and not plan.automatic:
-            there = divided_budget(plan.budget, model_map.info, plan.budget)
-            plan = replace(plan, budget=plan.budget - there)
+            info = model_map.info
+            whole = plan.budget >= info.slots_bytes  # then all are there, and what they pass through comes on top
+            there = info.expert_bytes if whole else divided_budget(plan.budget, info, plan.budget)
+            plan = replace(plan, budget=max(plan.budget - there, info.floor_bytes))
         device_bytes = in_shares(there, expert_bytes)
     return replace(
         plan,

@@ -100,14 +100,14 @@ class Residency:
             "model": os.path.basename(self._managed.path),
             "seconds": round(time.monotonic() - self._began, 3),
             "settings": {
-                "budget": snapshot.stats.budget_bytes, "least_budget": info.floor_bytes,
+                "budget": self._managed.budget_bytes(), "least_budget": info.floor_bytes,
                 "most_budget": info.slots_bytes,
                 "policy": self._policy, "prefetch": self._prefetch,
                 "substitution": None if self._substitution is None else str(self._substitution),
                 "device": self._managed.devices.name if self._managed.devices is not None else None,
                 "slots": self._concurrency.n_slots,
-                "suitable_slots": self._concurrency.suitable(snapshot.stats.budget_bytes),
-                "advice": self._concurrency.advice(snapshot.stats.budget_bytes),
+                "suitable_slots": self._concurrency.suitable(self._managed.budget_bytes()),
+                "advice": self._concurrency.advice(self._managed.budget_bytes()),
                 "policies": list(policies().present), "predictors": [AUTO, *predictors().present],
             },
             "totals": {**dataclasses.asdict(snapshot.stats), "recall": recall(snapshot.stats),
@@ -138,8 +138,7 @@ class Residency:
 
     def _changes(self) -> dict[str, _Change]:
         return {
-            "budget": _Change(self._read_budget, lambda _: self.engine.stats().budget_bytes,
-                              lambda n_bytes: self.engine.set_budget(n_bytes)),
+            "budget": _Change(self._read_budget, lambda _: self._managed.budget_bytes(), self._managed.set_budget),
             "policy": _Change(lambda value: policies().choose(_text("policy", value)).name, lambda _: self._policy,
                               self._set_policy),
             "prefetch": _Change(self._read_prefetch, lambda _: Prefetch.parse(self._prefetch), self._set_prefetch),

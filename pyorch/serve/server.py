@@ -230,7 +230,7 @@ class _Watch(threading.Thread):
             chat = "" if self._root is Root.LIVE_VIEW else f"chat at {self._address.url}/, "
             self._say(f"{chat}live view at {self._address.url}/pyorch, API for programs at {self._address.url}/v1")
         if self._engine is not None:
-            advice = self._concurrency.advice(self._engine.stats().budget_bytes)
+            advice = self._concurrency.advice(self._record.budget_bytes())
             if advice:
                 self._say(f"note: {advice}")
         if self._beside is not None:

@@ -65,7 +65,7 @@ std::vector<DevicePool> form_device_pools(
         // The newest pool of its kind that has room.
         auto pool = std::find_if(pools.rbegin(), pools.rend(), [&](const DevicePool & p) {
             return p.layers.front() >= first && alike(map.layers[p.layers.front()], layer) &&
-                p.n_slots + slots <= (uint64_t) DevicePool::MAX_SLOTS * layer.n_expert &&
+                share * (p.n_experts + layer.n_expert) <= DevicePool::MAX_SLOTS * layer.n_expert &&
                 (p.n_slots + slots) * largest_matrix(layer) <= DevicePool::MAX_TENSOR_BYTES;
         });
         if (pool == pools.rend()) {
@@ -213,14 +213,14 @@ void DeviceBank::turn_area(int number, int layer) {
     kind_in[number] = kind;
 }
 
-void DeviceBank::allocate(uint64_t budget, bool whole) {
+void DeviceBank::allocate(uint64_t budget, bool whole, bool prompts) {
     whole_layers = whole;
     used_bytes   = 0;
     areas.clear();
     area_buffers.clear();
     buffer.reset();
     const uint64_t all = expert_bytes(map, layers);
-    if (budget < all) {
+    if (budget < all && prompts) {
         allocate_areas(budget);
         budget -= used_bytes;
     }

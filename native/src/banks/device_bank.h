@@ -100,8 +100,9 @@ public:
 
     // Takes memory: at most so many bytes, and no more than all experts of its layers need. What the device refuses is
     // asked for again, by a quarter less; then one more quarter is left to the buffers of contexts. That is said once,
-    // and it may come to nothing. whole: some layers may be there wholly. Called once, but again where it threw.
-    void allocate(uint64_t budget, bool whole = false);
+    // and it may come to nothing. whole: some layers may be there wholly. Called once, but again where it threw. prompts: some pass
+    // through areas.
+    void allocate(uint64_t budget, bool whole = false, bool prompts = true);
 
     const ggml_backend_dev_t device;
     const LayerRange         layers;

@@ -49,6 +49,8 @@ public:
     // Of fewer tokens the processor computes sooner than their experts are uploaded, whatever the device.
     static constexpr int LEAST_TOKENS = 32;
 
+    static constexpr int NO_TOKENS = INT32_MAX; // of as many there is none: the memory of areas is for slots
+
     // least_tokens: of a prompt that passes, above that. REQUIRES: the banks have their memory.
     DeviceAreas(Table & table, DeviceBanks & banks, int least_tokens);
     ~DeviceAreas();

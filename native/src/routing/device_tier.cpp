@@ -55,7 +55,8 @@ void DeviceTier::open(uint64_t landing_bytes) {
     for (size_t i = 0; i < budgets.size(); ++i) {
         DeviceBank & bank = *banks.all()[i];
         const bool   all  = budgets[i] >= expert_bytes(table.map, bank.layers);
-        bank.allocate(budgets[i] - (all ? 0 : std::min(landing_bytes, budgets[i] / LANDING_SHARE)), n_ahead == 0);
+        bank.allocate(budgets[i] - (all ? 0 : std::min(landing_bytes, budgets[i] / LANDING_SHARE)), n_ahead == 0,
+            least_tokens < DeviceAreas::NO_TOKENS);
         bank.landings.set_limit(std::max(budgets[i], bank.used()) - bank.used());
         for (const auto & pool : bank.all()) {
             n_slots.push_back(pool.n_slots);
