@@ -64,6 +64,7 @@ def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def prompts_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through areas, however slow the device is beside this processor."""
     monkeypatch.setattr(plan, "prompt_tokens_of", lambda *_: LEAST_PROMPT)
+    monkeypatch.setattr(plan, "misses_of", lambda settings, *_: (settings.device_misses or "processor", ""))
 
 
 @pytest.fixture
