@@ -269,6 +269,7 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         plan = replace(plan, budget=settings.budget.resolve(model_map.info, ghosts.n_bytes))
     kept, refusal = _kept(plan)
     device_bytes: tuple[int, ...] = ()
+    device_prompt = LEAST_PROMPT
     if plan.devices is not None:
         expert_bytes = plan.devices.expert_bytes(model_map)
         there = min(settings.vram_budget.amount.of(sum(expert_bytes)), sum(expert_bytes)) if (
@@ -279,12 +280,14 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
             there = info.expert_bytes if whole else divided_budget(plan.budget, info, plan.budget)
             plan = replace(plan, budget=max(plan.budget - there, info.floor_bytes))
         device_bytes = in_shares(there, expert_bytes)
+        if there or settings.vram_budget == AUTO:  # else nothing passes there, and nothing is to be measured
+            device_prompt = prompt_tokens_of(settings, plan.devices, model_map)
     return replace(
         plan,
         division=plan.division.at(plan.budget),
         reads=reads,
         device_bytes=device_bytes,
-        device_prompt=LEAST_PROMPT if plan.devices is None else prompt_tokens_of(settings, plan.devices, model_map),
+        device_prompt=device_prompt,
         prefetch=speculative(settings.prefetch, sidecars) if settings.speculate else settings.prefetch,
         buddies=buddies,
         ghosts=ghosts,
