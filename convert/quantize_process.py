@@ -18,6 +18,8 @@ import gguf
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
+from pyorch import __version__
+from pyorch.convert.children import MARK
 from pyorch.convert.imatrix import read_imatrix
 from pyorch.errors import FormatError
 from pyorch.llama import logs
@@ -62,7 +64,9 @@ def quantize(source: Path, target: Path, file_type: int, *, pure: bool = False, 
     params.pure = pure
     params.keep_split = keep_split
     params.max_buf_size = _BUFFER_BYTES
-    importances = _importances(imatrix or {})  # referred to until the call returns
+    marks = _marks()  # referred to until the call returns, as importances
+    params.kv_overrides = marks
+    importances = _importances(imatrix or {})
     if imatrix:
         params.imatrix = importances
     llama.llama_log_set(log, ctypes.c_void_p(0))
@@ -73,6 +77,14 @@ def quantize(source: Path, target: Path, file_type: int, *, pure: bool = False, 
         logs.install()  # the log is one for the process, and this callback ends here
     if status != 0:
         raise QuantizeError(why[0] if why else f"llama.cpp returned {status} without a reason")
+
+
+def _marks() -> ctypes.Array:
+    """llama_model_kv_override[2], the last one without a key: what the file has beside the metadata of its source."""
+    entries = (llama.llama_model_kv_override * 2)()
+    entries[0].tag, entries[0].key = llama.LLAMA_KV_OVERRIDE_TYPE_STR, MARK.encode()
+    entries[0].value.val_str = __version__.encode()
+    return entries
 
 
 def _importances(imatrix: Mapping[str, np.ndarray]) -> ctypes.Array:

@@ -12,7 +12,7 @@ import numpy as np
 
 from pyorch.convert.pack import OnProgress, pack
 from pyorch.convert.pack_plan import Share
-from pyorch.convert.slim import check_slim, slim_bytes, write_slim
+from pyorch.convert.slim import check_slim, is_slim_of, slim_bytes, write_slim
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import LayerInfo, ModelMap
 from pyorch.sidecars import container, packs
@@ -55,11 +55,13 @@ def write_share(
         check_slim(model_map, target)
         n_experts = int(sum(row.sum() for row in share.values()))
         digest = packs.share_digest(share)
-        has_slim = _is_slim(target, model_map)
+        has_slim = is_slim_of(target, model_map)
         has_pack = _has(target, digest) if has_slim else _is_share(path, model_map, digest)
         if target.exists() and not has_slim:
             raise PyorchError(f"{target} is there, and is not the slim model that belongs there: name another "
                               "directory")
+        if path.exists() and not (has_pack or container.is_sidecar_of(path, model_map, packs.KIND)):
+            raise PyorchError(f"{path} is there, and is not a pack of {model_map.path}: name another directory")
         if not has_pack:
             spare_bytes = 0 if has_slim else slim_bytes(model_map)
             pack(model, path, share=share, spare_bytes=spare_bytes, on_progress=on_progress)
@@ -85,13 +87,5 @@ def _has(target: Path, digest: str) -> bool:
         with packs.open_model(target, share=True) as model_map:
             share = packs.share_of(model_map)
             return share is not None and packs.share_digest(share) == digest
-    except FormatError:
-        return False
-
-
-def _is_slim(path: Path, model_map: ModelMap) -> bool:
-    try:
-        with ModelMap(path) as slim:
-            return bool(slim.info.slim) and container.fingerprint(slim) == container.fingerprint(model_map)
     except FormatError:
         return False

@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 
 from pyorch import files
-from pyorch.errors import PyorchError
+from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
 
@@ -48,6 +48,15 @@ def check_slim(model_map: ModelMap, target: Path) -> None:
     if not model_map.layers:
         raise PyorchError(f"{model_map.path} has no routed experts: there is nothing to leave out")
     files.check_no_source(target, model_map.shards)
+
+
+def is_slim_of(path: Path, model_map: ModelMap) -> bool:
+    """Whether a file is the slim model of this one."""
+    try:
+        with ModelMap(path) as found:
+            return bool(found.info.slim) and container.fingerprint(found) == container.fingerprint(model_map)
+    except FormatError:
+        return False
 
 
 def slim_bytes(model_map: ModelMap) -> int:

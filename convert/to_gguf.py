@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import glob
 import os
 import re
 import time
@@ -20,12 +21,13 @@ from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.convert.imatrix import read_imatrix
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import logs, measure
-from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.model_map import ModelMap, shards_of
 
 OnProgress = Callable[[str, int, int], None]  # "converting" or "quantizing", done, total
 
 _TRIED_CTX = 32  # tokens of the context that shows whether one can be made
 _SPLIT_SIZE = re.compile(r"[1-9][0-9]*[MG]")
+_OF_SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5}\.gguf)$")
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,9 @@ def convert(
     if source.is_file() and source.suffix == ".gguf":
         if kind is None:
             raise PyorchError(f"{source} is a GGUF already: name the type to quantize it to with --quantize")
-        if target.exists() and target.samefile(source):
-            raise PyorchError(f"{target} is the file to quantize: name another output, so that it is kept")
+        shards = shards_of(source)
+        for name in (target, *_shards_at(target, len(shards))):
+            files.check_no_source(name, shards, "the file to quantize")
         need = _gguf_elements(source) * kind.bits_per_weight / 8
     else:
         checkpoint = open_checkpoint(source)
@@ -127,6 +130,25 @@ def convert(
             raise PyorchError(f"writing to {target.parent} failed: {reason}; nothing was left there") from None
     return Conversion(tuple(published), checkpoint.architecture if checkpoint else "", file_type.name, n_bytes,
                       time.monotonic() - begin)
+
+
+def shards_beside(target: Path) -> list[Path]:
+    """The files that exist and are named as shards of a target, of whatever number."""
+    return sorted(target.parent.glob(f"{glob.escape(target.stem)}-{'[0-9]' * 5}-of-{'[0-9]' * 5}.gguf"))
+
+
+def is_converted(path: Path) -> bool:
+    """Whether convert() wrote a GGUF. The first shard tells it of the others."""
+    try:
+        with ModelMap(_OF_SHARD.sub(r"-00001-of-\1", os.fspath(path))) as found:
+            return found.metadata(children.MARK, str) is not None and not found.info.slim
+    except FormatError:
+        return False
+
+
+def _shards_at(target: Path, n: int) -> list[Path]:
+    """How llama.cpp's tools call the shards of a target."""
+    return [target.with_name(f"{target.stem}-{i + 1:05}-of-{n:05}.gguf") for i in range(n)]
 
 
 def _check_loads(model_map: ModelMap, source: Path) -> None:

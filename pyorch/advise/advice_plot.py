@@ -14,6 +14,8 @@ from pyorch.sizes import GiB
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_NAME = "advice"
+
 
 def draw(estimates: Sequence[Estimate], resident_rate: float, chosen: int, directory: Path) -> Path:
     """Writes advice.png into a directory, which is made if need be; returns its path.
@@ -24,7 +26,12 @@ def draw(estimates: Sequence[Estimate], resident_rate: float, chosen: int, direc
     Raises PyorchError without matplotlib, or where nothing can be written.
     """
     picture = partial(_advice, estimates=estimates, resident_rate=resident_rate, chosen=chosen)
-    return pictures.save({"advice": picture}, directory)[0]
+    return pictures.save({_NAME: picture}, directory)[0]
+
+
+def picture_in(directory: Path) -> Path:
+    """The file that draw() writes into a directory."""
+    return directory / f"{_NAME}.png"
 
 
 def _advice(figure_class: type[Figure], estimates: Sequence[Estimate], resident_rate: float, chosen: int) -> Figure:

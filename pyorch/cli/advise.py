@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.numbers import number, rate, size, whole
-from pyorch.cli.options import answer, check_readable
+from pyorch.cli.options import add_force, answer, check_own, check_readable
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import OPTIONS, add_settings, given_settings, listed
 from pyorch.cli.tables import Facts, Table
@@ -114,11 +114,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                               "assumed)")
     parser.add_argument("--again", action="store_true", help="measure again what was kept from before")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write a picture, advice.png, into DIR")
+    add_force(parser, "")
     parser.add_argument("--json", action="store_true", help="print the advice as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     from pyorch import pictures
+    from pyorch.advise.advice_plot import picture_in
     from pyorch.llama.memory import MemoryLimit
     from pyorch.sidecars import packs
 
@@ -130,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
             raise PyorchError(f"{args.model} is a dense model: it has no experts that could be read while it runs")
         if args.plot is not None:
             pictures.check(args.plot)
+            check_own(picture_in(args.plot), args.model, args.force)
         args.ctx = args.ctx or model_map.default_ctx
         try:
             advice = _advise(args, model_map, memory, wanted, progress)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_model, answer, check_readable
+from pyorch.cli.options import add_force, add_model, answer, check_own, check_readable
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed, one_by_one
 from pyorch.cli.tables import Facts, Table
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="measure beside N processes that keep a processor busy each (default: 0)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png",
                         help="with a lossy setting, draw into this file what is read over time, lossless and lossy")
+    add_force(parser, "")
     parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
 
 
@@ -71,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     check_readable([args.data])
     if args.plot is not None:
         check_plot(args.plot)
+        check_own(args.plot, args.model, args.force)
     given = listed(args, "prefetch")
     first = {"prefetch": given[0]} if given else {}  # what goes with it is checked here
     each = [Settings(**given_settings(one, "budget", "policy", "prefetch"), **first)

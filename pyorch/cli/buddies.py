@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,8 @@ def run(args: argparse.Namespace) -> int:
 
     settings = Settings(args.alpha, args.k_max)
     path = (args.output or container.default_path(args.model, "buddies")).absolute()
-    check_output(path, args.model, [args.trace])
+    check_output(path, args.model, [args.trace], force=args.force,
+                 is_own=partial(container.is_sidecar_of, kind="buddies"))
     with packs.open_model(args.model) as model_map:
         with Progress() as progress:
             built = build(model_map, Trace(args.trace), settings, progress.update)

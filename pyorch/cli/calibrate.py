@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 from pyorch.cli.options import (
@@ -41,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.sidecars.predictor import KIND, PredictorFile
 
     output = args.output or container.default_path(args.model, KIND)
-    check_output(output, args.model, args.data)
+    check_output(output, args.model, args.data, force=args.force,
+                 is_own=partial(container.is_sidecar_of, kind=KIND))
     with Progress(live=not args.verbose) as progress:
         calibrated = calibrate(
             args.model, args.data, args.tokens, on_progress=progress.update, verbose=args.verbose,

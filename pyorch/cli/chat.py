@@ -76,26 +76,33 @@ class Chat:
         return "  ".join([*parts, f"context {llama.n_tokens} of {llama.n_ctx()}"])
 
     def save(self, path: Path) -> None:
-        """PyorchError if the file cannot be written."""
+        """PyorchError if the file cannot be written, or is another one than a conversation that was saved."""
         from pyorch.files import write_text
 
+        if path.is_file() and path.stat().st_size > 0:
+            _read(path)
         said = {"system": self.system, "messages": self.messages}
         write_text(path, json.dumps(said, indent=2, ensure_ascii=False) + "\n")
 
     def load(self, path: Path) -> None:
         """Goes on with a conversation that was saved. PyorchError for a file that holds none; then nothing changes."""
-        try:
-            said = json.loads(path.read_text(encoding="utf-8"))
-            system, messages = said["system"], [dict(message) for message in said["messages"]]
-            texts = [message["content"] for message in messages] + ([] if system is None else [system])
-            known = all(message["role"] in _ROLES and message.keys() == {"role", "content"} for message in messages)
-        except OSError as error:
-            raise PyorchError(f"{path} cannot be read: {error.strerror}") from None
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise PyorchError(f"{path} is no conversation that /save wrote") from None
-        if not known or not all(isinstance(text, str) for text in texts):
-            raise PyorchError(f"{path} is no conversation that /save wrote")
-        self.system, self.messages = system, messages
+        self.system, self.messages = _read(path)
+
+
+def _read(path: Path) -> tuple[str | None, list[dict[str, str]]]:
+    """The system prompt and the messages of a saved conversation. PyorchError for a file that holds none."""
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        system, messages = said["system"], [dict(message) for message in said["messages"]]
+        texts = [message["content"] for message in messages] + ([] if system is None else [system])
+        known = all(message["role"] in _ROLES and message.keys() == {"role", "content"} for message in messages)
+    except OSError as error:
+        raise PyorchError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise PyorchError(f"{path} is no conversation that /save wrote: name another file") from None
+    if not known or not all(isinstance(text, str) for text in texts):
+        raise PyorchError(f"{path} is no conversation that /save wrote: name another file")
+    return system, messages
 
 
 def converse(chat: Chat) -> None:

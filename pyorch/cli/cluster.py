@@ -14,7 +14,7 @@ from time import time
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_command, answer
+from pyorch.cli.options import add_command, add_force, answer, holds_anything, in_the_way
 from pyorch.cli.progress import Progress
 from pyorch.cli.serve import take_server_flags
 from pyorch.cli.settings import add_settings, given_settings
@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     measure = _add_action(actions, "measure", "measure links and disks of servers that are up, for the scheduler",
                           _measure, "pyorch cluster measure -o costs.json")
     measure.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the file to write")
+    add_force(measure, "one that this command wrote")
     _add_action(actions, "down", "end every server, and remove what is left of a cluster that crashed", _down,
                 "pyorch cluster down")
 
@@ -168,11 +169,14 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     from pyorch.cluster import operations
-    from pyorch.cluster.costs import write_costs
+    from pyorch.cluster.costs import KIND, write_costs
     from pyorch.files import check_no_source, check_target
+    from pyorch.sidecars import json_file
 
     check_target(args.output.absolute())
     check_no_source(args.output, [args.config], "the file that describes the cluster")
+    if not args.force and holds_anything(args.output) and not json_file.is_written_for(args.output, None, KIND):
+        raise in_the_way(args.output, ", and pyorch cluster measure did not write it")
     costs = operations.measure(args.config, _say)
     write_costs(args.output, costs)
     show([

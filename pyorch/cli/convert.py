@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 from pyorch.cli.hub import fetch_source, is_of_hub
-from pyorch.cli.options import print_json
-from pyorch.cli.pack import add_codec_options, refuse_codec_options, show_compression
+from pyorch.cli.options import add_force, holds_anything, in_the_way, print_json
+from pyorch.cli.pack import add_codec_options, check_pack, refuse_codec_options, show_compression
 from pyorch.cli.progress import Progress
 from pyorch.sizes import format_bytes
 
@@ -43,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pack", action="store_true",
                         help="then write the experts one after another into a pack beside FILE, as pyorch pack does")
     add_codec_options(parser)
+    add_force(parser, "a GGUF that pyorch converted")
     parser.add_argument("--list-architectures", action="store_true",
                         help="print the names of the model classes that can be converted, and exit")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -50,11 +52,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(usage_error=parser.error)
 
 
+def check_gguf(outputs: Iterable[Path], force: bool) -> None:
+    """PyorchError where a conversion would replace a file that no conversion wrote, unless force is given."""
+    from pyorch.convert.to_gguf import is_converted
+
+    for output in outputs:
+        if not force and holds_anything(output) and not is_converted(output):
+            raise in_the_way(output, ", and pyorch did not convert it")
+
+
+def _check_pack(output: Path, force: bool) -> None:
+    """The same of the pack beside the output: it may be that of the model which is replaced."""
+    from pyorch.sidecars import container, packs
+
+    path = container.default_path(output, packs.KIND)
+    if output.is_file():
+        check_pack(path, output, force)
+    elif not force and holds_anything(path):
+        raise in_the_way(path)
+
+
 def run(args: argparse.Namespace) -> int:
     """Returns 0. Raises PyorchError; KeyboardInterrupt on Ctrl-C, with nothing left behind."""
     from pyorch.convert import architectures
     from pyorch.convert.pack import pack
-    from pyorch.convert.to_gguf import convert
+    from pyorch.convert.to_gguf import convert, shards_beside
+    from pyorch.runtime.model_map import shards_of
+    from pyorch.sidecars import container, packs
 
     if args.list_architectures:
         print("\n".join(architectures.known()))
@@ -63,13 +87,20 @@ def run(args: argparse.Namespace) -> int:
         args.usage_error("HF_DIR and -o FILE are needed")
     if not args.pack:
         refuse_codec_options(args, "is for the pack: give --pack too")
+    check_gguf([args.output], args.force)
+    if args.pack:
+        _check_pack(args.output, args.force)
     source = fetch_source(args.source) if is_of_hub(args.source) else args.source
+    if args.split_max_size or len(shards_of(source)) > 1:
+        check_gguf(shards_beside(args.output), args.force)
     with Progress(live=not args.verbose) as progress:
         result = convert(
             source, args.output, outtype=args.outtype, quantize=args.quantize, pure=args.pure,
             pre_tokenizer=args.pre_tokenizer, split_max_size=args.split_max_size, imatrix=args.imatrix,
             verbose=args.verbose, on_progress=progress.update,
         )
+        if len(result.files) > 1 and args.pack:
+            check_pack(container.default_path(result.path, packs.KIND), result.path, args.force)
         packed = pack(result.path, codec=args.codec or "none", level=args.level, shards=args.shards,
                       on_progress=progress.update) if args.pack else None
     if args.json:

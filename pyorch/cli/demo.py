@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyorch
 from pyorch.cli.numbers import whole
-from pyorch.cli.options import print_json
+from pyorch.cli.options import add_force, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
@@ -34,12 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="generate N tokens (default: 64)")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.gguf",
                         help="keep the converted model, to try other commands on it")
+    add_force(parser, "a GGUF that pyorch converted")
     parser.add_argument("--json", action="store_true", help="print text, statistics and check as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show the log of the converter and of llama.cpp")
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 0 if the logits are bit-identical to the resident run, 1 otherwise."""
+    from pyorch.cli.convert import check_gguf
     from pyorch.cli.verify import sentence
     from pyorch.convert.checkpoint import open_checkpoint
     from pyorch.convert.to_gguf import convert
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.output is not None:
         check_target(args.output.absolute())
+        check_gguf([args.output], args.force)
     open_checkpoint(checkpoint)  # before anything is said of it
     with tempfile.TemporaryDirectory(prefix="pyorch-demo-") as directory:
         gguf = args.output or Path(directory) / "small-moe.gguf"

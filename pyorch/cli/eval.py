@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyorch.cli.numbers import share, whole
-from pyorch.cli.options import add_command, add_model_options, check_output, check_readable, print_json
+from pyorch.cli.options import (
+    add_command,
+    add_force,
+    add_model_options,
+    check_output,
+    check_own,
+    check_readable,
+    print_json,
+)
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import OPTIONS, given_settings, or_help
 from pyorch.cli.tables import Facts, Table, show
@@ -86,6 +94,7 @@ def add_arc_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, metavar="FILE",
                         help="write the rows into this file, with both metrics and all counters")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw accuracy against speed into this file")
+    add_force(parser, "")
     parser.add_argument("--json", action="store_true", help="print the rows as a JSON array")
 
 
@@ -152,8 +161,9 @@ def swept(args: argparse.Namespace, methods: Sequence[Method]) -> list[Row]:
     )
     if args.plot is not None:
         check_plot(args.plot)
+        check_own(args.plot, args.model, args.force)
     if args.csv is not None:
-        check_output(args.csv, args.model, [*args.data, *args.text, args.resume])
+        check_output(args.csv, args.model, [*args.data, *args.text, args.resume], force=args.force)
     record = Record(args.resume, sweep.conditions(plan) if args.resume is not None else {})
     with Progress(live=not args.verbose) as progress:
         progress.update("loading the model", 0, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
                           "such as 200MiB") from None
     settings = Settings(n_bytes, args.rank, args.sacred)
     path = (args.output or container.default_path(args.model, "ghosts")).absolute()
-    check_output(path, args.model, [args.trace])
+    check_output(path, args.model, [args.trace], force=args.force,
+                 is_own=partial(container.is_sidecar_of, kind="ghosts"))
     with packs.open_model(args.model) as model_map:
         with Progress() as progress:
             built = build(model_map, Trace(args.trace), settings, progress.update)

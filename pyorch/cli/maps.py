@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 from pyorch.cli.options import add_model, add_output_options, answer, check_output
@@ -37,7 +38,8 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.traces.file import Trace
 
     path = (args.output or container.default_path(args.model, "maps")).absolute()
-    check_output(path, args.model, [args.trace])
+    check_output(path, args.model, [args.trace], force=args.force,
+                 is_own=partial(container.is_sidecar_of, kind="maps"))
     with ModelMap(args.model) as model_map:
         trace = Trace(args.trace)
         with Progress() as progress:

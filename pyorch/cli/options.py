@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pyorch.cli.hub import MODEL
 from pyorch.cli.numbers import number, whole
@@ -18,6 +19,9 @@ from pyorch.files import check_no_source, check_target, reading
 from pyorch.library.choices import with_names
 from pyorch.settings.option import EXPERTS, texts
 from pyorch.settings.settings import Settings
+
+if TYPE_CHECKING:
+    from pyorch.runtime.model_map import ModelMap
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -99,9 +103,18 @@ def note_cut_short(args: argparse.Namespace) -> None:
 def add_output_options(
     parser: argparse.ArgumentParser, default: str, as_json: str = "print the result as one JSON object"
 ) -> None:
-    """-o and --json of a command that writes one file. default: where it writes without -o, for the help."""
+    """-o, --force and --json of a command that writes one file. default: where it writes without -o, for the help."""
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the file to write (default: {default})")
+    add_force(parser)
     parser.add_argument("--json", action="store_true", help=as_json)
+
+
+def add_force(parser: argparse.ArgumentParser, own: str = "one that this command wrote for this model") -> None:
+    """--force of a command that writes files. own: the file that the command replaces without it, for the help; "" for
+    none."""
+    default = f"replace only {own}" if own else "refuse"
+    parser.add_argument("--force", action="store_true",
+                        help=f"replace the file that has the name of the output (default: {default})")
 
 
 def answer(
@@ -154,9 +167,23 @@ def check_readable(paths: Iterable[str | Path | None]) -> None:
             pass
 
 
-def check_output(output: Path, model: str | Path, sources: Iterable[str | Path | None] = ()) -> None:
-    """PyorchError where no file can be written at `output`, or where it would replace one that is read for it: the
-    model, its pack, or one of the sources. None is no file."""
+def check_output(
+    output: Path, model: str | Path, sources: Iterable[str | Path | None] = (), *, force: bool,
+    is_own: Callable[[Path, ModelMap], bool] | None = None,
+) -> None:
+    """Checks the output of a command before the command begins.
+
+    Args:
+        output: The file to write.
+        model: The model that is read for it.
+        sources: Other files that are read for it. None is no file.
+        force: Whether the user gave --force.
+        is_own: Whether a file is one that this command wrote for this model; None: the command knows none by its look.
+
+    Raises:
+        PyorchError: No file can be written there, or the file would replace one that is read, or, without force, one
+            that this command did not write for this model.
+    """
     from pyorch.runtime.model_map import shards_of
     from pyorch.sidecars import container, packs
 
@@ -164,6 +191,33 @@ def check_output(output: Path, model: str | Path, sources: Iterable[str | Path |
     check_no_source(output, shards_of(model))
     check_no_source(output, [container.default_path(model, packs.KIND)], "the pack of the model")
     check_no_source(output, filter(None, sources), "a file that is read")
+    check_own(output, model, force, is_own)
+
+
+def check_own(
+    output: Path, model: str | Path, force: bool, is_own: Callable[[Path, ModelMap], bool] | None = None
+) -> None:
+    """PyorchError where the output is a file that this command did not write for this model, unless force is given.
+    is_own: see check_output()."""
+    from pyorch.runtime.model_map import ModelMap
+
+    if force or not holds_anything(output):
+        return
+    if is_own is None:
+        raise in_the_way(output)
+    with ModelMap(model) as model_map:
+        if not is_own(output, model_map):
+            raise in_the_way(output, f", and pyorch did not write it for {model}")
+
+
+def holds_anything(output: Path) -> bool:
+    """Whether there is a file, with something in it."""
+    return output.is_file() and output.stat().st_size > 0
+
+
+def in_the_way(output: Path, why: str = "") -> PyorchError:
+    """The refusal to replace a file. why: behind the words that say that it exists."""
+    return PyorchError(f"{output} exists{why}: name another file, or give --force to replace this one")
 
 
 def print_json(value: object) -> None:

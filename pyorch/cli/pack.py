@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pyorch.cli.options import add_model, print_json
+from pyorch.cli.options import add_force, add_model, check_own, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.errors import FormatError, PyorchError
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="write the pack beside FILE, and into FILE the model without its experts: both together "
                              "take no more room than the model and can be used in its place")
     add_codec_options(parser)
+    add_force(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
@@ -91,6 +93,16 @@ def _model_of(sidecar: Path, kind: str) -> Path | None:
     return sidecar.with_name(f"{name}.gguf") if name != sidecar.name else None
 
 
+def check_pack(output: Path, model: str | Path, force: bool) -> None:
+    """PyorchError where a file that is no pack of this model has the name of the pack, unless force is given."""
+    from pyorch.files import check_no_source
+    from pyorch.runtime.model_map import shards_of
+    from pyorch.sidecars import container, packs
+
+    check_no_source(output, shards_of(model))
+    check_own(output, model, force, partial(container.is_sidecar_of, kind=packs.KIND))
+
+
 def _check_not_of_slim(output: Path) -> None:
     """PyorchError where the pack that is to be written would take the place of the only one that a slim model has."""
     from pyorch.runtime.model_map import ModelMap
@@ -112,7 +124,7 @@ def _check_not_of_slim(output: Path) -> None:
 def run(args: argparse.Namespace) -> int:
     """Returns 0. Raises PyorchError, also for a pack whose experts are not those of the model."""
     from pyorch.convert.pack import check, pack
-    from pyorch.convert.slim import check_slim, slim_bytes, write_slim
+    from pyorch.convert.slim import check_slim, is_slim_of, slim_bytes, write_slim
     from pyorch.runtime.model_map import SIDECARS, ModelMap
     from pyorch.sidecars import container, packs
 
@@ -129,14 +141,17 @@ def run(args: argparse.Namespace) -> int:
                 raise PyorchError(f"{args.slim} is the name of a sidecar ({kind}) of {other}: name another file")
         with ModelMap(args.model) as model_map:  # before the pack is written, which takes long
             check_slim(model_map, args.slim.absolute())
+            check_own(args.slim, args.model, args.force, is_slim_of)
             spare_bytes = slim_bytes(model_map)
     if args.check:
         refuse_codec_options(args, "is not for --check: the pack says what it is compressed with")
         checked = output or container.default_path(args.model, packs.KIND)
         if Path(args.model).is_file() and not checked.exists():
             raise PyorchError(f"{checked}: no such file: `pyorch pack {args.model}` makes the pack that --check reads")
-    elif args.slim is None and output is not None:
-        _check_not_of_slim(output)
+    else:
+        if args.slim is None and output is not None:
+            _check_not_of_slim(output)
+        check_pack(output or container.default_path(args.model, packs.KIND), args.model, args.force)
     with Progress() as progress:
         if args.check:
             result = check(args.model, output, layout=args.layout, on_progress=progress.update)

@@ -6,11 +6,12 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from pyorch.cli.options import answer, check_output, check_readable
+from pyorch.cli.options import add_force, answer, check_output, check_readable
 from pyorch.cli.tables import Facts, Table
 from pyorch.errors import PyorchError
 from pyorch.sizes import format_bytes
@@ -51,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save-counts", type=Path, metavar="FILE.json",
                         help="also write what was counted in the traces, for --counts")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the placement to write")
+    add_force(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
@@ -74,11 +76,14 @@ def run(args: argparse.Namespace) -> int:
 
 def decide(args: argparse.Namespace, place: Callable[[Problem, bool], Placement]) -> Placed:
     """Writes a placement, as place() makes it of a problem. Raises PyorchError."""
+    from pyorch.cluster.activations import KIND as COUNTS
     from pyorch.cluster.activations import read_counts, write_counts
     from pyorch.cluster.config import read_cluster
+    from pyorch.cluster.placement.placement import KIND as PLACEMENT
     from pyorch.cluster.placement.placement import write_placement
     from pyorch.cluster.placement.problem import Problem
     from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars import json_file
 
     if bool(args.trace) == (args.counts is not None):
         raise PyorchError("who activates what is read from --trace SERVER=FILE or from --counts FILE.json: give one of "
@@ -89,12 +94,13 @@ def decide(args: argparse.Namespace, place: Callable[[Problem, bool], Placement]
     files = _by_server(args.trace, cluster)
     sources = [path for paths in files.values() for path in paths]
     check_readable([*sources, args.counts])
-    targets = list(filter(None, (args.output, args.save_counts)))
-    if len({target.absolute() for target in targets}) < len(targets):
+    targets = {kind: target for kind, target in ((PLACEMENT, args.output), (COUNTS, args.save_counts)) if target}
+    if len({target.absolute() for target in targets.values()}) < len(targets):
         raise PyorchError(f"{args.output} cannot hold both the placement and the counts: name another file for one")
     with ModelMap(cluster.required_model) as model_map:
-        for target in targets:
-            check_output(target, cluster.required_model, [args.cluster, *sources, args.counts])
+        for kind, target in targets.items():
+            check_output(target, cluster.required_model, [args.cluster, *sources, args.counts], force=args.force,
+                         is_own=partial(json_file.is_written_for, kind=kind))
         checked = None
         if args.counts is not None:
             activations = read_counts(args.counts, model_map)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.planning.planner import HANDICAP
     from pyorch.planning.ranks import use_counts
     from pyorch.runtime.model_map import ModelMap
-    from pyorch.sidecars import packs
+    from pyorch.sidecars import json_file, packs
     from pyorch.sidecars import plan as plans
     from pyorch.traces.divisions import FINALISTS, choose
     from pyorch.traces.file import Trace
@@ -79,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     if not pools or set(pools) - set(POOLS) or len(set(pools)) < len(pools):
         raise PyorchError(f'forms "{args.forms}" are not understood: name some of {", ".join(POOLS)}, each once')
     output = args.output or plans.default_path(args.model)
-    check_output(output, args.model, [args.trace])
+    check_output(output, args.model, [args.trace], force=args.force,
+                 is_own=partial(json_file.is_written_for, kind=plans.KIND))
     check_readable([args.trace])
     with (packs.open_model(args.model) as model_map, ModelMap(args.model) as plain_map, Progress() as progress):
         packs.require_compressed(model_map)

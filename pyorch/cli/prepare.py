@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from pyorch.cli import run_command
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_model, check_readable, print_json
+from pyorch.cli.options import add_force, add_model, check_own, check_readable, print_json
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.errors import FormatError, PyorchError
 from pyorch.sizes import format_bytes
@@ -109,6 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="STEP,...", help="these steps alone, even where they would be skipped")
     parser.add_argument("--skip", metavar="STEP,...", help="all steps but these")
     parser.add_argument("--again", action="store_true", help="make anew what is there already")
+    add_force(parser)
     parser.add_argument("--keep-trace", action="store_true",
                         help="keep what profile records as MODEL.trace, which pyorch advise reads too "
                              "(default: deleted when all steps have read it)")
@@ -194,7 +195,12 @@ class _Preparation:
     def run(self) -> list[Outcome]:
         """Tries each step that is wanted. PyorchError, before anything is made, for text or questions that cannot be
         read, or questions that are lacking."""
+        from pyorch import files
+        from pyorch.traces.file import is_trace_of, part_path
+
         self._check_texts()
+        if self._args.keep_trace or "profile" in self._only:
+            check_own(self._given, self._map.path, self._args.force, is_trace_of)
         for step in self._steps:
             if step.name != "profile" or "profile" in self._only:
                 if step.traced and not self._reason_to_skip(step):
@@ -202,14 +208,11 @@ class _Preparation:
                 self._try(step)
         if not any(outcome.step == "profile" for outcome in self._outcomes) and "profile" in _names(self._steps):
             self._done(_PROFILE, SKIPPED, "no step that is left reads a trace")
-        if self._own.exists():
+        if is_trace_of(self._own, self._map):
             if self._args.keep_trace or "profile" in self._only:
                 self._own.replace(self._given)
             else:
                 self._own.unlink()
-        from pyorch import files
-        from pyorch.traces.file import part_path
-
         files.discard(part_path(self._own), self._own)  # of a disk that was full
         return self._outcomes
 
@@ -245,7 +248,7 @@ class _Preparation:
         try:
             self._remove_damaged(step)
             with contextlib.redirect_stdout(output):
-                run_command([*self._config, *words, "--json"])
+                run_command([*self._config, *words, *(["--force"] if self._args.force else []), "--json"])
             state, brings = MADE, describe(json.loads(output.getvalue()))
         except (PyorchError, OSError) as error:
             state, brings = FAILED, str(error)
@@ -319,7 +322,8 @@ class _Preparation:
 
     def _remove_damaged(self, step: Step) -> None:
         """Removes what cannot be read where this step and those to come will write: commands refuse a model with such a
-        file. Not a pack: it is in nobody's way, and may be the only copy of the experts."""
+        file. Only what pyorch wrote for this model, unless --force is given. Not a pack: it is in nobody's way, and may
+        be the only copy of the experts."""
         for other in self._steps[self._steps.index(step):] if step in self._steps else self._steps:
             path = self._beside(other.made) if other.made and other.name != "pack" else None
             if path is None or not path.is_file() or self._reason_to_skip(other):
@@ -327,7 +331,8 @@ class _Preparation:
             try:
                 _content(other, path, self._map)
             except FormatError:
-                path.unlink()
+                if self._args.force or _is_own(other, path, self._map):
+                    path.unlink()
 
     def _failed(self, name: str) -> bool:
         return any(outcome.step == name and outcome.state == FAILED for outcome in self._outcomes)
@@ -423,6 +428,18 @@ def _of_calibration(result: dict) -> str:
     return (
         f"a token takes {ahead:.3g} ms in place of {without:.3g} without reading ahead, in a replay at a budget of 40 %"
     )
+
+
+def _is_own(step: Step, path: Path, model_map: ModelMap) -> bool:
+    """Whether a file beside the model, which may be damaged, is one that the step wrote for this model."""
+    from pyorch.sidecars import container, json_file
+    from pyorch.sidecars.plan import KIND as PLAN
+    from pyorch.sidecars.tuned_setting import KIND as TUNED
+
+    kind = {"plan.json": PLAN, "tuned.json": TUNED}.get(step.made)
+    if kind is not None:
+        return json_file.is_written_for(path, model_map, kind)
+    return container.is_sidecar_of(path, model_map, step.made.removesuffix(".gguf"))
 
 
 def _content(step: Step, path: Path, model_map: ModelMap) -> object | None:

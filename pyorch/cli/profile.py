@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pyorch.cli.numbers import whole
 from pyorch.cli.options import (
+    add_force,
     add_minutes_option,
     add_model_options,
     add_text_options,
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser, CONTEXT)
     add_text_options(parser)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the trace to write")
+    add_force(parser)
     parser.add_argument("--append", action="store_true", help="continue the trace if it exists")
     add_minutes_option(parser)
     parser.add_argument("--router", choices=("topk", "full"),
@@ -53,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from pyorch import files
-    from pyorch.traces.file import Trace, part_path
+    from pyorch.traces.file import Trace, is_trace_of, part_path
     from pyorch.traces.recorder import profile
 
-    check_output(args.output, args.model, args.data)
+    check_output(args.output, args.model, args.data, force=args.force or args.append, is_own=is_trace_of)
     begun_as = Trace(args.output).header if args.append and args.output.exists() else None
     router = args.router or (begun_as.router if begun_as is not None else "full")
     n_inputs = args.inputs if args.inputs is not None else begun_as.n_inputs if begun_as is not None else _INPUTS

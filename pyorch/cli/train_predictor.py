@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(args.val_share, args.latent, args.hidden, args.epochs, args.lr, args.seed)
     source = args.predictor_file or container.default_path(args.model, KIND)
     output = args.output or source
-    check_output(output, args.model, args.data)
+    check_output(output, args.model, args.data, force=args.force,
+                 is_own=partial(container.is_sidecar_of, kind=KIND))
     for _ in read_documents(args.data):
         pass  # a mistake in the last line is found now, not after hours
     with ModelMap(args.model) as model_map:

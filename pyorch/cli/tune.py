@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from functools import partial
 
 from pyorch.cli.eval import add_question_options, question_arguments
 from pyorch.cli.numbers import number, share, whole
@@ -71,10 +72,12 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.eval.search import Goal
     from pyorch.eval.tune import LEVERS, Request, tune
     from pyorch.runtime.model_map import ModelMap
-    from pyorch.sidecars.tuned_setting import default_path, write_tuned
+    from pyorch.sidecars import json_file
+    from pyorch.sidecars.tuned_setting import KIND, default_path, write_tuned
 
     output = args.output or default_path(args.model)
-    check_output(output, args.model, args.data)
+    check_output(output, args.model, args.data, force=args.force,
+                 is_own=partial(json_file.is_written_for, kind=KIND))
     min_accuracy = 0.95 if args.min_accuracy is None and args.max_kl is None else args.min_accuracy
     asked = question_arguments(args)
     if args.cache_rate:

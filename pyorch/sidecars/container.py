@@ -39,6 +39,10 @@ _ROLES = ("gate_up", "up", "gate", "down")  # in which a fingerprint goes throug
 
 _COPIED_BYTES = 64 << 20
 
+# Of a sidecar: new_writer() puts kind and fingerprint first.
+_BEGIN_BYTES = 4096
+_STRING = (8).to_bytes(4, "little")  # the type of a value, in a GGUF
+
 # What GGUFReader raises for text that is not UTF-8, types of another version, and what else cannot be.
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError)
 
@@ -153,6 +157,24 @@ def read(
     if sums is not None and sums != [checksum(array) for array in arrays.values()]:
         raise FormatError(f"{path} is damaged, its numbers are not those that were written: make it again")
     return {key.removeprefix(prefix): value for key, value in contents.items() if key.startswith(prefix)}, arrays
+
+
+def is_sidecar_of(path: str | os.PathLike[str], model_map: ModelMap, kind: str) -> bool:
+    """Whether a file begins as a sidecar of this kind and this model does: of any version, whole or damaged behind its
+    beginning."""
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(_BEGIN_BYTES)
+    except OSError:
+        return False
+    told = ((_KIND, kind), (_FINGERPRINT, fingerprint(model_map)))
+    return begin.startswith(b"GGUF") and all(_text(key) + _STRING + _text(value) in begin for key, value in told)
+
+
+def _text(text: str) -> bytes:
+    """As a GGUF holds it."""
+    content = text.encode()
+    return len(content).to_bytes(8, "little") + content
 
 
 def checksum(array: np.ndarray) -> int:

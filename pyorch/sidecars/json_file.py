@@ -41,6 +41,16 @@ def read(
     return value
 
 
+def is_written_for(path: str | os.PathLike[str], model_map: ModelMap | None, kind: str) -> bool:
+    """Whether a file is JSON of this kind, of any version, and for this model; None: for any model."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and value.get("kind") == kind and (
+        model_map is None or value.get("fingerprint") == container.fingerprint(model_map))
+
+
 def read_any(path: str | os.PathLike[str], kind: str, version: int, command: str) -> dict[str, Any]:
     """The same, for whatever model."""
     path = Path(path)

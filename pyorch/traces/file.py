@@ -145,6 +145,14 @@ class Trace:
         return self.header.layers.index(il)
 
 
+def is_trace_of(path: str | os.PathLike[str], model_map: ModelMap) -> bool:
+    """Whether a file is a trace of this model."""
+    try:
+        return Trace(path).header.fingerprint == fingerprint(model_map)
+    except FormatError:
+        return False
+
+
 class TraceWriter:
     """Writes a trace, record after record.
 

@@ -94,10 +94,29 @@ def test_a_step_that_fails_leaves_the_others(model: Path, capsys: pytest.Capture
 
 def test_a_damaged_file_is_made_anew(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     buddies = model.with_name("model.buddies.gguf")
-    buddies.write_bytes(b"GGUF")
+    assert prepare(capsys, model, *FEW, "--only", "buddies")["buddies"]["state"] == MADE
+    with buddies.open("r+b") as file:
+        file.truncate(3000)
     assert prepare(capsys, model, *FEW, "--only", "buddies")["buddies"]["state"] == MADE
     assert prepare(capsys, model, *FEW, "--only", "buddies")["buddies"]["state"] == THERE
     assert prepare(capsys, model, *FEW, "--only", "buddies", "--again")["buddies"]["state"] == MADE
+
+
+def test_files_that_pyorch_did_not_make_stay_unless_it_is_forced(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = {model.with_name(f"model.{ending}"): ending.encode() for ending in ("buddies.gguf", "prepare.trace")}
+    for path, content in notes.items():
+        path.write_bytes(content)
+    steps = prepare(capsys, model, *FEW, "--only", "buddies", status=1)
+    assert steps["profile"]["state"] == FAILED and "--force" in steps["profile"]["brings"]
+    assert {path: path.read_bytes() for path in notes} == notes
+    trace = model.with_name("model.trace")
+    trace.write_bytes(b"of somebody else")
+    assert main(["prepare", str(model), *FEW, "--only", "buddies", "--keep-trace"]) == 2
+    assert f"{trace} exists" in capsys.readouterr().err and trace.read_bytes() == b"of somebody else"
+    assert prepare(capsys, model, *FEW, "--only", "buddies", "--force")["buddies"]["state"] == MADE
+    assert trace.read_bytes() == b"of somebody else"
 
 
 def test_damaged_files_of_later_steps_do_not_keep_the_model_from_being_run(
@@ -105,7 +124,9 @@ def test_damaged_files_of_later_steps_do_not_keep_the_model_from_being_run(
 ) -> None:
     assert main(["pack", str(model), "--codec", "table"]) == 0
     capsys.readouterr()
-    model.with_name("model.maps.gguf").write_text("no maps\n")
+    assert prepare(capsys, model, *FEW, "--only", "maps")["maps"]["state"] == MADE
+    with model.with_name("model.maps.gguf").open("r+b") as file:
+        file.truncate(3000)
     steps = prepare(capsys, model, *FEW, "--skip", "ghosts,plan")
     assert steps["profile"]["state"] == steps["maps"]["state"] == MADE
 
@@ -141,10 +162,9 @@ def test_without_a_text_one_is_read_that_every_machine_has(
 def test_no_trace_but_the_users_own_stays(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = model.with_name("model.trace")
     trace.write_bytes(b"of an interrupted run")
-    model.with_name("model.prepare.trace").write_bytes(b"likewise")
     assert prepare(capsys, model, *FEW, "--only", "buddies")["profile"]["state"] == MADE
     assert trace.read_bytes() == b"of an interrupted run" and not model.with_name("model.prepare.trace").exists()
-    assert main(["profile", str(model), *FEW, "-o", str(trace)]) == 0
+    assert main(["profile", str(model), *FEW, "-o", str(trace), "--force"]) == 0
     content = trace.read_bytes()
     capsys.readouterr()
     assert prepare(capsys, model, "--only", "buddies", "--again")["buddies"]["state"] == MADE

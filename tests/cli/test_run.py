@@ -202,7 +202,7 @@ def test_a_conversation_that_is_too_long_says_so_and_goes_on(small_moe: Path) ->
     assert done.stdout.strip() and done.stderr.count("> ") == 4 and done.stderr.count("read per token") == 2
 
 
-def test_a_file_that_is_no_conversation_changes_nothing(small_moe: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_no_conversation_changes_nothing_and_is_not_replaced(small_moe: Path, tmp_path: Path) -> None:
     path = tmp_path / "talk.json"
     with load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
         chat = Chat(model, {}, system="one")
@@ -212,7 +212,13 @@ def test_a_file_that_is_no_conversation_changes_nothing(small_moe: Path, tmp_pat
             path.write_text(text)
             with pytest.raises(PyorchError, match="is no conversation that /save wrote"):
                 chat.load(path)
+            if text:  # nothing is lost of an empty file
+                with pytest.raises(PyorchError, match="is no conversation that /save wrote: name another file"):
+                    chat.save(path)
+                assert path.read_text() == text
     assert (chat.system, chat.messages) == ("one", [])
+    chat.save(tmp_path / "new.json")
+    chat.save(tmp_path / "new.json")
 
 
 # Ctrl-C arrives during an import that takes its time: of the package that the command imports.

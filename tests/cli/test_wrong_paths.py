@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pyorch.cli import COMMANDS, main
+from pyorch.cli import COMMANDS, main, make_parser, with_nested
 
 # What each command is given. MODEL, TRACE, TEXT, HF_DIR: files that exist; NONE: one that does not; NOWHERE: a file in
 # a directory that does not exist; OUT: a file that could be written.
@@ -97,6 +97,28 @@ REPLACED = [
     "eval arc MODEL --data TEXT --csv TEXT",
     "tune MODEL --data TEXT --cache-rate 0.5 -o MODEL",
 ]
+# What would replace a file that somebody else made: OUT, a file; PICTURES: a directory with such a file.
+OCCUPIED = [
+    "convert HF_DIR -o OUT",
+    "demo -o OUT",
+    "pack MODEL -o OUT",
+    "pack MODEL --slim OUT",
+    "profile MODEL --data TEXT -o OUT",
+    "plan MODEL --budget 40% -o OUT",
+    "calibrate MODEL --data TEXT -o OUT",
+    "train-predictor MODEL --data TEXT -o OUT",
+    "maps MODEL TRACE -o OUT",
+    "buddies MODEL --trace TRACE -o OUT",
+    "ghosts MODEL --trace TRACE -o OUT",
+    "tune MODEL --data TEXT --cache-rate 0.5 -o OUT",
+    "eval arc MODEL --data TEXT --csv OUT",
+    "eval arc MODEL --data TEXT --cache-rate 0.5 --plot OUT",
+    "bench MODEL --lossy heaviest --plot OUT",
+    "advise MODEL --plot PICTURES",
+    "place --cluster TOML --trace here=TRACE -o OUT",
+    "place --cluster TOML --trace here=TRACE -o NEW --save-counts OUT",
+    "cluster measure --config TOML -o OUT",
+]
 
 
 def _with_paths(word: str, paths: dict[str, Path]) -> str:
@@ -123,6 +145,7 @@ def paths(
     return {
         "MODEL": small_moe, "TOML": cluster, "TRACE": trace, "TEXT": text,
         "HF_DIR": Path(__file__).parents[1] / "fixtures" / "small-moe",
+        "NEW": tmp_path / "new", "PICTURES": tmp_path / "pictures",
         "NONE": tmp_path / "absent.file", "NOWHERE": tmp_path / "absent-directory" / "out", "OUT": tmp_path / "out",
     }
 
@@ -167,3 +190,73 @@ def test_an_output_that_would_replace_what_is_read(
     sentence = refusal(line, {**paths, word: target}, capsys)
     assert str(target) in sentence and "name another file" in sentence
     assert target.read_bytes() == before and list(target.parent.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("content", [b"notes of years\n", b"GGUF of somebody else"])
+@pytest.mark.parametrize("line", OCCUPIED)
+def test_an_output_that_would_replace_what_pyorch_did_not_make(
+    line: str, content: bytes, paths: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "--plot" in line:
+        pytest.importorskip("matplotlib")
+    paths["PICTURES"].mkdir()
+    paths["OUT"] = paths["OUT"].with_suffix(".png")  # which is all the same to whom it names no picture
+    made = [paths["OUT"], paths["PICTURES"] / "advice.png"]
+    for path in made:
+        path.write_bytes(content)
+    sentence = refusal(line, paths, capsys)
+    assert str(made["PICTURES" in line]) in sentence and "--force" in sentence
+    assert [path.read_bytes() for path in made] == [content, content]
+    assert sorted(paths["OUT"].parent.iterdir()) == sorted([paths["OUT"], paths["PICTURES"]])
+
+
+def test_every_command_that_writes_a_file_can_be_forced() -> None:
+    writing = {line.split()[0] for line in (*OUTPUTS, *OCCUPIED)} - {"run", "serve"}  # these read --maps first
+    assert writing | {"prepare"} == {
+        words[0] for words, parser in with_nested(make_parser(COMMANDS)) if "--force" in parser.format_help()}
+
+
+def test_a_sidecar_is_replaced_by_one_of_its_kind_and_model_alone(
+    small_moe: Path, small_moe_q4: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.gguf"
+    maps = ["maps", str(small_moe), str(trace), "-o", str(out)]
+    out.write_text("notes of years")
+    assert main([*maps, "--force"]) == 0
+    first = out.read_bytes()
+    assert main([*maps, "--capacity", "7"]) == 0
+    second = out.read_bytes()
+    assert first != second
+    for command in (["buddies", small_moe, "--trace", trace], ["maps", small_moe_q4, trace], ["pack", small_moe]):
+        words = [*map(str, command), "-o", str(out)]
+        assert main(words) == 2
+        assert "--force" in capsys.readouterr().err
+    with out.open("r+b") as file:  # damaged, but still its own
+        file.truncate(3000)
+    assert main(maps) == 0
+
+
+def test_a_trace_is_replaced_by_one_of_its_model_alone(
+    small_moe: Path, small_moe_q4: Path, text: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.trace"
+    shutil.copyfile(trace, out)
+    words = ["profile", str(small_moe_q4), "--data", str(text), "--threads", "1", "-o", str(out)]
+    assert main(words) == 2
+    assert "--force" in capsys.readouterr().err and out.read_bytes() == trace.read_bytes()
+    assert main([*words, "--force"]) == main(words) == 0
+
+
+def test_a_plan_is_replaced_by_one_of_its_model_alone(
+    small_moe: Path, small_moe_q4: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, clusters = tmp_path / "placement.json", []
+    for model in (small_moe, small_moe_q4):
+        clusters.append(tmp_path / f"{model.name}.toml")
+        clusters[-1].write_text(f'model = "{model}"\n[[server]]\nname = "here"\nmemory = "100%"\n', encoding="utf-8")
+    words = [["place", "--cluster", str(cluster), "--trace", f"here={trace}", "-o", str(out)] for cluster in clusters]
+    assert main(words[0]) == main(words[0]) == 0
+    assert main(words[1]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main([*words[1], "--force"]) == 2
+    assert "recorded with another model" in capsys.readouterr().err

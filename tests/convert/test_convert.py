@@ -259,7 +259,7 @@ def test_bad_options_are_refused(checkpoint, plain, out):
     refuse(checkpoint, target, "q9 is not a type that the converter writes", outtype="q9")
     refuse(checkpoint, target, "4 apples is not a size", split_max_size="4 apples")
     refuse(plain, target, "is a GGUF already", "--quantize")
-    refuse(plain, plain, "is the file to quantize", "another output", quantize="Q8_0")
+    refuse(plain, plain, "is the file to quantize", "name another file", quantize="Q8_0")
     damaged = damaged_gguf(plain, out.parent)
     refuse(damaged, target, "is truncated", error=FormatError, quantize="Q8_0")
     refuse(plain, target, "importance matrix", quantize="IQ2_XXS")
@@ -364,6 +364,44 @@ def test_target_is_replaced_only_by_a_whole_file(plain, out):
     (out / "model.gguf").write_bytes(b"the old one")
     convert(plain, out / "model.gguf", quantize="Q8_0")
     assert (out / "model.gguf").read_bytes()[:4] == b"GGUF"
+
+
+def test_only_a_gguf_that_was_converted_is_replaced(checkpoint, plain, out, torch_at_hand, capsys):
+    target = out / "model.gguf"
+    quantize = ["convert", str(plain), "-o", str(target), "--quantize", "Q8_0"]
+    assert main(["convert", str(checkpoint), "-o", str(target), "--pre-tokenizer", "gpt-2"]) == 0
+    assert main(quantize) == main(quantize) == 0
+    write_moe_model(target)
+    foreign = target.read_bytes()
+    assert main(quantize) == 2
+    error = capsys.readouterr().err
+    assert f"{target} exists" in error and "--force" in error and target.read_bytes() == foreign
+    assert main([*quantize, "--force"]) == 0 and target.read_bytes() != foreign
+
+
+def test_shards_of_somebody_else_are_not_replaced(checkpoint, out, torch_at_hand, capsys):
+    words = ["convert", str(checkpoint), "-o", str(out / "model.gguf"), "--pre-tokenizer", "gpt-2",
+             "--split-max-size", "4M"]
+    assert main(words) == main(words) == 0
+    *_, last = sorted(out.iterdir())
+    first = next(out.glob("*-00001-of-*"))
+    write_moe_model(first)
+    before = last.read_bytes()
+    assert main(words) == 2
+    assert f"{first} exists" in capsys.readouterr().err and last.read_bytes() == before
+    # The shards of a source that is quantized into its own name.
+    assert main(["convert", str(first), "-o", str(out / "model.gguf"), "--quantize", "Q8_0", "--force"]) == 2
+    assert "the file to quantize" in capsys.readouterr().err and last.read_bytes() == before
+
+
+def test_a_pack_beside_a_model_that_is_converted_anew_is_replaced_if_it_was_of_that(plain, out, capsys):
+    target, pack = out / "model.gguf", out / "model.experts.gguf"
+    words = ["convert", str(plain), "-o", str(target), "--pack", "--quantize"]
+    assert main([*words, "Q8_0"]) == main([*words, "Q4_0"]) == 0
+    target.unlink()
+    before = pack.read_bytes()
+    assert main([*words, "Q8_0"]) == 2
+    assert f"{pack} exists" in capsys.readouterr().err and pack.read_bytes() == before and not target.exists()
 
 
 def test_converter_process_that_dies_is_reported(checkpoint, out, monkeypatch):
