@@ -1,7 +1,7 @@
 """Runs llama.cpp's checkpoint converter. A program of its own: children.py starts it, nothing imports it.
 
 Torch and ggml bring two OpenMP runtimes, so torch stays out of processes that load llama.cpp: this
-file imports nothing of pyorch. It is asked to run a list of jobs, and reports the bytes of the file
+file imports nothing of pyorch that does. It is asked to run a list of jobs, and reports the bytes of the file
 that is written.
 """
 
@@ -15,6 +15,8 @@ import traceback
 from multiprocessing.connection import Connection
 
 sys.path.pop(0)  # this file's directory: its neighbours are no top-level modules
+
+from pyorch.processes import end_with
 
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -108,6 +110,7 @@ def convert(converter, job: dict) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
     connection = Connection(int(sys.argv[2]))
+    end_with(connection.fileno())
     jobs = connection.recv()
 
     def fail(kind: str, message: str) -> None:

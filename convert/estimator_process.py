@@ -18,6 +18,7 @@ sys.path.pop(0)  # this file's directory: its neighbours are no top-level module
 
 import numpy as np
 
+from pyorch.processes import end_with
 from pyorch.traces.file import TraceHeader
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
@@ -44,6 +45,7 @@ POOL_BYTES, HELD_OUT_BYTES = 1 << 30, 1 << 28
 
 def main() -> None:
     connection = Connection(int(sys.argv[1]))
+    end_with(connection.fileno())
     job = connection.recv()
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     torch.manual_seed(job["seed"])

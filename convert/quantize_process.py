@@ -23,6 +23,7 @@ from pyorch.convert.children import MARK
 from pyorch.convert.imatrix import read_imatrix
 from pyorch.errors import FormatError
 from pyorch.llama import logs
+from pyorch.processes import end_with
 from pyorch.runtime import fatal
 
 # Rows of one tensor that the quantizer holds at once; llama.cpp's default of 8 GiB is more than many
@@ -111,6 +112,7 @@ def check_written(path: Path) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
     connection = Connection(int(sys.argv[1]))
+    end_with(connection.fileno())
     job = connection.recv()
     target = Path(job["output"])
     try:

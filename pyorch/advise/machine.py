@@ -171,13 +171,9 @@ def extrapolated(shape: Shape, of_blocks: dict[int, tuple[float, float, float]])
 @contextlib.contextmanager
 def _directory_for_probes(beside: Path | None):
     """In a directory, or where temporary files belong, if that is not given or cannot be written to."""
-    where = beside if beside is not None and os.access(beside, os.W_OK | os.X_OK) else None
-    try:
-        directory = tempfile.TemporaryDirectory(prefix=".pyorch-probe-", dir=where)
-    except OSError as error:
-        raise PyorchError(f"there is no place for a probe of the model: {error.strerror}") from None
-    with directory as path:
-        yield Path(path)
+    where = beside if beside is not None and os.access(beside, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+    with files.staging(where / "pyorch-probe") as directory:
+        yield directory
 
 
 def _name(kind: str, n_threads: int, *of_shape: object) -> str:

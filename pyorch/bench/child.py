@@ -22,11 +22,11 @@ import llama_cpp.llama_cpp as llama  # from the libraries that `import pyorch` h
 import numpy as np
 
 from pyorch.bench.job import ENGINE, Job, Measurement, Phase, Text
-from pyorch.bench.processes import end_with
 from pyorch.errors import PyorchError
 from pyorch.llama import interception, logs, memory
 from pyorch.llama.context import Context, log_softmax
 from pyorch.llama.managed import find
+from pyorch.processes import end_with
 from pyorch.settings.budget import Budget
 
 _WARM_UP = 0.25  # of the tokens to decode, before those that count
@@ -34,8 +34,8 @@ _WARM_UP = 0.25  # of the tokens to decode, before those that count
 
 def main() -> int:
     connection = Connection(int(sys.argv[1]))
-    job = connection.recv()
     end_with(connection.fileno())
+    job = connection.recv()
     connection.send(measure(job))
     return 0
 

@@ -1,6 +1,4 @@
-"""What stands around a measured process: a memory limit (control groups of version 1 and 2), busy processes beside it,
-and that it ends with whoever measures.
-"""
+"""What stands around a measured process: a memory limit (control groups of version 1 and 2), and busy processes."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +13,7 @@ from pathlib import Path
 
 from pyorch.errors import PyorchError
 
+_GROUP = "pyorch-bench-"  # then the number of the process that measures
 V1_ROOT, V2_ROOT = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
 # Ctrl-C is for the benchmark, which ends them. They end by themselves, too, when it is gone, however it ended.
@@ -26,16 +24,6 @@ while os.getppid() == int(sys.argv[1]):
     for _ in range(1_000_000):
         pass
 """
-
-
-def end_with(descriptor: int) -> None:
-    """Ends this process when the other end of a pipe, into which nobody writes, is closed: also by a signal that leaves
-    its owner no time to say so."""
-    def wait() -> None:
-        os.read(descriptor, 1)
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 @contextlib.contextmanager
@@ -91,9 +79,9 @@ def memory_group(limit_bytes: int) -> Iterator[MemoryGroup | None]:
 
 
 def _create(limit_bytes: int) -> MemoryGroup:
-    name = f"pyorch-bench-{os.getpid()}"
     for parent, v1 in _parents():
-        directory = parent / name
+        _remove_abandoned(parent)
+        directory = parent / f"{_GROUP}{os.getpid()}"
         try:
             directory.mkdir(exist_ok=True)
         except OSError:
@@ -110,6 +98,15 @@ def _create(limit_bytes: int) -> MemoryGroup:
         "a memory limit needs a control group, and neither version 1 nor version 2 of the memory controller is "
         "writable here: run as root, or without --memory-limit"
     )
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes the groups of benchmarks that were killed. A group with processes stays."""
+    for directory in parent.glob(f"{_GROUP}*"):
+        pid = directory.name.removeprefix(_GROUP)
+        if pid.isdecimal() and not os.path.isdir(f"/proc/{pid}"):
+            with contextlib.suppress(OSError):
+                directory.rmdir()
 
 
 def _parents() -> Iterator[tuple[Path, bool]]:

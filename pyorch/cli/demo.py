@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.convert.checkpoint import open_checkpoint
     from pyorch.convert.to_gguf import convert
     from pyorch.eval.verify import verify
-    from pyorch.files import check_target
+    from pyorch.files import check_target, staging
     from pyorch.llama.model import load
 
     checkpoint = args.checkpoint or _default_checkpoint()
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         check_target(args.output.absolute())
         check_gguf([args.output], args.force)
     open_checkpoint(checkpoint)  # before anything is said of it
-    with tempfile.TemporaryDirectory(prefix="pyorch-demo-") as directory:
-        gguf = args.output or Path(directory) / "small-moe.gguf"
+    with staging(Path(tempfile.gettempdir(), "pyorch-demo")) as directory:
+        gguf = args.output or directory / "small-moe.gguf"
         say(f"converting {checkpoint}")
         with Progress(live=not args.verbose) as progress:
             convert(checkpoint, gguf, pre_tokenizer="gpt-2", verbose=args.verbose, on_progress=progress.update)

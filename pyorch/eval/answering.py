@@ -34,11 +34,13 @@ from pyorch.eval.method import (
     static_model,
 )
 from pyorch.llama.model import Model
+from pyorch.processes import end_with
 from pyorch.settings.budget import AUTO
 from pyorch.settings.option import options
 from pyorch.settings.settings import Settings
 from pyorch.settings.substitution import Substitution
 
+_END_SECONDS = 10.0  # in which the model is closed in order, once the harness has ended
 _MAX_OUTPUTS = 256  # rows of logits of a prompt that is computed beside others; longer ones are by themselves
 
 Pair = tuple[Sequence[int], Sequence[int]]  # tokens: a context, and a continuation
@@ -46,6 +48,7 @@ Pair = tuple[Sequence[int], Sequence[int]]  # tokens: a context, and a continuat
 
 def main() -> int:
     connection = Connection(int(sys.argv[1]))
+    end_with(connection.fileno(), _END_SECONDS)
     try:
         with _loaded(read_arguments(connection.recv())) as answering:
             connection.send(("ready", answering.facts()))

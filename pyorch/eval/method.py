@@ -26,6 +26,7 @@ import numpy as np
 from pyorch.bench.plan import fits
 from pyorch.errors import PyorchError
 from pyorch.eval.likelihood import N_BATCH, tokenize
+from pyorch.files import staging
 from pyorch.llama import logs
 from pyorch.llama.apply import find_buddies, find_ghosts
 from pyorch.llama.context import Context
@@ -255,9 +256,9 @@ def _counted(model: Model, report: OnProgress) -> dict[int, np.ndarray]:
         before = _activations(model)
         handle, left = model.llama.model, _COUNTED_TOKENS
         n_ctx = min(N_BATCH, llama.llama_model_n_ctx_train(handle))
-        with (tempfile.TemporaryDirectory() as directory,
+        with (staging(Path(tempfile.gettempdir(), "pyorch-text")) as directory,
               Context(handle, n_ctx, _COUNTED_AT_ONCE, _COUNTED_AT_ONCE, n_threads=model.llama.n_threads) as context):
-            text = Path(directory) / "text.jsonl"
+            text = directory / "text.jsonl"
             write_default_text(text)
             for document in read_documents([str(text)]):
                 tokens = tokenize(model.llama, document.text)[:min(left, n_ctx)]

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from pyorch import ports
-from pyorch.bench.processes import MemoryGroup, end_with
+from pyorch.bench.processes import MemoryGroup
 from pyorch.errors import PyorchError
-from pyorch.processes import started
+from pyorch.processes import end_with, started
 
 _START_SECONDS = 600.0  # a large model may be read whole
 _END_SECONDS = 60.0

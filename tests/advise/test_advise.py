@@ -250,7 +250,14 @@ def test_what_is_measured_is_kept_until_it_is_asked_for_again(tmp_path: Path, ca
         n_steps = len(steps)
         assert n_steps == 1 and compute() == first and len(steps) == n_steps
         assert compute(again=True) != first
-    assert list(tmp_path.glob(".pyorch-probe-*")) == []
+    assert list(tmp_path.glob(".pyorch-probe*")) == []
+
+
+def test_what_a_killed_command_left_of_a_probe_is_removed_by_the_next(tmp_path: Path) -> None:
+    (tmp_path / ".pyorch-probe.abcdefgh.part").mkdir()
+    with machine._directory_for_probes(tmp_path) as directory:
+        assert list(tmp_path.iterdir()) == [directory]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_shape_that_reads_weights_as_fast_is_measured_in_one_round(

@@ -275,6 +275,17 @@ def test_group_is_removed_with_its_limit():
     assert not directory.exists()
 
 
+@needs_limits
+def test_the_next_group_removes_those_of_benchmarks_that_were_killed():
+    with memory_group(64 * MiB) as group:
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        left = group.directory.with_name(f"pyorch-bench-{ended.pid}")
+        left.mkdir()
+    with memory_group(64 * MiB) as group:
+        assert group.directory.is_dir() and not left.exists()
+
+
 def test_memory_limit_is_refused_where_no_group_can_be_made(
     small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):

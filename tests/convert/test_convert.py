@@ -25,11 +25,12 @@ from processes import HANG_SECONDS, is_alive, pyorch
 
 from pyorch import files
 from pyorch.cli import main
-from pyorch.convert import children, quantization
+from pyorch.convert import architectures, children, quantization
 from pyorch.convert.checkpoint import open_checkpoint
 from pyorch.convert.quantize_process import QuantizeError, check_written
 from pyorch.convert.to_gguf import convert
 from pyorch.errors import FormatError, PyorchError
+from pyorch.processes import started
 
 
 @pytest.fixture(scope="module")
@@ -323,8 +324,8 @@ def test_file_cut_short_by_the_quantizer_is_noticed(plain, tmp_path):
             check_written(short)
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_interruption_leaves_nothing(checkpoint, out, stop):
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_interruption_leaves_nothing(checkpoint, plain, out, stop):
     process = subprocess.Popen(
         [sys.executable, "-m", "pyorch", "convert", checkpoint, "-o", out / "model.gguf", "--pre-tokenizer", "gpt-2"],
         stderr=subprocess.PIPE, text=True,
@@ -347,8 +348,36 @@ def test_interruption_leaves_nothing(checkpoint, out, stop):
     stderr = process.communicate(timeout=HANG_SECONDS)[1]
     assert process.returncode not in (0, 2)
     assert "Traceback" not in stderr
+    if stop == signal.SIGKILL:
+        while any(map(is_alive, started)):  # they end by themselves
+            time.sleep(0.01)
+        convert(plain, out / "other.gguf", quantize="Q8_0")
+        (out / "other.gguf").unlink()
     assert list(out.iterdir()) == []
     assert not any(map(is_alive, started))
+
+
+def test_a_child_that_computes_ends_when_its_parent_is_gone(tmp_path, torch_at_hand):
+    """What it computes is to read from a pipe into which nobody writes."""
+    pipe, directory = tmp_path / "model.gguf", tmp_path / "checkpoint"
+    directory.mkdir()
+    os.mkfifo(pipe)
+    os.mkfifo(directory / "config.json")
+    job = {"checkpoint": str(directory), "output": str(tmp_path / "out.gguf"), "outtype": "auto", "options": [],
+           "pre_tokenizer": None, "has_mtp": True}
+    quantizing = {"source": str(pipe), "output": str(tmp_path / "out.gguf"), "file_type": 7, "pure": False,
+                  "keep_split": False, "imatrix": None}
+    converter = [sys.executable, str(children.CONVERTER), str(architectures.converter_dir())]
+    for command, work, reads in (
+        (converter, {"jobs": [job], "mark": ("a", "b")}, directory / "config.json"),
+        ([sys.executable, "-m", "pyorch.convert.quantize_process"], quantizing, pipe),
+    ):
+        child, connection = started(command)
+        connection.send(work)
+        descriptor = os.open(reads, os.O_WRONLY)  # waits until the child reads
+        connection.close()
+        assert child.wait(HANG_SECONDS) > 0
+        os.close(descriptor)
 
 
 def test_it_ends_where_nobody_sees_its_progress_any_more(plain, out):
