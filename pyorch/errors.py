@@ -5,6 +5,8 @@ The command line prints one as `pyorch: error: ...` and exits with status 2.
 
 from __future__ import annotations
 
+import unicodedata
+
 
 class PyorchError(Exception):
     """A sentence: what was wrong, with which value, and what would be right."""
@@ -31,3 +33,12 @@ class ExpertReadError(PyorchError, RuntimeError):
 
     A RuntimeError too, which is what llama_cpp raises for a failed decode.
     """
+
+
+def one_line(sentence: str) -> str:
+    """A sentence for a terminal or a log.
+
+    A file may have line ends and terminal escapes in its name and in its metadata. They are written as `\\n` and
+    `\\x1b`, so a name cannot begin a line of its own, and the terminal does not obey it.
+    """
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c for c in sentence)

@@ -10,13 +10,12 @@ import argparse
 import io
 import os
 import sys
-import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from pyorch.errors import PyorchError
+from pyorch.errors import PyorchError, one_line
 
 if TYPE_CHECKING:
     from pyorch.cli.config import Configuration
@@ -78,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except PyorchError as error:
-        print(f"pyorch: error: {_one_line(str(error))}", file=sys.stderr)
+        print(f"pyorch: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -90,7 +89,8 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
         except OSError:
             _discard_output()
-        print(f"pyorch: error: {error.filename or 'the output'}: {error.strerror or error}", file=sys.stderr)
+        sentence = f"{error.filename or 'the output'}: {error.strerror or error}"
+        print(f"pyorch: error: {one_line(sentence)}", file=sys.stderr)
         return 2
     except MemoryError as error:
         print(f"pyorch: error: out of memory{f': {error}' if str(error) else ''}", file=sys.stderr)
@@ -104,11 +104,6 @@ def run_command(argv: list[str]) -> int:
     if not all(os.path.isfile(getattr(args, name)) for name in names):
         import_module("pyorch.cli.hub").resolve(args, names)
     return args.run(args)
-
-
-def _one_line(sentence: str) -> str:
-    """What a damaged file calls something, or a path, may hold line breaks, and what terminals obey."""
-    return "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" else c for c in sentence)
 
 
 def _open_standard_streams() -> None:

@@ -19,7 +19,7 @@ from pyorch.cli.options import (
 )
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
-from pyorch.errors import FormatError
+from pyorch.errors import FormatError, one_line
 
 EXAMPLE = "pyorch calibrate olmoe.gguf --data prose.txt --tokens 20000"
 
@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
         PredictorFile(vectors, distance=calibrated.distance, compute_ms=calibrated.compute_ms).write(output, model_map)
     unused = sum(int((counts == 0).sum()) for counts in vectors.counts.values())
     if lost:
-        print(f"pyorch: note: {output} held an estimator that was trained with other default vectors: train a new one "
-              "with pyorch train-predictor", file=sys.stderr)
+        print(f"pyorch: note: {one_line(str(output))} held an estimator that was trained with other default vectors: "
+              "train a new one with pyorch train-predictor", file=sys.stderr)
     # unused: experts that no token selected; compute_ms: of a decoded token, beside the waits for experts; trials: of
     # each distance, of which the chosen one is the best.
     return answer(args, {

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyorch.cli.sampling import SAMPLING
 from pyorch.cli.tables import Facts, show
-from pyorch.errors import PyorchError
+from pyorch.errors import PyorchError, one_line
 from pyorch.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def _answer(chat: Chat, text: str) -> None:
 
 
 def _say(sentence: str) -> None:
-    print(f"pyorch: {sentence}", file=sys.stderr, flush=True)
+    print(f"pyorch: {one_line(sentence)}", file=sys.stderr, flush=True)
 
 
 def _exit(_: Chat, __: str) -> None:

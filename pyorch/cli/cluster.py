@@ -19,7 +19,7 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.serve import take_server_flags
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.cli.tables import Table, show
-from pyorch.errors import PyorchError
+from pyorch.errors import PyorchError, one_line
 from pyorch.settings.option import CONTEXT, EXPERTS, LOSSY, texts
 from pyorch.settings.settings import Settings
 from pyorch.sizes import counted, format_bytes
@@ -290,4 +290,4 @@ def _interrupt(*_: object) -> None:
 
 def _say(sentence: str) -> None:
     with contextlib.suppress(BrokenPipeError):  # whoever listened is gone; what was begun goes on, or is taken down
-        print(f"pyorch: {sentence}", file=sys.stderr, flush=True)
+        print(f"pyorch: {one_line(sentence)}", file=sys.stderr, flush=True)

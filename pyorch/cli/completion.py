@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from pyorch import cli
+from pyorch.errors import one_line
 
 _SCRIPTS = {
     "bash": r"""
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         print(_SCRIPTS[args.shell].strip())
         return 0
     for name, meaning in candidates(args.words):
-        print(f"{name}\t{meaning}" if meaning else name)
+        if name == one_line(name):
+            print(f"{name}\t{meaning}" if meaning else name)
     return 0
 
 

@@ -11,6 +11,7 @@ from pyorch.cli.hub import fetch_source, is_of_hub
 from pyorch.cli.options import add_force, holds_anything, in_the_way, print_json
 from pyorch.cli.pack import add_codec_options, check_pack, refuse_codec_options, show_compression
 from pyorch.cli.progress import Progress
+from pyorch.cli.tables import show
 from pyorch.sizes import format_bytes
 
 EXAMPLE = """pyorch convert OLMoE-1B-7B-0924 -o olmoe.gguf --quantize Q4_K_M
@@ -107,8 +108,8 @@ def run(args: argparse.Namespace) -> int:
         print_json({**asdict(result), "path": result.path, "pack": packed})
     else:
         shards = f" in {len(result.files)} files" if len(result.files) > 1 else ""
-        print(f"{result.path}: {format_bytes(result.n_bytes)}{shards}, {result.file_type}, {result.seconds:.1f} s")
+        show([f"{result.path}: {format_bytes(result.n_bytes)}{shards}, {result.file_type}, {result.seconds:.1f} s"])
         if packed is not None:
-            print(f"{packed.path}: {packed.n_experts} experts, {format_bytes(packed.n_bytes)}, {packed.seconds:.1f} s")
+            show([f"{packed.path}: {packed.n_experts} experts, {format_bytes(packed.n_bytes)}, {packed.seconds:.1f} s"])
             show_compression(packed)
     return 0

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pyorch import starting
 from pyorch.cli.settings import add_settings, given_settings
-from pyorch.errors import PyorchError
+from pyorch.errors import PyorchError, one_line
 from pyorch.settings.option import EXPERTS, LONG, LOSSY
 from pyorch.sizes import format_bytes
 
@@ -132,7 +132,7 @@ def _report(managed: ManagedModel) -> None:
         return
     stats = managed.engine.stats()
     print(
-        f"pyorch: {managed.path}: hit rate {stats.hit_rate:.1%}, {format_bytes(stats.bytes_read)} read, "
+        f"pyorch: {one_line(managed.path)}: hit rate {stats.hit_rate:.1%}, {format_bytes(stats.bytes_read)} read, "
         f"waited {stats.stall_ns / 1e9:.2f} s; budget {format_bytes(stats.budget_bytes)}",
         file=sys.stderr,
     )

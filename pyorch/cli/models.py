@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pyorch import files
 from pyorch.cli.options import add_command, answer, print_json
-from pyorch.cli.tables import Table
+from pyorch.cli.tables import Table, show
 from pyorch.errors import FormatError, PyorchError
 from pyorch.sizes import format_bytes
 
@@ -84,7 +84,7 @@ def _remove(args: argparse.Namespace) -> int:
         except OSError as error:
             raise PyorchError(f"{error.filename} cannot be removed: {error.strerror}") from None
         if not args.json:
-            print(f"removed {removal.name}, {format_bytes(removal.n_bytes)}")
+            show([f"removed {removal.name}, {format_bytes(removal.n_bytes)}"])
     if args.json:
         print_json([{"name": removal.name, "files": removal.files, "n_bytes": removal.n_bytes} for removal in removals])
     return 0
@@ -94,9 +94,7 @@ def _agreed(removals: list[Removal]) -> bool:
     if not sys.stdin.isatty():
         raise PyorchError("nobody can be asked whether the models shall go: say --yes")
     for removal in removals:
-        print(f"{removal.name}: {format_bytes(removal.n_bytes)}", file=sys.stderr)
-        for file in removal.files:
-            print(f"  {file}", file=sys.stderr)
+        show([f"{removal.name}: {format_bytes(removal.n_bytes)}", *(f"  {file}" for file in removal.files)], sys.stderr)
     print("remove? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 

@@ -169,13 +169,13 @@ def run(args: argparse.Namespace) -> int:
     if not args.json:
         what = f"{result.n_experts} experts of {result.n_layers} layers, {format_bytes(result.n_bytes)}"
         if args.check:
-            print(f"{result.path}: {what}, each as in the model")
+            show([f"{result.path}: {what}, each as in the model"])
         else:
             continued = f", {result.n_continued} of them by an earlier run" if result.n_continued else ""
             size = f", {result.ratio:.3f} of their bytes" if result.codecs != ("stored",) else ""
-            print(f"{result.path}: {what}{size}, {result.seconds:.1f} s{continued}")
+            show([f"{result.path}: {what}{size}, {result.seconds:.1f} s{continued}"])
             show_compression(result)
         if slim is not None:
-            print(f"{slim['path']}: the rest of the model, {format_bytes(slim['n_bytes'])}; it is used like the model "
-                  "as long as its pack lies beside it")
+            show([f"{slim['path']}: the rest of the model, {format_bytes(slim['n_bytes'])}; it is used like the model "
+                  "as long as its pack lies beside it"])
     return 0

@@ -24,6 +24,7 @@ from pyorch.cli import run_command
 from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_force, add_model, check_own, check_readable, print_json
 from pyorch.cli.settings import add_settings, given_settings
+from pyorch.cli.tables import show
 from pyorch.errors import FormatError, PyorchError
 from pyorch.sizes import format_bytes
 
@@ -243,7 +244,7 @@ class _Preparation:
         words, describe = getattr(self, "_" + step.name.replace("-", "_"))()
         words = [step.name, _word(self._map.path), *words]
         if not self._args.json:
-            print(f"{step.name}: {shlex.join(['pyorch', *words])}", file=sys.stderr, flush=True)
+            show([f"{step.name}: {shlex.join(['pyorch', *words])}"], sys.stderr)
         begin, output = time.monotonic(), io.StringIO()
         try:
             self._remove_damaged(step)
@@ -263,7 +264,7 @@ class _Preparation:
         if not self._args.json:
             took = f", {seconds:.0f} s" if state == MADE else ""
             words = f": {brings}" if brings else ""
-            print(f"{step.name:16}{state}{took}{words}", flush=True)
+            show([f"{step.name:16}{state}{took}{words}"])
 
     def _reason_to_skip(self, step: Step) -> str:
         """"" for a step that is worth its time, or that --only names; THERE where its file lies there."""

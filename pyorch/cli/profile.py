@@ -19,6 +19,7 @@ from pyorch.cli.options import (
 )
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import given_settings
+from pyorch.errors import one_line
 from pyorch.settings.option import CONTEXT
 from pyorch.sizes import counted, format_bytes
 
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     except BaseException:
         if writes and part.exists():
             if part.stat().st_size:
-                print(f"pyorch: note: what was recorded until now is in {part}", file=sys.stderr)
+                print(f"pyorch: note: what was recorded until now is in {one_line(str(part))}", file=sys.stderr)
             else:  # the disk was full at once
                 files.discard(part, args.output)
         raise

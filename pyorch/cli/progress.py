@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
+from pyorch.errors import one_line
+
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
@@ -47,7 +49,7 @@ class Progress:
 
     def say(self, sentence: str) -> None:
         with self.paused():
-            print(f"pyorch: {sentence}", file=self._stream, flush=True)
+            print(f"pyorch: {one_line(sentence)}", file=self._stream, flush=True)
 
     def __enter__(self) -> Progress:
         self._shown.start()

@@ -12,7 +12,7 @@ from pyorch.cli.options import add_model_options, print_json, read_prompt, read_
 from pyorch.cli.sampling import N_TOKENS, add_sampling_options, check_sampling, sampling
 from pyorch.cli.settings import DEFAULT_DEVICE, given_settings, with_device
 from pyorch.cli.tables import Facts, show
-from pyorch.errors import PyorchError
+from pyorch.errors import PyorchError, one_line
 from pyorch.settings.option import CONTEXT, LONG, LOSSY
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     given = with_device(given_settings(args))
     with load(args.model, verbose=args.verbose, **given) as model:
         if model.note:
-            print(f"pyorch: note: {model.note}", file=sys.stderr)
+            print(f"pyorch: note: {one_line(model.note)}", file=sys.stderr)
         n_ctx = model.llama.n_ctx()
         if given.get("n_ctx") not in (None, 0, n_ctx):
             print(f"pyorch: note: the context has {n_ctx} tokens, as llama.cpp rounds it up, and not {given['n_ctx']}",

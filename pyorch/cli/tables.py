@@ -1,6 +1,7 @@
 """What commands print for people: lines, tables, and facts with a label each.
 
-On a terminal they fit its width, and colours obey NO_COLOR. Into a pipe goes plain text, as wide as it is.
+On a terminal they fit its width, and colours obey NO_COLOR. Into a pipe goes plain text, as wide as it is. Control
+characters of names are escaped.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
+
+from pyorch.errors import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -40,7 +43,7 @@ def show(parts: Iterable[str | Table | Facts], file: TextIO | None = None) -> No
     file = sys.stdout if file is None else file
     for part in parts:
         if isinstance(part, str):
-            print(part, file=file)
+            print(one_line(part), file=file)
         elif file.isatty():
             _show_on_terminal(part, file)
         else:
@@ -72,7 +75,7 @@ def _show_row_by_row(table: Table, console: Console) -> None:
         names = table.left or table.columns[:1]
         heading = [cell for title, cell in zip(table.columns, row) if title in names and cell]
         if heading:
-            console.print(" ".join(heading), style="bold")
+            console.print(one_line(" ".join(heading)), style="bold")
         facts = [(title, cell) for title, cell in zip(table.columns, row) if title not in names and cell]
         console.print(Padding(_grid(Facts(facts)), (0, 0, 0, 2)))
 
@@ -91,7 +94,7 @@ def _width(table: Table) -> int:
     from rich.cells import cell_len
 
     columns = zip(table.columns, *(row for row in table.rows if row))
-    return sum(max(map(cell_len, column)) for column in columns) + _GAP * (len(table.columns) - 1)
+    return sum(max(cell_len(one_line(cell)) for cell in column) for column in columns) + _GAP * (len(table.columns) - 1)
 
 
 def _table(table: Table) -> RenderableType:
@@ -102,7 +105,7 @@ def _table(table: Table) -> RenderableType:
     for title in table.columns:
         rich.add_column(Text(title), justify="left" if title in table.left else "right", no_wrap=True)
     for row in table.rows:
-        rich.add_row(*map(Text, row))
+        rich.add_row(*(Text(one_line(cell)) for cell in row))
     return rich
 
 
@@ -114,5 +117,5 @@ def _grid(facts: Facts) -> RenderableType:
     rich.add_column(style="bold", no_wrap=True)
     rich.add_column(overflow="fold")
     for label, value in facts.rows:
-        rich.add_row(Text(label), Text(value))
+        rich.add_row(Text(label), Text(one_line(value)))
     return rich

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from pyorch.errors import PyorchError
+from pyorch.errors import PyorchError, one_line
 from pyorch.lm_eval import incomplete, register
 
 
@@ -18,7 +18,7 @@ def main() -> int:
             raise incomplete(error) from None
         cli_evaluate()
     except PyorchError as error:
-        print(f"pyorch: error: {error}", file=sys.stderr)
+        print(f"pyorch: error: {one_line(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import PyorchError
+from pyorch.errors import PyorchError, one_line
 from pyorch.llama import cores, device, logs, measure
 from pyorch.llama.context_plan import check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import ManagedModel, loading
@@ -315,4 +315,4 @@ class _Watch(threading.Thread):
 
     @staticmethod
     def _say(sentence: str) -> None:
-        print(f"pyorch: {sentence}", file=sys.stderr, flush=True)
+        print(f"pyorch: {one_line(sentence)}", file=sys.stderr, flush=True)

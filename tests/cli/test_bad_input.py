@@ -8,12 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ggufs import split, write_moe_model
+from ggufs import split, write_dense_model, write_moe_model
 from models import CHECKPOINT
 from mutations import anatomy, set_metadata
 from processes import pyorch
+from terminals import Terminal
 
 from pyorch.cli import main
+from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import FormatError
 from pyorch.llama import memory
 from pyorch.llama.model import load
@@ -315,6 +317,25 @@ def test_a_name_with_line_breaks_and_what_terminals_obey_stays_in_its_line(
     assert main(["inspect", str(tmp_path / "a\nb\x1b[2J.gguf")]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "a\\nb\\x1b[2J.gguf" in error
+
+
+def test_names_in_a_model_stay_in_their_line(
+    small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of its file and of its metadata, on a terminal too."""
+    path = tmp_path / "a\nb\x1b[2J.gguf"
+    write_dense_model(path)  # whose general.name is that of the file
+    monkeypatch.chdir(tmp_path)
+    for command in (["inspect", path.name], ["inspect", path.name, "--verbose"], ["models"]):
+        assert main(command) == 0
+        output = capsys.readouterr().out
+        assert r"a\nb\x1b[2J" in output and "\x1b" not in output and "a\nb" not in output
+    terminal = Terminal()
+    show([Facts([("model", path.name)]), Table(("model",), [(path.name,)], left=("model",))], terminal.stream)
+    shown = terminal.text()
+    assert shown.count(r"a\nb\x1b[2J") == 2 and "\x1b[2J" not in shown
+    assert main(["models", "rm", "--yes", str(path)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_an_unknown_policy(small_moe: Path) -> None:
