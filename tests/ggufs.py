@@ -9,9 +9,19 @@ import gguf
 import numpy as np
 
 
-def write_dense_model(path: Path, n_layer: int = 2, n_embd: int = 64, n_head: int = 4, n_ff: int = 128) -> None:
-    """A random Llama whose vocabulary is the bytes."""
+def write_dense_model(
+    path: Path, n_layer: int = 2, n_embd: int = 64, n_head: int = 4, n_ff: int = 128, template: str = "",
+    infills: bool = False,
+) -> None:
+    """A random Llama whose vocabulary is the bytes.
+
+    template: of its chats. infills: it has tokens for what is before, after and between two texts.
+    """
     writer = _writer(path, "llama", n_layer, n_embd, n_head)
+    if template:
+        writer.add_chat_template(template)
+    for i, name in enumerate(("pre", "suf", "mid") if infills else ()):
+        writer.add_uint32(f"tokenizer.ggml.fim_{name}_token_id", 1 + i)
     writer.add_feed_forward_length(n_ff)
     writer.add_head_count_kv(n_head // 2)
     add = _tensors(writer, n_embd)

@@ -98,6 +98,10 @@ def pyorch_serve(model: Path | None, *options: str) -> list[str]:
             *options]
 
 
+def serve_models(folder: Path, *options: str) -> list[str]:
+    return pyorch_serve(None, "--models", str(folder), "--threads", "1", "--budget", "60%", *options)
+
+
 def faulty_serve(model: Path, fault: Path, grace: float = 3600.0) -> list[str]:
     """A server whose reads do as a file says while that is there: see serve/faulty_server_process.py."""
     return [sys.executable, str(Path(__file__).parent / "serve/faulty_server_process.py"), str(model), str(fault),

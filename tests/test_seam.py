@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.runtime.callbacks import Routing
 from pyorch.runtime.model_map import ModelMap
+from pyorch.serve import front
 
 ROOT = Path(__file__).parent.parent
 SEAM = (ROOT / "docs/seam.md").read_text(encoding="utf-8")
@@ -45,6 +47,20 @@ def tree() -> Path:
     if not trees:
         pytest.skip("needs the build tree of an editable install: make setup")
     return trees[0].parent.parent
+
+
+def test_several_models_have_the_endpoints_of_one(tree: Path) -> None:
+    source = (tree / "tools/server/server.cpp").read_text(encoding="utf-8")
+    declared = re.findall(r'ctx_http\.(get|post|del) *\("([^"]+)"', source)
+    methods = {"get": "GET", "post": "POST", "del": "DELETE"}
+    of_one = {(methods[method], re.sub(":.*", "*", path)) for method, path in declared
+              if not path.startswith("/models/") and path not in ("/models", "/v1/models", "/health", "/v1/health")}
+    of_several = {(method, path) for method, paths in front.ENDPOINTS.items() for path in paths}
+    ours = {("GET", "/residency"), ("POST", "/residency"), ("GET", "/tokenizer_info")}
+    assert len(of_one) > 40 and of_several == of_one | ours
+    header = (tree / "vendor/cpp-httplib/httplib.h").read_text(encoding="utf-8")
+    size = re.search(r"CPPHTTPLIB_PAYLOAD_MAX_LENGTH \(([0-9 *]+)\)", header)[1]
+    assert math.prod(map(int, size.split("*"))) == front._MAX_BODY_BYTES
 
 
 class IntactSource:

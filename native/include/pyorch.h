@@ -133,6 +133,7 @@ typedef struct pyorch_model_map_info {
     uint64_t slots_bytes;   // what the experts occupy when all are resident (alignment included)
     uint64_t floor_bytes;   // smallest budget: twice the experts of a token and one, of the largest layer
     uint64_t slim;          // nonzero: its own file lacks the bytes of the experts, they are in a pack only
+    uint64_t n_params;      // numbers in all tensors
 } pyorch_model_map_info;
 
 typedef struct pyorch_layer_info {

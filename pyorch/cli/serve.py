@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pyorch.cli.hub import fetch_model, is_of_hub
 from pyorch.cli.numbers import number, size, whole
@@ -18,6 +21,9 @@ from pyorch.cli.settings import DEFAULT_DEVICE, add_settings, given_settings, se
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.option import CONTEXT, EXPERTS, LONG, LOSSY
+
+if TYPE_CHECKING:
+    from pyorch.serve.address import Address
 
 EXAMPLE = """pyorch serve olmoe.gguf --budget 40% --port 8080 -- --api-key secret
   pyorch serve olmoe.gguf --device auto --budget auto
@@ -53,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verbose", action="store_true", help="show the log of llama-server")
     # Of one of several models: it does not outlive the server that started it.
     parser.add_argument("--while-stdin", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--announce", type=whole(0), help=argparse.SUPPRESS)  # its port, to a descriptor
     take_server_flags(parser)
 
 
@@ -98,7 +105,15 @@ def run(args: argparse.Namespace) -> int:
     if not (told.has(DEVICE) or told.has(GPU_LAYERS)):
         settings = with_device(settings)
     return serve(args.model, flags=flags, verbose=args.verbose, stats_every=args.stats_every, as_json=args.json,
-                 grace=args.grace, prompt_cache=args.prompt_cache, **settings)
+                 grace=args.grace, prompt_cache=args.prompt_cache,
+                 beside=None if args.announce is None else functools.partial(_announced, args.announce), **settings)
+
+
+@contextlib.contextmanager
+def _announced(descriptor: int, _: object, address: Address) -> Iterator[None]:
+    with contextlib.suppress(OSError):  # nobody waits for it any more
+        os.write(descriptor, f"{address.port}\n".encode())
+    yield
 
 
 def _end_with_stdin() -> None:
@@ -108,31 +123,41 @@ def _end_with_stdin() -> None:
 
 
 def _serve_models(args: argparse.Namespace, flags: list[str], budget: Budget | str) -> int:
-    from pyorch.serve.models import serve_models
+    from pyorch.serve.front import serve_models
 
     options = [*settings_arguments(args), "--grace", str(args.grace),
                "--prompt-cache", str(args.prompt_cache)]
     options += ("--stats-every", str(args.stats_every)) if args.stats_every else ()
     options += [flag for flag, given in (("--json", args.json), ("--verbose", args.verbose)) if given]
-    return serve_models(_named(args.models or ()), options, flags, Budget.parse(budget),
+    given = args.models or ()
+    fetched = {one: fetch_model(one) for one in given if is_of_hub(one)}
+    folders = [one for one in given if not is_of_hub(one)]
+    return serve_models(functools.partial(_named, given, fetched, folders), options, flags, Budget.parse(budget),
                         300.0 if args.keep_alive is None else args.keep_alive)
 
 
-def _named(given: Iterable[str]) -> dict[str, Path]:
-    """The models of folders and of the hub by name, without any those of the hub's cache."""
+def _named(given: Iterable[str], fetched: Mapping[str, Path], folders: Iterable[str]) -> dict[str, Path]:
+    """The models that there are now, by name: those fetched of the hub, and those in folders.
+
+    Without any: the models that `pyorch models` lists.
+
+    Raises:
+        PyorchError: There are none, or a folder is none.
+    """
     from pyorch.hub import cache
 
-    named: dict[str, Path] = {}
-    for one in given:
-        if is_of_hub(one):
-            named[one] = fetch_model(one)
-            continue
-        for stored in cache.in_folder(Path(one)):
-            path = stored.files[0]
-            name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)  # of one that is in several files
+    named = dict(fetched)
+    stored = [one for folder in folders for one in cache.in_folder(Path(folder))] if given else [
+        one for one in cache.listed() if not one.checkpoint]
+    for one in stored:
+        path = one.files[0]
+        name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)  # of one that is in several files
+        if is_of_hub(one.name):
+            named[one.name] = path
+        else:
             named[f"{path.parent.name}/{name}" if name in named else name] = path
-    named = named if given else {one.name: one.files[0] for one in cache.in_cache() if not one.checkpoint}
     if not named:
-        raise PyorchError(f"no models in {', '.join(given) or cache.directory()}: name one, as in pyorch serve "
-                          "olmoe.gguf, or a folder with --models DIR")
+        where = ", ".join(given) or f"{cache.directory()} and the current folder"
+        raise PyorchError(f"no models in {where}: name one, as in pyorch serve olmoe.gguf, or give a folder with "
+                          "--models DIR")
     return named

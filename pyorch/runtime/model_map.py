@@ -35,6 +35,7 @@ class MapInfo:
     slots_bytes: int
     floor_bytes: int
     slim: int = 0  # nonzero: the file lacks the bytes of the experts, they are in its pack only
+    n_params: int = 0  # numbers in all tensors
 
 
 @dataclass(frozen=True)

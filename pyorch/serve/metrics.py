@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pyorch.library.bindings import numbers
@@ -83,3 +84,33 @@ class Metrics:
 
 def _value(counts: tuple[Stats, SubstitutionStats], source: str) -> float:
     return next(getattr(part, source) for part in counts if hasattr(part, source))
+
+
+def of_models(answers: Iterable[tuple[str, str]]) -> str:
+    """The answers of several servers in one, with the model as a label.
+
+    Args:
+        answers: The name of each model, and what GET /metrics of its server answers, "" if the model is not loaded.
+    """
+    heads: dict[str, dict[str, None]] = {}  # of each metric, the lines that say what it is, once each
+    samples: dict[str, list[str]] = {}
+    loaded = []
+    for model, text in answers:
+        escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+        label = f'model="{escaped}"'
+        loaded.append(f"pyorch_model_loaded{{{label}}} {int(bool(text))}")
+        name = ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                name = line.split(" ", 3)[2]
+                heads.setdefault(name, {})[line] = None
+            elif line:
+                samples.setdefault(name, []).append(_labelled(line, label))
+    lines = [line for name, of_metric in samples.items() for line in (*heads.get(name, ()), *of_metric)]
+    lines += ["# HELP pyorch_model_loaded Whether the model is loaded.", "# TYPE pyorch_model_loaded gauge", *loaded]
+    return "\n".join(lines) + "\n"
+
+
+def _labelled(sample: str, label: str) -> str:
+    return re.sub(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{?)", lambda match: f"{match[1]}{{{label}" + (
+        "," if match[2] else "}"), sample, count=1)

@@ -8,160 +8,263 @@ llama-server's router is not used: it runs llama-server for each model, and coun
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
+import os
 import re
-import select
-import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
 
-from pyorch.errors import PyorchError
-from pyorch.llama import logs, memory
+from pyorch.errors import PyorchError, one_line
+from pyorch.llama import memory
 from pyorch.runtime.model_map import ModelMap
-from pyorch.serve import llama_server, ollama, pages
-from pyorch.serve.address import Address, free_address
-from pyorch.serve.llama_server import Flags, Root
+from pyorch.serve.address import Address
 from pyorch.settings.budget import Budget
-from pyorch.sizes import counted, format_bytes
 
-_READY = re.compile(r"pyorch: serving .* at http://[^/\s]*:(\d+)")
 _ERROR = re.compile(r"pyorch: error: (.*)")
-_LOOPBACK = ("127.", "::1", "::ffff:127.")
-_MAX_BODY_BYTES = 256 << 20
 
 
 @dataclass
-class _Model:
-    """process: None while it is not loaded. busy: requests that wait for it or are answered. said: why it ended."""
+class Model:
+    """One of several models.
+
+    Attributes:
+        process: None while the model is not loaded, and not being loaded.
+        port: Of the process, 0 until it answers.
+        busy: Requests that wait for the model, or that it answers.
+        used: When the last request ended.
+        keep_alive: Seconds without a request after which the model is unloaded.
+        loading: A thread loads the model.
+        promised: Bytes that the load will take.
+        said: Why the process ended.
+        failures: Loads that failed.
+    """
 
     name: str
     path: Path
+    keep_alive: float
     process: subprocess.Popen | None = None
     port: int = 0
     busy: int = 0
     used: float = field(default_factory=time.monotonic)
+    loading: bool = False
+    promised: int = 0
     said: str = ""
+    failures: int = 0
 
     def is_loaded(self) -> bool:
         return self.process is not None and self.process.poll() is None and self.port > 0
 
+    @property
+    def state(self) -> str:
+        """As llama-server's router calls it."""
+        return "loaded" if self.is_loaded() else "loading" if self.loading else "unloaded"
+
+    @property
+    def idle_at(self) -> float:
+        """When the model will be unloaded, in seconds of time.time()."""
+        return time.time() + self.used + self.keep_alive - time.monotonic()
+
+
+class NotLoaded(PyorchError):
+    """A request that only looks at a model does not load it."""
+
 
 class Models:
-    """Those that are served, by name. command: what serves one at any port, and says so on standard error; key: that
-    it asks for, "" for none.
+    """The models that are served, by name.
 
-    A model is loaded where it fits into what is free beside the others; else idle ones go first, the least recently
-    used before others, and it waits for those that answer. Alone, a model is loaded whatever it needs.
+    A model is loaded beside others if it fits into the free memory. Otherwise idle models are unloaded first, the least
+    recently used one before the others, and the load waits for models that answer. A model that is alone is loaded
+    whatever it needs.
     """
 
     def __init__(
-        self, paths: dict[str, Path], budget: Budget, keep_alive: float, key: str,
-        command: Callable[[str, Path], list[str]],
+        self, find_paths: Callable[[], dict[str, Path]], budget: Budget, keep_alive: float, key: str,
+        command: Callable[[str, Path, int], list[str]],
     ) -> None:
-        self.models = {name: _Model(name, path) for name, path in paths.items()}
+        """Args:
+            find_paths: Returns the files that there are now, by name.
+            keep_alive: Seconds, for models of which a request says nothing else.
+            key: The API key that the processes of the models ask for, "" for none.
+            command: Serves a model at any port, and writes the port into a descriptor.
+        """
+        self._find_paths = find_paths
         self._budget = budget
-        self._keep_alive = keep_alive
-        self._key = key
+        self.keep_alive = keep_alive
+        self.key = key
         self._command = command
         self._changed = threading.Condition()
-        self._loading = threading.Lock()  # one after the other: each takes what the one before left
+        self._making_room = threading.Lock()  # what is free is read and promised to one load at a time
         self.ending = threading.Event()
+        self.by_name = {name: Model(name, path, keep_alive) for name, path in find_paths().items()}
         threading.Thread(target=self._unload_idle, daemon=True).start()
 
-    @contextlib.contextmanager
-    def held(self, name: str, is_use: bool) -> Iterator[int]:
-        """The port of a model that is loaded, and stays so inside. PyorchError where it cannot be.
-
-        is_use: afterwards it is not idle for as long as before.
-        """
-        model = self.models[name]
+    def refresh(self) -> dict[str, Model]:
+        """The models that there are now. A model whose file is gone stays while it is loaded."""
+        try:
+            paths = self._find_paths()
+        except PyorchError:  # the folder is gone, for now
+            return self.by_name
         with self._changed:
+            known = self.by_name
+            kept = {name: model for name, model in known.items() if name not in paths and (model.busy or model.process)}
+            for name, path in paths.items():
+                model = known.get(name)
+                kept[name] = model if model and (model.busy or model.process or model.path == path) else Model(
+                    name, path, self.keep_alive)
+            self.by_name = kept  # threads may be reading the one before
+        return kept
+
+    def find(self, asked: str) -> Model | None:
+        """The model that a request calls so. Ollama's programs add a tag, and commands take the name of a file."""
+        names = (asked, f"hf:{asked}", asked.removesuffix(":latest"), asked.removesuffix(".gguf"))
+        for models in (lambda: self.by_name, self.refresh):
+            by_name = models()
+            name = next((name for name in names if name in by_name), None)
+            if name is not None:
+                return by_name[name]
+        return None
+
+    def loaded(self) -> list[Model]:
+        """The one that was used last comes first."""
+        loaded = [model for model in self.by_name.values() if model.is_loaded()]
+        return sorted(loaded, key=lambda model: (model.busy > 0, model.used), reverse=True)
+
+    @contextlib.contextmanager
+    def held(self, model: Model, keep_alive: float | None = None) -> Iterator[int]:
+        """Loads a model if it is not loaded. It stays loaded inside, and its port is given.
+
+        Args:
+            keep_alive: Seconds without a request after which the model is unloaded; None: as many as the server says.
+
+        Raises:
+            PyorchError: The model cannot be loaded.
+        """
+        with self._busy(model, is_use=True) as model:
+            self._load_once(model)
+            model.keep_alive = self.keep_alive if keep_alive is None else keep_alive
+            yield model.port
+
+    @contextlib.contextmanager
+    def looked_at(self, model: Model) -> Iterator[int]:
+        """As held(), but raises NotLoaded if the model is not loaded, and does not count as a use."""
+        with self._busy(model, is_use=False) as model:
+            if not model.is_loaded():
+                raise NotLoaded(f"{model.name} is not loaded: a request for an answer loads it, looking at it does not")
+            yield model.port
+
+    def unload(self, model: Model) -> None:
+        """If a request waits for the model or is answered, the model is unloaded after that."""
+        with self._changed:
+            model.keep_alive = 0.0
+            process = model.process if model.is_loaded() and not model.busy else None
+            if process is not None:
+                model.process = None
+        if process is not None:
+            _end(model.name, process, "as a request said")
+
+    def tell_to_end(self) -> list[subprocess.Popen]:
+        """Each ends as `pyorch serve` does when it is told, told again at once."""
+        self.ending.set()
+        with self._changed:
+            running = [model.process for model in self.by_name.values() if model.process is not None]
+            self._changed.notify_all()
+        for process in running:
+            process.terminate()
+        return running
+
+    @contextlib.contextmanager
+    def _busy(self, found: Model, is_use: bool) -> Iterator[Model]:
+        """Of a model that was found, the one that has its name now."""
+        with self._changed:
+            if found.name not in self.by_name:  # its file went meanwhile
+                self.by_name = {**self.by_name, found.name: found}
+            model = self.by_name[found.name]
             model.busy += 1
         try:
-            if not model.is_loaded():
-                with self._loading:
-                    if not model.is_loaded():
-                        self._load(model)
-            yield model.port
+            yield model
         finally:
             with self._changed:
                 model.busy -= 1
                 model.used = time.monotonic() if is_use else model.used
                 self._changed.notify_all()
 
-    def find(self, asked: str | None) -> str | None:
-        """The name of a model by what a request calls it; Ollama's programs add a tag."""
-        names = (asked, f"hf:{asked}", (asked or "").removesuffix(":latest"))
-        return next((name for name in names if name in self.models), None)
-
-    def last_used(self) -> str | None:
-        """Of those that are loaded."""
-        loaded = [model for model in self.models.values() if model.is_loaded()]
-        return max(loaded, key=lambda model: (model.busy > 0, model.used)).name if loaded else None
-
-    def state(self, name: str) -> str:
-        """As llama-server's router calls it."""
-        model = self.models[name]
-        return "loaded" if model.is_loaded() else "loading" if model.busy else "unloaded"
-
-    def tell_to_end(self) -> list[subprocess.Popen]:
-        """Each ends as `pyorch serve` does when it is told, told again at once."""
-        self.ending.set()
+    def _load_once(self, model: Model) -> None:
+        """One thread loads a model. Others wait for the model, and fail if that load fails."""
         with self._changed:
-            running = [model.process for model in self.models.values() if model.process is not None]
-        for process in running:
-            process.terminate()
-        return running
+            failures = model.failures
+            while model.loading:
+                self._changed.wait()
+            if model.failures != failures:
+                raise PyorchError(model.said)
+            if model.is_loaded():
+                return
+            model.loading = True
+        try:
+            self._load(model)
+        except (PyorchError, OSError) as error:
+            model.said, model.failures = str(error), model.failures + 1
+            raise PyorchError(model.said) from None
+        finally:
+            with self._changed:
+                model.loading, model.promised = False, 0
+                self._changed.notify_all()
 
-    def _load(self, model: _Model) -> None:
+    def _load(self, model: Model) -> None:
         self._make_room(model)
-        # In a group of its own: Ctrl-C in a terminal is for this process, which ends the others.
-        with self._changed:
-            if self.ending.is_set():
-                raise PyorchError("the server ends")
-            model.port, model.said = 0, "it ended without a word"
-            model.process = subprocess.Popen(self._command(model.name, model.path), stdin=subprocess.PIPE,
-                                             stderr=subprocess.PIPE, text=True, errors="replace",
-                                             start_new_session=True)
-        began = time.monotonic()
-        if not self._hear(model, model.process):
-            model.process.wait()
+        # No pattern finds the port in what the process says: a model's name may have any text in it.
+        port, announces = os.pipe()
+        with open(port) as announced:
+            try:
+                with self._changed:
+                    if self.ending.is_set():
+                        raise PyorchError("the server ends")
+                    model.port, model.said = 0, "it ended without a word"
+                    # In a group of its own: Ctrl-C in a terminal is for this process, which ends the others.
+                    process = model.process = subprocess.Popen(
+                        self._command(model.name, model.path, announces), stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+                        text=True, errors="replace", start_new_session=True, pass_fds=(announces,))
+            finally:
+                os.close(announces)
+            began = time.monotonic()
+            says = threading.Thread(target=_pass_on, args=(model, process.stderr), daemon=True)
+            says.start()
+            line = announced.readline()  # nothing where the process has ended
+        if not line.endswith("\n"):
+            process.wait()
+            says.join()
             raise PyorchError(f"{model.name} could not be loaded: {model.said}")
+        model.port = int(line)
         say(f"loaded {model.name} in {time.monotonic() - began:.1f} s")
 
-    def _hear(self, model: _Model, process: subprocess.Popen) -> bool:
-        """Whether the process says that it serves. What it says after that goes where ours does."""
-        for line in process.stderr:
-            error, ready = _ERROR.match(line), _READY.match(line)
-            model.said = error[1] if error else model.said
-            if ready:
-                model.port = int(ready[1])
-                threading.Thread(target=_pass_on, args=(model.name, process.stderr), daemon=True).start()
-                return True
-        return False
-
-    def _make_room(self, model: _Model) -> None:
+    def _make_room(self, model: Model) -> None:
         needed = self._needed_bytes(model.path)
         while True:
+            with self._making_room:
+                loaded = [other for other in self.by_name.values() if other.is_loaded()]
+                free = self._free_bytes(loaded)  # asks their processes, for which nobody else waits
+                with self._changed:
+                    loaded = sorted((other for other in self.by_name.values() if other.is_loaded()),
+                                    key=lambda other: other.used)
+                    coming = [other for other in self.by_name.values() if other.promised]
+                    is_alone = not loaded and not coming
+                    if is_alone or self.ending.is_set() or needed <= free - sum(map(_still_to_come, coming)):
+                        model.promised = needed
+                        return
+                    idle = next((other for other in loaded if not other.busy), None)
+                    if idle is None:
+                        process = None
+                    else:
+                        process, idle.process = idle.process, None
+            if process is not None:
+                _end(idle.name, process, f"to make room for {model.name}")
+                continue
             with self._changed:
-                others = sorted((other for other in self.models.values() if other.is_loaded()), key=lambda m: m.used)
-                if not others or self.ending.is_set() or needed <= self._free_bytes(others):
-                    return
-                idle = next((other for other in others if not other.busy), None)
-                if idle is None:
-                    self._changed.wait(1.0)
-                    continue
-                process, idle.process = idle.process, None
-            _end(idle.name, process, f"to make room for {model.name}")
+                self._changed.wait(1.0)
 
     def _needed_bytes(self, path: Path) -> int:
         """PyorchError for what is no model, or one for which the budget is too small."""
@@ -172,25 +275,33 @@ class Models:
 
     def _unload_idle(self) -> None:
         while not self.ending.wait(0.5):
-            with self._loading:
-                now = time.monotonic()
-                with self._changed:
-                    idle = [(model, model.process) for model in self.models.values()
-                            if model.is_loaded() and not model.busy and now - model.used >= self._keep_alive]
-                    for model, _ in idle:
-                        model.process = None
-                for model, process in idle:
-                    _end(model.name, process, f"idle for {self._keep_alive:g} s")
+            now = time.monotonic()
+            with self._changed:
+                idle = [(model, model.process) for model in self.by_name.values()
+                        if model.is_loaded() and not model.busy and now - model.used >= model.keep_alive]
+                for model, _ in idle:
+                    model.process = None
+            for model, process in idle:
+                _end(model.name, process, f"idle for {model.keep_alive:g} s")
 
-    def _free_bytes(self, loaded: Sequence[_Model]) -> int:
+    def _free_bytes(self, loaded: Sequence[Model]) -> int:
         """What may be allocated under the memory limit, less what experts were promised and have not taken yet."""
         promised = 0
         for model in loaded:
-            state = Address("127.0.0.1", model.port, "").get("/residency", self._key)
+            state = Address("127.0.0.1", model.port, "").get("/residency", self.key)
             if state is not None:  # of a dense model
                 totals = json.loads(state)["totals"]
                 promised += totals["budget_bytes"] - totals["used_bytes"]
         return memory.memory_limit().free_bytes - promised
+
+
+def _still_to_come(model: Model) -> int:
+    """Bytes that a load will take beside those that its process has, which are free no more."""
+    try:
+        resident = int(Path(f"/proc/{model.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, IndexError):  # it has not begun, or this is not Linux
+        resident = 0
+    return max(0, model.promised - resident)
 
 
 def _end(name: str, process: subprocess.Popen, why: str) -> None:
@@ -199,276 +310,14 @@ def _end(name: str, process: subprocess.Popen, why: str) -> None:
     say(f"unloaded {name}, {why}")
 
 
-def _pass_on(name: str, lines: Iterator[str]) -> None:
+def _pass_on(model: Model, lines: Iterator[str]) -> None:
+    """What the process of a model says goes where ours does, but its address, which is not ours."""
     for line in lines:
-        if "API for programs at" not in line:  # ours is another one
-            say(f"{name}: {line.rstrip().removeprefix('pyorch: ')}")
+        error = _ERROR.match(line)
+        model.said = error[1] if error else model.said
+        if not line.startswith("pyorch: serving ") and "API for programs at" not in line:
+            say(f"{model.name}: {line.rstrip().removeprefix('pyorch: ')}")
 
 
 def say(sentence: str) -> None:
-    print(f"pyorch: {sentence}", file=sys.stderr, flush=True)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """Answers what concerns all models, and passes the rest on to the server of the model that a request names."""
-
-    protocol_version = "HTTP/1.1"
-    timeout = llama_server.SILENT_SECONDS
-    server: _Server
-
-    def do_GET(self) -> None:
-        page = self.server.pages.get(urlsplit(self.path).path)
-        if page is not None:
-            self._answer(200, page.body, page.type)
-        else:
-            self._serve()
-
-    def do_OPTIONS(self) -> None:
-        """Before a page of another origin asks: what llama-server answers."""
-        self._answer(200, "", headers=(
-            ("Access-Control-Allow-Methods", "GET, POST"), ("Access-Control-Allow-Headers", "*")))
-
-    def _serve(self) -> None:
-        models, url = self.server.models, urlsplit(self.path)
-        is_open = url.path in ("/health", "/v1/health")
-        if not is_open and not self._has_key():  # before memory is taken for what strangers send
-            self.close_connection = True
-            return self._refuse(401, "Invalid API Key")
-        length = self.headers.get("Content-Length") or "0"
-        if "Transfer-Encoding" in self.headers or not length.isdigit():
-            self.close_connection = True
-            return self._refuse(411, "a request needs the length of its body")
-        if len(length) > 12 or int(length) > _MAX_BODY_BYTES:
-            self.close_connection = True
-            return self._refuse(413, f"a request has at most {_MAX_BODY_BYTES} bytes")
-        body = self.rfile.read(int(length))
-        if is_open:
-            return self._answer(200, '{"status":"ok"}')
-        if self.command == "GET" and url.path in ("/models", "/v1/models"):
-            return self._answer(200, json.dumps({"object": "list", "data": [
-                {"id": name, "object": "model", "created": int(time.time()), "owned_by": "pyorch",
-                 "status": {"value": models.state(name)}} for name in models.models]}))
-        if url.path.startswith("/api/"):
-            return self._serve_ollama(url.path, body)
-        asked = self._asked(url.query, body)
-        name = models.find(asked)
-        if not asked and self._looks():
-            return self._refuse(503, "no model is loaded: a request that names one loads it")
-        if not asked:
-            return self._refuse(400, f'the request names no model: "model" is one of {", ".join(models.models)}')
-        if name is None:
-            return self._refuse(404, f'model "{asked}" is not served here; these are: {", ".join(models.models)}')
-        with self.server.answering():
-            try:
-                with models.held(name, is_use=not self._looks()) as port:
-                    self._pass_on(port, body)
-            except PyorchError as error:
-                self._refuse(503, str(error))
-
-    do_POST = do_DELETE = _serve
-
-    def _serve_ollama(self, path: str, body: bytes) -> None:
-        models = self.server.models
-        try:
-            if (self.command, path) == ("GET", "/api/version"):
-                return self._answer(200, json.dumps({"version": ollama.VERSION}))
-            if (self.command, path) == ("GET", "/api/tags"):
-                return self._answer(200, json.dumps(ollama.tags({m.name: m.path for m in models.models.values()})))
-            if self.command != "POST" or path not in ollama.PATHS:
-                return self._answer(404, json.dumps({"error": f"{path} is not served here"}))
-            asked = ollama.read(body)
-            name = models.find(asked["model"])
-            if name is None:
-                return self._answer(404, json.dumps({"error": f"model '{asked['model']}' not found"}))
-            if path == "/api/show":
-                return self._answer(200, json.dumps(ollama.show(models.models[name].path)))
-            url, request = ollama.to_openai(path, asked, name)
-        except PyorchError as error:
-            return self._answer(400, json.dumps({"error": str(error)}))
-        except (AttributeError, TypeError, ValueError):
-            return self._answer(400, json.dumps({"error": "a part of the request is of another kind than it must be"}))
-        self.close_connection = True
-        reply, begun = ollama.Reply(path, asked["model"]), False
-        with self.server.answering(), contextlib.suppress(OSError):
-            try:
-                with models.held(name, is_use=True) as port:
-                    for part in ollama.ask(port, url, request, next(iter(self.server.keys), ""), self.connection):
-                        if not request["stream"]:
-                            return self._answer(200, json.dumps(reply.whole(part)))
-                        begun = begun or self._begin_lines()
-                        self._send_line(reply.part(part))
-            except PyorchError as error:
-                failure = {"error": str(error)}
-                status = error.status if isinstance(error, ollama.Refused) else 503
-                return self._send_line(failure) if begun else self._answer(status, json.dumps(failure))
-            if begun:
-                self._send_line(reply.end())
-            else:  # nothing was asked of the model but to be loaded
-                self._answer(200, json.dumps(reply.end()))
-
-    def _begin_lines(self) -> bool:
-        self.send_response(200)
-        for name, value in (("Content-Type", "application/x-ndjson"), ("Connection", "close"),
-                            ("Access-Control-Allow-Origin", self.headers.get("Origin", "*"))):
-            self.send_header(name, value)
-        self.end_headers()
-        return True
-
-    def _send_line(self, line: dict | None) -> None:
-        if line is not None:
-            self.wfile.write(json.dumps(line).encode() + b"\n")
-
-    def _asked(self, query: str, body: bytes) -> str | None:
-        """The name of the model that is asked; the only one, and for a look the one that was used last, need none."""
-        models = self.server.models
-        try:
-            asked = json.loads(body).get("model")
-        except (ValueError, AttributeError, RecursionError):
-            asked = None
-        asked = asked or next(iter(parse_qs(query).get("model", ())), None)
-        asked = asked or (models.last_used() if self._looks() else None)
-        return str(asked) if asked else next(iter(models.models)) if len(models.models) == 1 else None
-
-    def _looks(self) -> bool:
-        """As the live view does, which is no use of a model."""
-        return self.command == "GET" or urlsplit(self.path).path == "/residency"
-
-    def _has_key(self) -> bool:
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ") or self.headers.get("X-Api-Key", "")
-        keys = self.server.keys
-        return not keys or any(hmac.compare_digest(given.encode(), key.encode()) for key in keys)
-
-    def _pass_on(self, port: int, body: bytes) -> None:
-        """Byte by byte, as they come; an end on either side ends the other."""
-        headers = {name: value for name, value in self.headers.items()
-                   if name.lower() not in ("connection", "content-length", "host")}
-        local = self.client_address[0].startswith(_LOOPBACK)
-        headers["Host"] = self.headers.get("Host", "") if local else "elsewhere"  # see Request.is_from_here()
-        headers |= {"Connection": "close", "Content-Length": str(len(body))}
-        head = f"{self.requestline}\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n"
-        self.close_connection = True
-        client, answered = self.connection, False
-        try:
-            with socket.create_connection(("127.0.0.1", port)) as server:
-                server.sendall(head.encode("latin-1") + body)
-                while True:
-                    readable = select.select([server, client], [], [])[0]
-                    if server in readable:
-                        part = server.recv(1 << 16)
-                        if not part:
-                            break
-                        answered = True
-                        client.sendall(part)
-                    elif not client.recv(1 << 16):  # the client has gone
-                        return
-        except OSError:
-            pass
-        if not answered:
-            with contextlib.suppress(OSError):
-                self._refuse(502, "the server of the model ended before it answered")
-
-    def _refuse(self, status: int, sentence: str) -> None:
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        self._answer(status, json.dumps({"error": {"code": status, "message": sentence, "type": kind}}))
-
-    def _answer(
-        self, status: int, text: str, kind: str = "application/json; charset=utf-8",
-        headers: Sequence[tuple[str, str]] = (),
-    ) -> None:
-        body = text.encode()
-        self.send_response(status)
-        for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store"),
-                            ("Access-Control-Allow-Origin", self.headers.get("Origin", "*")), *headers):
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, address: Address, models: Models, keys: Sequence[str]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        self.models, self.keys = models, keys
-        self.pages = pages.contents(bool(keys), Root.SMALL_CHAT)
-        self._n_answering = 0
-        self._changed = threading.Condition()
-        super().__init__((address.host, address.port), _Handler)
-
-    @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        with self._changed:
-            self._n_answering += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._n_answering -= 1
-                self._changed.notify_all()
-
-    def wait_for_answers(self, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._n_answering, seconds)
-
-    def handle_error(self, *_: object) -> None:
-        """Clients that go away are no news."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(*_)
-
-
-def serve_models(
-    paths: dict[str, Path], options: Sequence[str], flags: Sequence[str], budget: Budget, keep_alive: float
-) -> int:
-    """Serves models by their names until SIGINT or SIGTERM. To be called on the main thread.
-
-    Args:
-        paths: by name. options: of `pyorch serve`, for each. flags: of llama-server, for each.
-        keep_alive: seconds after which an idle model is unloaded.
-
-    Raises:
-        PyorchError: the address cannot be used.
-    """
-    given = Flags(flags)
-    address = free_address(given)
-    if not address.port or address.prefix:
-        raise PyorchError("several models are served at a host and a port, without --api-prefix")
-
-    def command(name: str, path: Path) -> list[str]:
-        child = Flags(given.arguments)
-        child.replace(llama_server.HOST, "127.0.0.1")
-        child.replace(llama_server.PORT, 0)
-        return [sys.executable, "-m", "pyorch", "serve", str(path), *options, "--while-stdin", "--", *child.arguments,
-                "--alias", name]
-
-    logs.install()
-    logs.set_quiet(True)
-    models = Models(paths, budget, keep_alive, next(iter(given.api_keys), ""), command)
-    ended = threading.Event()
-
-    def end(*_: object) -> None:
-        if ended.is_set():
-            models.tell_to_end()
-        ended.set()
-
-    with _Server(address, models, given.api_keys) as server:
-        before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
-        serving = threading.Thread(target=server.serve_forever, name="models")
-        serving.start()
-        try:
-            limit = format_bytes(memory.memory_limit().free_bytes)
-            say(f"serving {counted(len(paths), 'model')} at {address.url} ({limit} of memory free): {', '.join(paths)}")
-            say(f"chat at {address.url}/, live view at {address.url}/pyorch, API for programs at {address.url}/v1")
-            ended.wait()
-        finally:
-            server.shutdown()
-            for process in models.tell_to_end():
-                process.wait()
-            server.wait_for_answers(3.0)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-    return 0
-
+    print(f"pyorch: {one_line(sentence)}", file=sys.stderr, flush=True)

@@ -2,52 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import shutil
+import re
+import resource
 import signal
 import socket
 import sys
 import threading
 import urllib.error
 import urllib.request
-from contextlib import closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 from models import PROMPT
 from processes import HANG_SECONDS, pyorch
-from servers import ServerProcess, Stream, pyorch_serve, wait_until
+from prometheus_client.parser import text_string_to_metric_families
+from servers import ServerProcess, Stream, pyorch_serve, serve_models, wait_until
 
+from pyorch.cli import serve
+from pyorch.errors import PyorchError
+from pyorch.hub import cache
 from pyorch.llama import memory
 from pyorch.llama.memory import MemoryLimit
-from pyorch.serve import ollama
+from pyorch.serve import front
+from pyorch.serve.address import Address
 from pyorch.serve.models import Models
 from pyorch.settings.budget import Budget
 from pyorch.sizes import GiB, MiB
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import chromium
-
-
-@pytest.fixture(scope="module")
-def folder(small_moe: Path, dense_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    os.link(small_moe, folder / "sparse.gguf")
-    shutil.copyfile(dense_model, folder / "dense.gguf")
-    (folder / "damaged.gguf").write_bytes(small_moe.read_bytes()[:5000])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory):
-    server = ServerProcess(serve_models(folder), tmp_path_factory.mktemp("server") / "log")
-    yield server
-    server.stop()
-
-
-def serve_models(folder: Path, *options: str) -> list[str]:
-    return pyorch_serve(None, "--models", str(folder), "--threads", "1", "--budget", "60%", *options)
 
 
 def states(server: ServerProcess) -> dict[str, str]:
@@ -63,29 +51,29 @@ def children(pid: int) -> list[int]:
     return [int(child) for file in text for child in file.read_text().split()]
 
 
-def test_a_model_is_loaded_when_a_request_names_it(server: ServerProcess):
-    assert states(server) == {"damaged": "unloaded", "dense": "unloaded", "sparse": "unloaded"}
-    assert "serving 3 models at " in server.log.read_text()
+def test_a_model_is_loaded_when_a_request_names_it(several: ServerProcess):
+    assert states(several) == {"damaged": "unloaded", "dense": "unloaded", "sparse": "unloaded"}
+    assert "serving 3 models at " in several.log.read_text()
     with pytest.raises(urllib.error.HTTPError, match="503"):  # nobody loads one by looking
-        server.get("/residency")
-    assert complete(server, "sparse").model == "sparse"
-    assert states(server) == {"damaged": "unloaded", "dense": "unloaded", "sparse": "loaded"}
-    assert server.get("/residency")["model"] == "sparse.gguf"
-    assert complete(server, "dense").model == "dense"
-    assert server.get("/props?model=sparse")["model_path"].endswith("sparse.gguf")
-    assert {"dense", "sparse"} <= {name for name, state in states(server).items() if state == "loaded"}
+        several.get("/residency")
+    assert complete(several, "sparse").model == "sparse"
+    assert states(several) == {"damaged": "unloaded", "dense": "unloaded", "sparse": "loaded"}
+    assert several.get("/residency")["model"] == "sparse.gguf"
+    assert complete(several, "dense").model == "dense"
+    assert several.get("/props?model=sparse")["model_path"].endswith("sparse.gguf")
+    assert {"dense", "sparse"} <= {name for name, state in states(several).items() if state == "loaded"}
 
 
-def test_what_cannot_be_served_is_said_and_the_others_are(server: ServerProcess):
-    with pytest.raises(server.error, match='model "absent" is not served here; these are: .*sparse') as unknown:
-        complete(server, "absent")
+def test_what_cannot_be_served_is_said_and_the_others_are(several: ServerProcess):
+    with pytest.raises(several.error, match='model "absent" is not served here; these are: .*sparse') as unknown:
+        complete(several, "absent")
     assert unknown.value.status_code == 404
-    with pytest.raises(server.error, match="names no model"):
-        complete(server, "")
+    with pytest.raises(several.error, match="names no model"):
+        complete(several, "")
     for _ in range(2):
-        with pytest.raises(server.error, match=r"damaged\.gguf is a truncated or damaged GGUF"):
-            complete(server, "damaged")
-    assert complete(server, "sparse").choices[0].text
+        with pytest.raises(several.error, match=r"damaged\.gguf is a truncated or damaged GGUF"):
+            complete(several, "damaged")
+    assert complete(several, "sparse").choices[0].text
 
 
 def test_a_stream_is_passed_on_while_it_is_written_and_ends_with_its_client(start, folder: Path):
@@ -105,11 +93,155 @@ def test_an_idle_model_is_unloaded_and_loaded_again(start, folder: Path):
     assert "Fatal" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("length", [10**12, 10**20])
-def test_a_body_that_no_memory_has_room_for_is_refused(server: ServerProcess, length: int):
-    request = urllib.request.Request(f"{server.url}/v1/completions", b"{}", {"Content-Length": str(length)})
-    with pytest.raises(urllib.error.HTTPError, match="413"):
-        urllib.request.urlopen(request, timeout=HANG_SECONDS)
+def ask(server: ServerProcess, head: str, *body: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Sends a request as it is; the status, the headers and the body of the answer."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_SECONDS) as connection:
+        connection.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode())
+        try:
+            for part in body:
+                connection.sendall(part)
+        except ConnectionError:  # it is answered before all was sent
+            pass
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    head, _, said = answer.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    return int(status.split()[1]), dict(line.lower().split(": ", 1) for line in lines), said
+
+
+def refused(server: ServerProcess, head: str, *body: bytes) -> tuple[int, str]:
+    status, _, said = ask(server, head, *body)
+    return status, json.loads(said)["error"]["message"]
+
+
+@pytest.mark.parametrize("length", [101 << 20, 10**12, 10**20])
+def test_a_body_that_is_too_large_is_refused_with_413(several: ServerProcess, length: int):
+    """Also when the client sends all of it before it reads the answer."""
+    sent = itertools.repeat(bytes(1 << 20), 101 if length < 10**9 else 0)
+    status, said = refused(several, f"POST /v1/completions HTTP/1.1\r\nContent-Length: {length}", *sent)
+    assert (status, said) == (413, "the body is larger than 100 MiB")
+
+
+def test_a_body_comes_in_chunks(several: ServerProcess):
+    body = json.dumps({"model": "dense", "prompt": "x", "max_tokens": 2, "temperature": 0}).encode()
+    parts = [body[i : i + 9] for i in range(0, len(body), 9)]
+    chunks = [f"{len(part):x};name=value\r\n".encode() + part + b"\r\n" for part in parts]
+    chunked = "POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked"
+    status, _, said = ask(several, chunked, *chunks, b"0\r\nTrailer: x\r\n\r\n")
+    assert status == 200 and json.loads(said)["choices"] == [
+        {**complete(several, "dense", 2).choices[0].model_dump(exclude={"logprobs"}), "logprobs": None}]
+    assert refused(several, chunked, b"zz\r\n")[0] == 400
+    assert refused(several, chunked, b"2\r\nabc\r\n")[0] == 400
+    assert refused(several, chunked, f"{101 << 20:x}\r\n".encode())[0] == 413
+
+
+def test_a_head_is_asked_for_as_of_one_model(several: ServerProcess):
+    complete(several, "sparse")
+    for path in ("/", "/health", "/v1/models", "/api/tags", "/props?model=sparse", "/metrics"):
+        status, headers, body = ask(several, f"HEAD {path} HTTP/1.1")
+        assert (status, body) == (200, b"") and int(headers["content-length"]) > 0, path
+    assert several.get("/v1/models/sparse")["id"] == "sparse" == several.client.models.retrieve("sparse").id
+    assert refused(several, "GET /v1/models/absent HTTP/1.1")[0] == 404
+
+
+@pytest.mark.parametrize(("request_line", "body", "status", "said"), [
+    ("POST /v1/nothing", b"{}", 404, "POST /v1/nothing is not served here"),
+    ("GET /v1/completions", b"", 404, "GET /v1/completions is not served here"),
+    ("PUT /v1/completions", b"{}", 404, "PUT /v1/completions is not served here"),
+    ("BREW /coffee", b"", 501, "Unsupported method ('BREW')"),
+    ("POST /v1/completions", b"{bad", 400, "the body is no JSON: Expecting property name enclosed in double quotes"),
+    ("POST /v1/completions", b"[" * 100_000, 400, "the body nests brackets too deep"),
+    ("POST /v1/completions", b"[1]", 400, "the body is JSON, but no object"),
+    ("POST /v1/completions", b"{}", 400, "the request names no model"),
+])
+def test_a_mistake_is_refused_with_its_reason(
+    several: ServerProcess, request_line: str, body: bytes, status: int, said: str
+):
+    got, sentence = refused(several, f"{request_line} HTTP/1.1\r\nContent-Length: {len(body)}", body)
+    assert got == status and sentence.startswith(said), sentence
+
+
+def test_a_form_names_its_model(several: ServerProcess):
+    form = b'--x\r\nContent-Disposition: form-data; name="model"\r\n\r\ndense\r\n--x--\r\n'
+    status, said = refused(several, "POST /v1/audio/transcriptions HTTP/1.1\r\n"
+                           f"Content-Type: multipart/form-data; boundary=x\r\nContent-Length: {len(form)}", form)
+    assert status >= 400 and "names no model" not in said
+
+
+def test_requests_are_answered_while_a_thousand_others_are_half_sent(several: ServerProcess):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 4096:
+        pytest.skip("needs more descriptors than this user may have")
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
+        for _ in range(1100):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", several.port)))
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nX: ")
+        assert complete(several, "sparse").choices[0].text
+
+
+def test_a_head_that_comes_byte_by_byte_has_half_a_minute(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(front, "HEAD_SECONDS", 0.5)
+    models = Models(dict, Budget.parse("auto"), 300.0, "", lambda *_: [])
+    with front._Server(Address("127.0.0.1", 0, ""), models, (), 60) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with socket.create_connection(server.server_address, timeout=HANG_SECONDS) as connection:
+            is_closed = threading.Event()
+            threading.Thread(target=lambda: connection.recv(1) or is_closed.set(), daemon=True).start()
+            with suppress(ConnectionError):
+                while not is_closed.wait(0.1):
+                    connection.sendall(b"x")
+            assert is_closed.wait(HANG_SECONDS)
+        server.shutdown()
+        server.deadlines.close()
+    models.ending.set()
+
+
+def test_a_look_loads_no_model(start, folder: Path):
+    server = start(serve_models(folder))
+
+    def loaded() -> dict[str, float]:
+        with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANG_SECONDS) as answer:
+            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+        hits = [sample.labels["model"] for name in ("pyorch_expert_hits", "llamacpp:n_decode")
+                for sample in (families[name].samples if name in families else ())]
+        states = {sample.labels["model"]: sample.value for sample in families["pyorch_model_loaded"].samples}
+        assert hits == 2 * [name for name, state in states.items() if state]
+        return states
+
+    assert loaded() == {"damaged": 0, "dense": 0, "sparse": 0}
+    for path in ("/residency", "/slots", "/props", "/residency?model=sparse", "/slots?model=sparse"):
+        status, said = refused(server, f"GET {path} HTTP/1.1")
+        assert status == 503 and "loaded: a request for an answer" in said
+    with urllib.request.urlopen(f"{server.url}/metrics?model=sparse", timeout=HANG_SECONDS) as answer:
+        assert answer.read().splitlines()[-1] == b'pyorch_model_loaded{model="sparse"} 0'
+    complete(server, "sparse")
+    assert loaded() == {"damaged": 0, "dense": 0, "sparse": 1}
+    assert set(re.findall("unloaded|loaded [a-z]+", server.log.read_text())) == {"loaded sparse"}
+
+
+def test_a_name_with_line_ends_is_served_and_new_files_are_found(start, small_moe: Path, tmp_path: Path):
+    name = "a\nb\x1b[2J"
+    os.link(small_moe, tmp_path / f"{name}.gguf")
+    server = start(serve_models(tmp_path))
+    assert server.get("/tokenizer_info")["eos_token"]  # the first model answers where none is loaded
+    assert states(server) == {name: "loaded"} and complete(server, name).model == name
+    os.link(small_moe, tmp_path / "other.gguf")
+    assert complete(server, "other.gguf").model == "other" and len(states(server)) == 2
+    (tmp_path / "other.gguf").unlink()
+    assert states(server)["other"] == "loaded"
+    log = server.log.read_text()
+    assert all(line.startswith("pyorch: ") for line in log.splitlines()) and "\x1b" not in log
+    assert r"loaded a\nb\x1b[2J in " in log
+
+
+def test_tokens_are_asked_for_without_a_model(several: ServerProcess):
+    complete(several, "dense")
+    assert several.get("/tokenizer_info")["add_bos_token"] is not None
+    for path, body in (("/tokenize", {"prompt": "abc"}), ("/detokenize", {"tokens": [97, 98]})):
+        request = urllib.request.Request(several.url + path, json.dumps(body).encode())
+        with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
+            assert len(json.load(answer)["tokens" if path == "/tokenize" else "prompt"]) >= 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -153,6 +285,7 @@ def test_settings_are_changed_from_this_machine_only(start, folder: Path):
             pytest.skip("needs an address that is not loopback")
         address = probe.getsockname()[0]
     server = start(serve_models(folder, "--host", "0.0.0.0"))
+    complete(server, "sparse")
     port = server.url.rpartition(":")[2]
     for host, status in ((address, 403), ("127.0.0.1", 200)):
         headers = {"Host": f"localhost:{port}", "Content-Type": "application/json"}  # anybody can say so
@@ -171,10 +304,11 @@ def two(small_moe: Path, monkeypatch: pytest.MonkeyPatch):
     free = {"bytes": 64 * GiB}
     monkeypatch.setattr(memory, "memory_limit", lambda: MemoryLimit("a test", 64 * GiB, free["bytes"]))
 
-    def command(name: str, path: Path) -> list[str]:
-        return [*pyorch_serve(path, "--budget", "60%", "--threads", "1"), "--while-stdin"]
+    def command(name: str, path: Path, announces: int) -> list[str]:
+        return [*pyorch_serve(path, "--budget", "60%", "--threads", "1"), "--while-stdin", "--announce",
+                str(announces)]
 
-    models = Models({"a": small_moe, "b": small_moe}, Budget.parse("60%"), 3600.0, "", command)
+    models = Models(lambda: {"a": small_moe, "b": small_moe}, Budget.parse("60%"), 3600.0, "", command)
     yield models, free
     for process in models.tell_to_end():
         process.wait()
@@ -182,40 +316,83 @@ def two(small_moe: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_models_that_fit_stay_and_others_make_room(two):
     models, free = two
-    for name in ("a", "b"):
-        with models.held(name, True):
+    a, b = models.by_name.values()
+    for model in (a, b):
+        with models.held(model):
             pass
-    assert models.state("a") == models.state("b") == "loaded"
-    first = models.models["b"].process
+    assert a.state == b.state == "loaded"
+    first = b.process
     first.kill()  # as the kernel does where memory is short
     first.wait()
     free["bytes"] = 64 * MiB
-    with models.held("b", True) as port:
-        assert port and models.state("a") == "unloaded"
+    with models.held(b) as port:
+        assert port and a.state == "unloaded"
 
 
 def test_a_model_that_answers_is_waited_for(two):
     models, free = two
+    a, b = models.by_name.values()
     free["bytes"] = 64 * MiB
     loaded = threading.Event()
 
     def ask() -> None:
-        with models.held("b", True):
+        with models.held(b):
             loaded.set()
 
-    with models.held("a", True):
+    with models.held(a):
         thread = threading.Thread(target=ask)
         thread.start()
-        wait_until(lambda: models.state("b") == "loading")
-        assert not loaded.wait(1.0) and models.state("a") == "loaded"
+        wait_until(lambda: b.state == "loading")
+        assert not loaded.wait(1.0) and a.state == "loaded"
     thread.join(HANG_SECONDS)
-    assert loaded.is_set() and models.state("a") == "unloaded"
+    assert loaded.is_set() and a.state == "unloaded"
+
+
+def test_a_load_that_does_not_end_blocks_no_other(small_moe: Path):
+    def command(name: str, path: Path, announces: int) -> list[str]:
+        program = {"stuck": "sys.stdin.read()", "broken": "sys.exit('pyorch: error: a reason')",
+                   "quick": f"os.write({announces}, b'1\\n'); sys.stdin.read()"}[name]
+        return [sys.executable, "-c", f"import os, sys; {program}"]
+
+    models = Models(lambda: dict.fromkeys(("stuck", "broken", "quick"), small_moe), Budget.parse("60%"), 3600.0, "",
+                    command)
+
+    def ask() -> None:
+        with pytest.raises(PyorchError), models.held(models.by_name["stuck"]):
+            pass
+
+    waiting = threading.Thread(target=ask)
+    waiting.start()
+    wait_until(lambda: models.by_name["stuck"].process is not None)
+    with models.held(models.by_name["quick"]) as port:
+        assert port == 1
+    with pytest.raises(PyorchError, match="a reason"), models.held(models.by_name["broken"]):
+        pass
+    assert [model.state for model in models.by_name.values()] == ["loading", "unloaded", "loaded"]
+    for process in models.tell_to_end():
+        process.wait()
+    waiting.join(HANG_SECONDS)
+
+
+def test_without_a_model_those_are_served_that_pyorch_models_lists(
+    small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hub").mkdir()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    os.link(small_moe, tmp_path / "here.gguf")
+    fetched = tmp_path / "hub/models--org--name/snapshots/0123/there.gguf"
+    fetched.parent.mkdir(parents=True)
+    os.link(small_moe, fetched)
+    served = serve._named((), {}, ())
+    assert set(served.values()) == {stored.files[0] for stored in cache.listed()} and len(served) == 2
+    assert "here" in served and all(name == "here" or name.startswith("hf:org/name") for name in served)
 
 
 @pytest.mark.skipif(chromium.find() is None, reason="needs a browser: apt-get install chromium")
-def test_the_chat_page_offers_them(server: ServerProcess):
+def test_the_chat_page_offers_them(several: ServerProcess):
     with chromium.Page() as page:
-        page.open(f"{server.url}/")
+        page.open(f"{several.url}/")
         page.wait_for("document.getElementById('model')?.options.length == 3")
         page.value("document.getElementById('model').value = 'sparse'; document.getElementById('text').focus()")
         page.type(PROMPT)
@@ -228,12 +405,12 @@ def test_the_chat_page_offers_them(server: ServerProcess):
 
 
 @pytest.mark.skipif(chromium.find() is None, reason="needs a browser: apt-get install chromium")
-def test_a_message_that_is_sent_before_the_models_are_known_waits_for_them(server: ServerProcess):
+def test_a_message_that_is_sent_before_the_models_are_known_waits_for_them(several: ServerProcess):
     late = ("const ask = fetch; const told = new Promise((go) => { window.tell = go; });"
             "window.fetch = async (path, ...rest) => (path === 'v1/models' && await told, ask(path, ...rest));")
     with chromium.Page() as page:
         page.send("Page.addScriptToEvaluateOnNewDocument", source=late)
-        page.open(f"{server.url}/")
+        page.open(f"{several.url}/")
         page.wait_for("document.readyState === 'complete' && typeof window.tell === 'function'")
         page.value("document.getElementById('text').focus()")
         page.type(PROMPT)
@@ -258,83 +435,3 @@ def test_a_mistake_is_said(tmp_path: Path, arguments: tuple[str, ...], sentence:
     given = [str(empty) if one == "." else str(tmp_path / one) if one == "model.gguf" else one for one in arguments]
     result = pyorch("serve", *given, "--port", "0", env={**os.environ, "HF_HUB_CACHE": str(empty)})
     assert result.returncode == 2 and sentence in result.stderr, result.stderr
-
-
-def ask_as_ollama(server: ServerProcess, path: str, body: object) -> list[dict]:
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
-        return [json.loads(line) for line in answer]
-
-
-def test_programs_that_speak_ollama_are_answered(server: ServerProcess):
-    names = {model["name"] for model in server.get("/api/tags")["models"]}
-    assert names == {"damaged", "dense", "sparse"}
-    assert server.get("/api/version")["version"]
-    shown, = ask_as_ollama(server, "/api/show", {"model": "sparse:latest"})
-    assert shown["details"]["family"] == shown["model_info"]["general.architecture"] == "qwen2moe"
-    assert shown["capabilities"] == ["completion"]  # its template knows no tools
-    settings = {"temperature": 0, "num_predict": 6}
-    plain = server.client.completions.create(model="sparse", prompt=PROMPT, max_tokens=6, temperature=0)
-
-    asked = {"model": "sparse:latest", "prompt": PROMPT, "raw": True, "options": settings}
-    *parts, last = ask_as_ollama(server, "/api/generate", asked)
-    assert "".join(part["response"] for part in parts) == plain.choices[0].text
-    assert not any(part["done"] for part in parts) and last["done"] and last["done_reason"] == "length"
-    assert last["eval_count"] == 6 and last["prompt_eval_count"] == plain.usage.prompt_tokens
-    whole, = ask_as_ollama(server, "/api/generate", asked | {"stream": False})
-    assert whole["response"] == plain.choices[0].text and whole["done"] and whole["model"] == "sparse:latest"
-
-    said = [{"role": "user", "content": "Hello"}]
-    chat = server.client.chat.completions.create(model="sparse", messages=said, max_tokens=6, temperature=0)
-    asked = {"model": "sparse", "messages": said, "options": settings}
-    *parts, last = ask_as_ollama(server, "/api/chat", asked)
-    assert "".join(part["message"]["content"] for part in parts) == chat.choices[0].message.content
-    whole, = ask_as_ollama(server, "/api/chat", asked | {"stream": False})
-    assert whole["message"] == {"role": "assistant", "content": chat.choices[0].message.content}
-    loaded, = ask_as_ollama(server, "/api/generate", {"model": "dense"})
-    assert loaded["done"] and loaded["done_reason"] == "load" and states(server)["dense"] == "loaded"
-
-
-@pytest.mark.parametrize(("path", "body", "status", "sentence"), [
-    ("/api/chat", [], 400, 'an object of JSON with the name of a "model"'),
-    ("/api/chat", {"messages": []}, 400, 'an object of JSON with the name of a "model"'),
-    ("/api/chat", {"model": "absent"}, 404, "model 'absent' not found"),
-    ("/api/chat", {"model": "sparse", "messages": [{"content": "x", "images": ["AA=="]}]}, 400, "images"),
-    ("/api/chat", {"model": "sparse", "messages": "x"}, 400, "messages"),
-    ("/api/chat", {"model": "sparse", "messages": [{"content": "x"}], "options": 3}, 400, "options"),
-    ("/api/chat", {"model": "sparse", "messages": [{"content": "x"}], "options": {"temperature": "x"}}, 400, ""),
-    ("/api/chat", {"model": "sparse", "messages": [{"content": "x"}], "options": {"num_predict": [1]}}, 400, "kind"),
-    ("/api/chat", {"model": "sparse", "messages": [{"content": "x", "tool_calls": 3}]}, 400, "kind"),
-    ("/api/chat", {"model": "sparse", "messages": [{"content": "x", "tool_calls": [3]}]}, 400, "kind"),
-    ("/api/generate", {"model": "damaged", "prompt": "x"}, 503, "damaged"),
-    ("/api/embed", {"model": "sparse"}, 404, "/api/embed is not served here"),
-])
-def test_what_ollama_would_refuse_is_refused_in_its_form(
-    server: ServerProcess, path: str, body: object, status: int, sentence: str
-):
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        ask_as_ollama(server, path, body)
-    assert refused.value.code == status and sentence in json.load(refused.value)["error"]
-
-
-def test_tools_and_thoughts_come_in_ollamas_form():
-    calls = [{"function": {"name": "weather", "arguments": {"city": "Paris"}}}]
-    said = [{"role": "assistant", "content": "", "tool_calls": calls},
-            {"role": "tool", "content": "sunny", "tool_name": "weather"}]
-    path, body = ollama.to_openai("/api/chat", ollama.read(json.dumps(
-        {"name": "m", "messages": said, "format": {"type": "object"}, "options": {"num_predict": -1, "top_k": 5}}
-    ).encode()), "m")
-    call = body["messages"][0]["tool_calls"][0]
-    assert path == "/v1/chat/completions" and json.loads(call["function"]["arguments"]) == {"city": "Paris"}
-    assert body["messages"][1]["tool_call_id"] == call["id"] and "max_tokens" not in body and body["top_k"] == 5
-    assert body["response_format"]["json_schema"]["schema"] == {"type": "object"} and body["stream"] is True
-
-    reply = ollama.Reply("/api/chat", "m")
-    pieces = [{"function": {"name": "weather", "arguments": ""}}, {"function": {"arguments": '{"city": '}},
-              {"function": {"arguments": '"Paris"}'}}]
-    parts = [reply.part({"choices": [{"delta": {"reasoning_content": "hm"}}]})]
-    parts += [reply.part({"choices": [{"delta": {"tool_calls": [{"index": 0, **piece}]}}]}) for piece in pieces]
-    assert parts[0]["message"] == {"role": "assistant", "content": "", "thinking": "hm"} and parts[1:] == [None] * 3
-    assert reply.part({"choices": [{"delta": {}, "finish_reason": "tool_calls"}], "timings": {"prompt_ms": 2}}) is None
-    last = reply.end()
-    assert last["message"]["tool_calls"] == calls and last["done"] and last["prompt_eval_duration"] == 2_000_000

@@ -55,6 +55,7 @@ pyorch_status pyorch_model_map_get_info(const pyorch_model_map * map, pyorch_mod
         out.slots_bytes   = m.slots_bytes();
         out.floor_bytes   = m.floor_bytes();
         out.slim          = m.slim;
+        out.n_params      = m.n_params;
         *info             = out;
     });
 }

@@ -128,6 +128,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
         span              = std::max(span, offset + bytes);
         needed            = lacked ? needed : std::max(needed, offset + bytes);
         tensor_bytes += bytes;
+        n_params += (uint64_t) ggml_nelements(t);
         tensors[tensor_name] = { file, offset, bytes, ggml_type_name(t->type) };
 
         if (!is_expert) {

@@ -148,6 +148,7 @@ public:
     int                                n_layers      = 0;
     int                                n_expert_used = 0;
     uint64_t                           tensor_bytes  = 0;
+    uint64_t                           n_params      = 0;
 
     std::vector<int> n_experts() const; // by layer
 

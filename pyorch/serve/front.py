@@ -1,0 +1,505 @@
+"""HTTP of several models: answers what concerns all of them, and passes other requests on to the server of one."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import re
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from email import message_from_bytes
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from pyorch.errors import PyorchError
+from pyorch.llama import logs, memory
+from pyorch.serve import llama_server, ollama, pages
+from pyorch.serve.address import Address, free_address
+from pyorch.serve.llama_server import BODY_SECONDS, HEAD_SECONDS, Flags, Root
+from pyorch.serve.metrics import TYPE, of_models
+from pyorch.serve.models import Model, Models, NotLoaded, say
+from pyorch.settings.budget import Budget
+from pyorch.sizes import MiB, counted, format_bytes
+
+_LOOPBACK = ("127.", "::1", "::ffff:127.")
+_MAX_BODY_BYTES = 100 * MiB  # as llama-server
+_MAX_LINE_BYTES = 1 << 16  # of what describes a chunk
+_LINGER_SECONDS = 5.0
+_N_DESCRIPTORS = 8192  # a connection has two
+
+# What the server of a model has, by method. A request for anything else is refused before a model is looked for.
+ENDPOINTS = {
+    "GET": ("/metrics", "/props", "/residency", "/slots", "/lora-adapters", "/tokenizer_info", "/tools", "/cors-proxy",
+            "/v1/stream"),
+    "POST": ("/residency", "/props", "/slots/*", "/lora-adapters", "/tokenize", "/detokenize", "/apply-template",
+             "/completion", "/completions", "/v1/completions", "/chat/completions", "/v1/chat/completions",
+             "/v1/chat/completions/control", "/responses", "/v1/responses", "/v1/messages", "/infill", "/embedding",
+             "/embeddings", "/v1/embeddings", "/rerank", "/reranking", "/v1/rerank", "/v1/reranking",
+             "/audio/transcriptions", "/v1/audio/transcriptions", "/chat/completions/input_tokens",
+             "/v1/chat/completions/input_tokens", "/responses/input_tokens", "/v1/responses/input_tokens",
+             "/v1/messages/count_tokens", "/v1/streams/lookup", "/tools", "/cors-proxy"),
+    "DELETE": ("/v1/stream",),
+}
+
+# Harnesses ask for these before they name a model.
+_OF_ANY_MODEL = ("/tokenizer_info", "/tokenize", "/detokenize")
+
+
+class _Refused(Exception):
+    """status and a sentence. ends: the rest of the request is not read, so the connection ends."""
+
+    def __init__(self, status: int, sentence: str, ends: bool = False) -> None:
+        super().__init__(sentence)
+        self.status, self.ends = status, ends
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def setup(self) -> None:
+        self.timeout = self.server.silent_seconds
+        self.server.deadlines.begin(self.request, HEAD_SECONDS)
+        super().setup()
+
+    def finish(self) -> None:
+        try:
+            super().finish()
+        finally:
+            self.server.deadlines.end(self.request)
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        self.server.deadlines.begin(self.request, HEAD_SECONDS)
+
+    def do_OPTIONS(self) -> None:
+        """Before a page of another origin asks: what llama-server answers."""
+        self._answer(200, "", headers=(
+            ("Access-Control-Allow-Methods", "GET, POST"), ("Access-Control-Allow-Headers", "*")))
+
+    def _serve(self) -> None:
+        url = urlsplit(self.path)
+        try:
+            is_open = url.path in ("/health", "/v1/health") or url.path in self.server.pages
+            if not is_open and not self._has_key():  # before memory is taken for what strangers send
+                raise _Refused(401, "Invalid API Key", ends=True)
+            if is_open and self._method == "GET":  # what strangers send with it is not read
+                self.close_connection |= "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
+                body = b""
+            else:
+                body = self._read_body()
+            self.server.deadlines.end(self.request)
+            self._answer_to(url.path, url.query, body)
+        except _Refused as refusal:
+            self.close_connection = self.close_connection or refusal.ends
+            self._refuse(refusal.status, str(refusal), url.path)
+            if refusal.ends:
+                self._linger()
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
+
+    @property
+    def _method(self) -> str:
+        """HEAD is answered as GET, without a body."""
+        return "GET" if self.command == "HEAD" else self.command
+
+    def _answer_to(self, path: str, query: str, body: bytes) -> None:
+        models = self.server.models
+        if self._method == "GET":
+            page = self.server.pages.get(path)
+            if page is not None:
+                return self._answer(200, page.body, page.type)
+            if path in ("/health", "/v1/health"):
+                return self._answer(200, '{"status":"ok"}')
+            if path in ("/models", "/v1/models"):
+                return self._answer(200, json.dumps({"object": "list", "data": [
+                    _listed(model) for model in models.refresh().values()]}))
+            if path.startswith("/v1/models/"):
+                return self._answer(200, json.dumps(_listed(self._found(unquote(path.removeprefix("/v1/models/"))))))
+        if path.startswith("/api/"):
+            return self._serve_ollama(path, body)
+        pattern = re.sub(r"^/slots/.*", "/slots/*", path)
+        if pattern not in ENDPOINTS.get(self._method, ()):
+            raise _Refused(404, f"{self.command} {path} is not served here")
+        asked = next(iter(parse_qs(query).get("model", ())), None) or self._named_in(body)
+        model = self._found(asked) if asked else None
+        if (self._method, path) == ("GET", "/metrics"):
+            return self._answer(200, of_models(self._metrics(model)), TYPE)
+        looks = path not in _OF_ANY_MODEL and (self._method == "GET" or path == "/residency")
+        if model is None:
+            loaded = models.loaded()
+            if loaded and (looks or path in _OF_ANY_MODEL):
+                model = loaded[0]
+            elif looks:
+                raise _Refused(503, "no model is loaded: a request for an answer that names one loads it")
+            elif len(models.by_name) == 1 or path in _OF_ANY_MODEL:
+                model = next(iter(models.by_name.values()))
+            else:
+                raise _Refused(400, f'the request names no model: "model" is one of {", ".join(models.by_name)}')
+        with self.server.answering():
+            try:
+                with models.looked_at(model) if looks else models.held(model) as port:
+                    self._pass_on(port, body)
+            except PyorchError as error:
+                raise _Refused(503, str(error)) from None
+
+    def _metrics(self, model: Model | None) -> Iterator[tuple[str, str]]:
+        """Of one model or of all, what the server of each that is loaded answers; "" of others."""
+        models = self.server.models
+        for each in models.by_name.values() if model is None else (model,):
+            text = None
+            with contextlib.suppress(NotLoaded), models.looked_at(each) as port:
+                text = Address("127.0.0.1", port, "").get("/metrics", models.key)
+            yield each.name, text or ""
+
+    def _found(self, asked: str) -> Model:
+        model = self.server.models.find(asked)
+        if model is None:
+            raise _Refused(404, f'model "{asked}" is not served here; these are: '
+                                f'{", ".join(self.server.models.by_name)}')
+        return model
+
+    def _named_in(self, body: bytes) -> str | None:
+        """The model that a body names, None if it names none."""
+        if not body:
+            return None
+        kind = self.headers.get("Content-Type", "")
+        if kind.startswith("multipart/"):
+            parts = message_from_bytes(f"Content-Type: {kind}\r\n\r\n".encode("latin-1") + body)
+            named = [part.get_payload(decode=True) for part in parts.walk()
+                     if part.get_param("name", header="content-disposition") == "model"]
+            return named[0].decode(errors="replace").strip() if named else None
+        try:
+            asked = json.loads(body)
+        except RecursionError:
+            raise _Refused(400, "the body nests brackets too deep: "
+                                f"{sys.getrecursionlimit()} in each other are too many") from None
+        except ValueError as error:
+            raise _Refused(400, f"the body is no JSON: {error}") from None
+        if not isinstance(asked, dict):
+            raise _Refused(400, "the body is JSON, but no object")
+        name = asked.get("model")
+        return None if name in (None, "") else str(name)
+
+    def _read_body(self) -> bytes:
+        self.server.deadlines.begin(self.request, BODY_SECONDS)
+        coding = self.headers.get("Transfer-Encoding")
+        if coding is not None:
+            if coding.strip().lower() != "chunked":
+                raise _Refused(501, f'the transfer coding "{coding}" is not served here: "chunked" is', ends=True)
+            return b"".join(self._chunks())
+        length = (self.headers.get("Content-Length") or "0").strip()
+        if not re.fullmatch("[0-9]+", length):
+            raise _Refused(400, f'the length of the body, "{length}", is no number', ends=True)
+        self._check_size(int(length[:20]))
+        body = self.rfile.read(int(length))
+        if len(body) < int(length):
+            raise ConnectionResetError
+        return body
+
+    def _chunks(self) -> Iterator[bytes]:
+        n_bytes = 0
+        while True:
+            line = self.rfile.readline(_MAX_LINE_BYTES)
+            size = re.fullmatch(rb"([0-9A-Fa-f]{1,16})[ \t]*(;.*)?\r?\n", line)
+            if size is None:
+                raise _Refused(400, "a chunk of the body does not begin with its size", ends=True)
+            n_bytes += int(size[1], 16)
+            self._check_size(n_bytes)
+            chunk = self.rfile.read(int(size[1], 16))
+            if not chunk:  # the last one; lines of the head may follow
+                while self.rfile.readline(_MAX_LINE_BYTES).strip():
+                    pass
+                return
+            if self.rfile.readline(_MAX_LINE_BYTES).strip():
+                raise _Refused(400, "a chunk of the body is longer than its size says", ends=True)
+            yield chunk
+
+    def _check_size(self, n_bytes: int) -> None:
+        if n_bytes > _MAX_BODY_BYTES:
+            raise _Refused(413, f"the body is larger than {format_bytes(_MAX_BODY_BYTES)}", ends=True)
+
+    def _linger(self) -> None:
+        """A client that is still sending would else lose the answer when the connection is closed."""
+        due = time.monotonic() + _LINGER_SECONDS
+        with contextlib.suppress(OSError):
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(_LINGER_SECONDS)
+            while time.monotonic() < due and self.connection.recv(1 << 16):
+                pass
+
+    def _has_key(self) -> bool:
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ") or self.headers.get("X-Api-Key", "")
+        keys = self.server.keys
+        return not keys or any(hmac.compare_digest(given.encode(), key.encode()) for key in keys)
+
+    def _pass_on(self, port: int, body: bytes) -> None:
+        """Byte by byte, as they come; an end on either side ends the other."""
+        headers = {name: re.sub(r"[\r\n]+", " ", value) for name, value in self.headers.items()
+                   if name.lower() not in ("connection", "content-length", "expect", "host", "transfer-encoding")}
+        local = self.client_address[0].startswith(_LOOPBACK)
+        headers["Host"] = self.headers.get("Host", "") if local else "elsewhere"  # see Request.is_from_here()
+        headers |= {"Connection": "close", "Content-Length": str(len(body))}
+        head = f"{self.requestline}\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n"
+        self.close_connection = True
+        client, answered = self.connection, False
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as server:
+                with contextlib.suppress(ConnectionError):  # it may answer before it has read all
+                    server.sendall(head.encode("latin-1") + body)
+                readable = select.poll()  # select() has no room for the descriptors of many connections
+                readable.register(server, select.POLLIN)
+                readable.register(client, select.POLLIN)
+                while True:
+                    ready = {descriptor for descriptor, _ in readable.poll()}
+                    if server.fileno() in ready:
+                        part = server.recv(1 << 16)
+                        if not part:
+                            break
+                        answered = True
+                        client.sendall(part)
+                    elif not client.recv(1 << 16):  # the client has gone
+                        return
+        except OSError:
+            pass
+        if not answered:
+            raise _Refused(502, "the server of the model ended before it answered")
+
+    def _serve_ollama(self, path: str, body: bytes) -> None:
+        models = self.server.models
+        try:
+            if (self._method, path) == ("GET", "/api/version"):
+                return self._answer(200, json.dumps({"version": ollama.VERSION}))
+            if (self._method, path) == ("GET", "/api/tags"):
+                return self._answer(200, json.dumps(ollama.tags(models.refresh().values())))
+            if (self._method, path) == ("GET", "/api/ps"):
+                return self._answer(200, json.dumps(ollama.running(models.loaded(), models.key)))
+            if self._method != "POST" or path not in ollama.PATHS:
+                raise _Refused(404, f"{self.command} {path} is not served here")
+            asked = ollama.read(body)
+            model = models.find(asked["model"])
+            if model is None:
+                raise _Refused(404, f"model '{asked['model']}' not found")
+            if path == "/api/show":
+                return self._answer(200, json.dumps(ollama.show(model.path)))
+            keep_alive = ollama.keep_alive(asked)
+            url, request = ollama.to_openai(path, asked, model)
+        except PyorchError as error:
+            raise _Refused(400, str(error)) from None
+        except (AttributeError, TypeError, ValueError):
+            raise _Refused(400, "a part of the request is of another kind than it must be") from None
+        self.close_connection = True
+        reply, begun = ollama.Reply(path, asked), False
+        if not request and keep_alive == 0:
+            models.unload(model)
+            return self._answer(200, json.dumps(reply.end("unload")))
+        with self.server.answering(), contextlib.suppress(OSError):
+            try:
+                with models.held(model, keep_alive) as port:
+                    reply.load_seconds = reply.seconds()
+                    ollama.check_context(port, asked, models.key)
+                    for part in ollama.ask(port, url, request, models.key, self.connection):
+                        if not request.get("stream"):
+                            return self._answer(200, json.dumps(reply.whole(part)))
+                        begun = begun or self._begin_lines()
+                        self._send_line(reply.part(part))
+            except PyorchError as error:
+                status = error.status if isinstance(error, ollama.Refused) else 503
+                return self._send_line({"error": str(error)}) if begun else self._refuse(status, str(error), path)
+            if begun:
+                self._send_line(reply.end())
+            else:  # nothing was asked of the model but to be loaded
+                self._answer(200, json.dumps(reply.end("load")))
+
+    def _begin_lines(self) -> bool:
+        self.send_response(200)
+        for name, value in (("Content-Type", "application/x-ndjson"), ("Connection", "close"),
+                            ("Access-Control-Allow-Origin", self._origin())):
+            self.send_header(name, value)
+        self.end_headers()
+        return True
+
+    def _send_line(self, line: dict | None) -> None:
+        if line is not None:
+            self.wfile.write(json.dumps(line).encode() + b"\n")
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What http.server refuses by itself: in the form of other refusals."""
+        self.close_connection = True
+        self._refuse(code, message or explain or self.responses[code][0], "")
+
+    def _refuse(self, status: int, sentence: str, path: str) -> None:
+        """In Ollama's form, or in llama-server's."""
+        kind = "server_error" if status >= 500 else "not_found_error" if status == 404 else "invalid_request_error"
+        error = sentence if path.startswith("/api/") else {"code": status, "message": sentence, "type": kind}
+        with contextlib.suppress(OSError):
+            self._answer(status, json.dumps({"error": error}))
+
+    def _answer(
+        self, status: int, text: str, kind: str = "application/json; charset=utf-8",
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        body = text.encode()
+        self.send_response(status)
+        for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store"),
+                            ("Access-Control-Allow-Origin", self._origin()), *headers,
+                            *([("Connection", "close")] if self.close_connection else [])):
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _origin(self) -> str:
+        headers = getattr(self, "headers", None)  # None before the first head was read
+        return headers.get("Origin", "*") if headers is not None else "*"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Deadlines:
+    """When connections must have sent what they are sending. A connection that is late is shut down."""
+
+    def __init__(self) -> None:
+        self._due: dict[socket.socket, float] = {}
+        self._changing = threading.Lock()
+        self._ended = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def begin(self, connection: socket.socket, seconds: float) -> None:
+        with self._changing:
+            self._due[connection] = time.monotonic() + seconds
+
+    def end(self, connection: socket.socket) -> None:
+        with self._changing:
+            self._due.pop(connection, None)
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.25):
+            now = time.monotonic()
+            with self._changing:  # none is closed meanwhile: its descriptor could be another's
+                for connection in [each for each, due in self._due.items() if now >= due]:
+                    del self._due[connection]
+                    with contextlib.suppress(OSError):
+                        connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, address: Address, models: Models, keys: Sequence[str], silent_seconds: float) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        self.models, self.keys, self.silent_seconds = models, keys, silent_seconds
+        self.pages = pages.contents(bool(keys), Root.SMALL_CHAT)
+        self.deadlines = Deadlines()
+        self._n_answering = 0
+        self._changed = threading.Condition()
+        super().__init__((address.host, address.port), _Handler)
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        with self._changed:
+            self._n_answering += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._n_answering -= 1
+                self._changed.notify_all()
+
+    def wait_for_answers(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._n_answering, seconds)
+
+    def handle_error(self, *_: object) -> None:
+        """Clients that go away are no news."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(*_)
+
+
+def _listed(model: Model) -> dict:
+    """As /v1/models lists it."""
+    return {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "pyorch",
+            "status": {"value": model.state}}
+
+
+def _allow_descriptors() -> None:
+    """The system allows a process few, without being asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _N_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _N_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def serve_models(
+    find_paths: Callable[[], dict[str, Path]], options: Sequence[str], flags: Sequence[str], budget: Budget,
+    keep_alive: float,
+) -> int:
+    """Serves models by their names until SIGINT or SIGTERM. To be called on the main thread.
+
+    Args:
+        find_paths: Returns the files that there are now, by name.
+        options: Of `pyorch serve`, for each model.
+        flags: Of llama-server, for each model.
+        keep_alive: Seconds after which an idle model is unloaded.
+
+    Raises:
+        PyorchError: There are no models, or the address cannot be used.
+    """
+    given = Flags(flags)
+    address = free_address(given)
+    if not address.port or address.prefix:
+        raise PyorchError("several models are served at a host and a port, without --api-prefix")
+
+    def command(name: str, path: Path, announces: int) -> list[str]:
+        child = Flags(given.arguments)
+        child.replace(llama_server.HOST, "127.0.0.1")
+        child.replace(llama_server.PORT, 0)
+        return [sys.executable, "-m", "pyorch", "serve", str(path), *options, "--while-stdin", "--announce",
+                str(announces), "--", *child.arguments, "--alias", name]
+
+    logs.install()
+    logs.set_quiet(True)
+    models = Models(find_paths, budget, keep_alive, next(iter(given.api_keys), ""), command)
+    _allow_descriptors()
+    ended = threading.Event()
+
+    def end(*_: object) -> None:
+        if ended.is_set():
+            models.tell_to_end()
+        ended.set()
+
+    silent = given.number(llama_server.TIMEOUT, llama_server.SILENT_SECONDS)
+    with _Server(address, models, given.api_keys, silent) as server:
+        before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+        serving = threading.Thread(target=server.serve_forever, name="models")
+        serving.start()
+        try:
+            limit = format_bytes(memory.memory_limit().free_bytes)
+            names = models.by_name
+            say(f"serving {counted(len(names), 'model')} at {address.url} ({limit} of memory free): {', '.join(names)}")
+            say(f"chat at {address.url}/, live view at {address.url}/pyorch, API for programs at {address.url}/v1")
+            ended.wait()
+        finally:
+            server.shutdown()
+            server.deadlines.close()
+            for process in models.tell_to_end():
+                process.wait()
+            server.wait_for_answers(3.0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+    return 0
+
