@@ -93,8 +93,10 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def pyorch_serve(model: Path | None, *options: str) -> list[str]:
-    """At a port that is free; what follows "--" is for llama-server. None: several models. Nothing is kept."""
-    return [sys.executable, "-m", "pyorch", "serve", *([] if model is None else [str(model)]), "--port", "0", "--cold",
+    """At a port that is free, or that of the options; what follows "--" is for llama-server. None: several models.
+    Nothing is kept."""
+    port = () if "--port" in options else ("--port", "0")
+    return [sys.executable, "-m", "pyorch", "serve", *([] if model is None else [str(model)]), *port, "--cold",
             *options]
 
 

@@ -63,6 +63,10 @@ void pyorch_server_set_limits(double head, double body);
 // is computed fails. Without this call: there are none.
 void pyorch_server_set_devices(int32_t n, void * const * devices);
 
+// Copies into text what llama-server says of its arguments if it refuses them, "" if it takes them. REQUIRES: no argument
+// makes it print something and exit. Whatever other threads write to stderr meanwhile is lost.
+void pyorch_server_check_arguments(int32_t argc, char ** argv, char * text, uint64_t text_size);
+
 // Runs llama-server until pyorch_server_cancel(), and returns its exit status. Signals are left to the caller. May be
 // called again: nothing is left then of what the one before was given, but the paths that are public.
 int32_t pyorch_server_run(int32_t argc, char ** argv);

@@ -3,6 +3,7 @@
 #include "connections.h"
 #include "pyorch-server.h"
 
+#include "arg.h"
 #include "ggml-backend.h"
 #include "server-http.h"
 #include "ui.h"
@@ -13,6 +14,8 @@
 #include <memory>
 #include <sstream>
 #include <vector>
+
+#include <unistd.h>
 
 int  llama_server(int argc, char ** argv);
 void llama_server_terminate();
@@ -205,6 +208,26 @@ void pyorch_server_set_devices(int32_t n, void * const * of_others) {
     devices.clear();
     for (int32_t i = 0; i < n; ++i) {
         devices.push_back((ggml_backend_dev_t) of_others[i]);
+    }
+}
+
+void pyorch_server_check_arguments(int32_t argc, char ** argv, char * text, uint64_t text_size) {
+    text[0]           = '\0';
+    FILE * const said = tmpfile();
+    const int    kept = said ? dup(STDERR_FILENO) : -1;
+    if (kept >= 0) {
+        common_params params;
+        fflush(stderr);
+        dup2(fileno(said), STDERR_FILENO);
+        const bool taken = common_params_parse(argc, argv, params, LLAMA_EXAMPLE_SERVER);
+        fflush(stderr);
+        dup2(kept, STDERR_FILENO);
+        close(kept);
+        rewind(said);
+        text[taken ? 0 : fread(text, 1, text_size - 1, said)] = '\0';
+    }
+    if (said) {
+        fclose(said);
     }
 }
 

@@ -459,6 +459,7 @@ def serve_models(
     Raises:
         PyorchError: There are no models, or the address cannot be used.
     """
+    llama_server.check(flags)
     given = Flags(flags)
     address = free_address(given)
     if not address.port or address.prefix:

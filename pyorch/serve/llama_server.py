@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -217,6 +219,44 @@ def _cache_type(name: str) -> int:
         return gguf.GGMLQuantizationType[name.upper()].value
     except KeyError:
         raise PyorchError(f'"{name}" is no type for a KV cache: use f16, q8_0 or another of `-- --help`') from None
+
+
+# With these llama-server prints something and exits, or meets other processes.
+_NOT_CHECKED = ("-h", "--help", "--usage", "--version", "-cl", "--cache-list", "--completion-bash", "--list-devices",
+                "--rpc")
+_REFUSED = re.compile(r'error while handling (?:argument|environment variable) "(?P<name>[^"]*)": (?:error: )?'
+                      r"(?P<why>.*?)\s*(?:\nusage:\n(?P<usage>.*?)\s*(?:\n\nto show complete usage.*)?)?", re.DOTALL)
+_USAGE_LENGTH = 160  # of an error, characters
+
+
+def check(given: Sequence[str]) -> None:
+    """PyorchError for flags of the user that llama-server refuses, in its words without the lines around them."""
+    if any(argument in _NOT_CHECKED for argument in given):
+        return
+    for option in (HOST, PORT):
+        values = [value for argument, value in zip(given, given[1:]) if argument in option.names]
+        if len(values) > 1:
+            raise PyorchError(f"{option.names[0]} is given more than once, as {' and '.join(values)}: give it once")
+    argv = [ffi.new("char[]", os.fsencode(argument)) for argument in ("llama-server", *given)]
+    text = ffi.new("char[]", 1 << 14)
+    lib.pyorch_server_check_arguments(len(argv), ffi.new("char *[]", [*argv, ffi.NULL]), text, len(text))
+    said = ffi.string(text).decode(errors="replace").strip()
+    if not said:
+        return
+    unknown, refused = re.search("error: invalid argument: (.*)", said), _REFUSED.fullmatch(said)
+    if unknown is not None:
+        raise PyorchError(f"llama-server has no flag {unknown[1]}: pyorch serve MODEL -- --help lists all")
+    if refused is None:
+        raise PyorchError(f"llama-server refuses its flags: {said}")
+    name, why = refused["name"], refused["why"]
+    value = os.environ.get(name, "")
+    if name in given:
+        value = next(iter(given[given.index(name) + 1 :]), "")
+    if re.fullmatch("(invalid )?sto[a-z]+.*", why):  # so C++ says it
+        why = "that is no number, or is too large"
+    usage = textwrap.shorten(refused["usage"] or "", _USAGE_LENGTH, placeholder=" ...")
+    flag = f"{name} {value}".strip()
+    raise PyorchError(f"llama-server refuses {flag}: {why}" + (f"; it takes {usage}" if usage else ""))
 
 
 def call(arguments: Sequence[str], devices: Devices | None) -> int:

@@ -75,12 +75,18 @@ def serve(
         PyorchError: the model, an option, or the address cannot be used.
     """
     settings = Settings(budget=budget, **options)
+    llama_server.check(flags)
     given = llama_server.Flags(flags)
     if any(name in given.arguments for name in llama_server.MODEL.names):
         raise PyorchError("the model to serve is the argument of `pyorch serve`: it cannot be given again after `--`")
-    for name, value in (("-c", settings.n_ctx), ("-ub", settings.n_ubatch), ("-t", settings.n_threads)):
+    for name, option, value in (("--ctx", llama_server.CTX_SIZE, settings.n_ctx),
+                                ("--ubatch", llama_server.UBATCH, settings.n_ubatch),
+                                ("--threads", llama_server.THREADS, settings.n_threads)):
+        twice = next((argument for argument in flags if argument in option.names), None)
+        if value and twice:
+            raise PyorchError(f"{name} {value} is given, and {twice} after `--`: give one of them")
         if value:
-            given.arguments += (name, str(value))
+            given.arguments += (option.names[0], str(value))
     address = free_address(given)
     given.arguments += ("-m", path)
     root = given.root

@@ -220,6 +220,32 @@ def test_a_port_that_cannot_be(refused, tiny_moe: Path) -> None:
     assert '"65536" is not a whole number from 0 to 65535' in refused("serve", tiny_moe, "--port", 65536)
 
 
+@pytest.mark.parametrize(("given", "said"), [
+    (("--", "-np", "0"), "llama-server refuses -np 0: invalid value for n_parallel; it takes -np, --parallel N"),
+    (("--", "-np"), "llama-server refuses -np: expected value for argument"),
+    (("--", "-fa", "maybe"), "llama-server refuses -fa maybe: unknown value for --flash-attn: 'maybe'; it takes -fa"),
+    (("--", "--temp", "x"), "llama-server refuses --temp x: that is no number"),
+    (("--", "--grammar-file", "/nowhere"), "llama-server refuses --grammar-file /nowhere: failed to open file"),
+    (("--", "--foo"), "llama-server has no flag --foo"),
+    (("--port", "8123", "--port", "8124"), "--port: it is given more than once, as 8123 and 8124"),
+    (("--port", "8123", "--", "--port", "8124"), "--port is given more than once, as 8124 and 8123"),
+    (("--", "--host", "::1", "--host", "::"), "--host is given more than once, as ::1 and ::"),
+])
+@pytest.mark.parametrize("several", [False, True])
+def test_flags_that_a_server_refuses(
+    refused, small_moe: Path, given: tuple[str, ...], said: str, several: bool
+) -> None:
+    assert said in refused("serve", *(("--models", small_moe.parent) if several else (small_moe,)), *given)
+
+
+@pytest.mark.parametrize(("option", "flag"), [("--ctx", "-c"), ("--ubatch", "-ub"), ("--threads", "--threads")])
+def test_an_option_that_is_given_as_a_flag_of_llama_server_too(
+    refused, small_moe: Path, option: str, flag: str
+) -> None:
+    said = refused("serve", small_moe, option, 32, "--", flag, 64)
+    assert said == f"{option} 32 is given, and {flag} after `--`: give one of them"
+
+
 def test_an_empty_prompt(refused, small_moe: Path) -> None:
     assert "the prompt is empty" in refused("run", small_moe, "-p", "")
 
