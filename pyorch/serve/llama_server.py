@@ -40,6 +40,7 @@ MODEL = Option(("-m", "--model", "-mu", "--model-url", "-hf", "-hfr", "--hf-repo
                 "--models-dir", "--models-preset"))
 HOST = Option(("--host",), "LLAMA_ARG_HOST")
 PORT = Option(("--port",), "LLAMA_ARG_PORT")
+ALIAS = Option(("-a", "--alias"), "LLAMA_ARG_ALIAS")
 CTX_SIZE = Option(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
 BATCH = Option(("-b", "--batch-size"), "LLAMA_ARG_BATCH")
 UBATCH = Option(("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH")

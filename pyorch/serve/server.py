@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -31,7 +32,7 @@ from pyorch.serve.llama_server import Flags, Root
 from pyorch.serve.metrics import Metrics
 from pyorch.serve.prompts import Prompts
 from pyorch.serve.residency import Residency
-from pyorch.serve.routes import Routes
+from pyorch.serve.routes import Answer, Request, Routes, as_json, own
 from pyorch.serve.vocabulary import TokenizerRoutes
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.device import NONE
@@ -140,6 +141,9 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
     routes.add("POST", "/residency", residency.post)
     routes.add("GET", "/metrics", Metrics(record).get)
     routes.add("POST", "/v1/completions", Echo(record, served_context).post, when=lib.PYORCH_SERVER_FIRST)
+    aliases = [*filter(None, server.value(llama_server.ALIAS).split(","))]
+    for name in aliases or dict.fromkeys((record.path, os.path.basename(record.path))):  # the path is a pattern
+        routes.add("GET", "/v1/models/" + re.sub(r"([][.^$|(){}*+?\\])", r"\\\1", name), _model)
     tokenizer = TokenizerRoutes(served_context)
     routes.add("GET", "/tokenizer_info", tokenizer.info)
     routes.add("POST", "/tokenize", tokenizer.tokenize, when=lib.PYORCH_SERVER_FIRST)
@@ -150,6 +154,11 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
         routes.add("POST", path, tools.require_template, when=lib.PYORCH_SERVER_FIRST)
     pages.add_to(routes, bool(server.api_keys), root)
     return routes
+
+
+def _model(_: Request) -> Answer:
+    """As /v1/models lists it."""
+    return as_json(json.loads(own("/v1/models"))["data"][0])
 
 
 @contextlib.contextmanager

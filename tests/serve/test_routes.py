@@ -6,6 +6,7 @@ import json
 import urllib.error
 import urllib.request
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from models import PROMPT
@@ -48,6 +49,14 @@ def change(server: ServerProcess, **settings: object) -> dict:
     status, text = ask(server, "/residency", settings)
     assert status == 200, text
     return json.loads(text)
+
+
+def test_a_model_is_asked_for_by_its_name(server: ServerProcess, small_moe: Path):
+    listed = json.loads(ask(server, "/v1/models")[1])["data"][0]
+    for name in (listed["id"], small_moe.name):
+        status, text = ask(server, f"/v1/models/{quote(name, '')}")
+        assert status == 200 and json.loads(text) | {"created": 0} == listed | {"created": 0}
+    assert ask(server, f"/v1/models/{small_moe.name.replace('.', 'x')}")[0] == 404
 
 
 def test_metrics_are_those_of_llama_server_and_of_the_experts(server: ServerProcess):
