@@ -13,15 +13,18 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
+import anthropic
 import huggingface_hub.constants
+import ollama
 import pytest
 from models import PROMPT
-from processes import HANG_SECONDS, pyorch
+from processes import HANG_SECONDS, pyorch, python
 from prometheus_client.parser import text_string_to_metric_families
-from servers import ServerProcess, Stream, pyorch_serve, serve_models, wait_until
+from servers import WHOLE_PROMPT, ServerProcess, Stream, pyorch_serve, serve_models, wait_until
 
 from pyorch.cli import serve
 from pyorch.errors import PyorchError
@@ -296,6 +299,92 @@ def test_settings_are_changed_from_this_machine_only(start, folder: Path):
                 assert answer.status == status
         except urllib.error.HTTPError as error:
             assert error.code == status, error.read()
+
+
+@pytest.fixture(scope="module")
+def one(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
+    command = pyorch_serve(small_moe, "--threads", "1", "--budget", "60%", "--", "--alias", "sparse")
+    server = ServerProcess(command, tmp_path_factory.mktemp("one") / "log")
+    yield server
+    server.stop()
+
+
+_OF_ONE_ANSWER = {"id", "created", "created_at", "completed_at", "timings", "aliases", "tags", "owned_by", "meta",
+                  "status"}
+
+
+def same(value: object) -> object:
+    """What two equal answers have in common."""
+    if hasattr(value, "model_dump"):
+        value = value.model_dump()
+    if isinstance(value, dict):
+        return {name: same(part) for name, part in value.items() if name not in _OF_ONE_ANSWER}
+    return [same(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def refusal_of(call: Callable[[], object], error: type[Exception]) -> tuple[int, str]:
+    with pytest.raises(error) as refused:
+        call()
+    return refused.value.status_code, str(refused.value)
+
+
+def test_clients_get_the_answers_of_one_model(one: ServerProcess, several: ServerProcess):
+    said = [{"role": "user", "content": PROMPT}]
+    chat = {"model": "sparse", "messages": said, "max_tokens": 6}
+    greedy = {"extra_body": {"temperature": 0, **WHOLE_PROMPT}}
+    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["yes", "no"]}}}
+    answers, claude_error = [], anthropic.APIStatusError
+    for server in (one, several):
+        openai, claude = server.client, anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+        completions, chats = openai.completions.create, openai.chat.completions.create
+        with claude.messages.stream(**chat, **greedy) as stream:
+            streamed = stream.get_final_message()
+        answers.append(list(map(same, (
+            completions(model="sparse", prompt=PROMPT, max_tokens=6, logprobs=2, **greedy),
+            list(completions(model="sparse", prompt=PROMPT, max_tokens=6, stream=True, **greedy)),
+            completions(model="sparse", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1),
+            chats(**chat, logprobs=True, top_logprobs=2, **greedy), list(chats(**chat, stream=True, **greedy)),
+            chats(**chat, response_format=schema, **greedy),
+            openai.responses.create(model="sparse", input=PROMPT, max_output_tokens=6, **greedy).output_text,
+            openai.models.retrieve("sparse"), refusal_of(lambda: chats(**chat, temperature="hot"), server.error),
+            refusal_of(lambda: openai.embeddings.create(model="sparse", input=PROMPT), server.error),
+            claude.messages.create(**chat, **greedy), streamed,
+            claude.messages.count_tokens(model="sparse", messages=said), claude.models.retrieve("sparse").id,
+            refusal_of(lambda: claude.messages.create(**chat, extra_body={"temperature": "hot"}), claude_error),
+        ))))
+    assert answers[0] == answers[1]
+
+    client = ollama.Client(host=several.url)
+    options = {"temperature": 0, "num_predict": 6}
+    told = client.generate("sparse", PROMPT, raw=True, options=options)
+    spoken = client.chat("sparse", said, options=options)
+    assert told.response == answers[0][0]["choices"][0]["text"]
+    assert spoken.message.content == answers[0][3]["choices"][0]["message"]["content"]
+    assert "".join(part.message.content for part in client.chat("sparse", said, options=options, stream=True)
+                   ) == spoken.message.content
+    assert {model.model for model in client.ps().models} <= {model.model for model in client.list().models}
+    assert client.show("sparse").modelinfo["general.architecture"] == "qwen2moe"
+
+
+def test_the_harness_judges_one_of_several_as_it_judges_one(one: ServerProcess, several: ServerProcess):
+    pytest.importorskip("lm_eval.api", reason="lm-evaluation-harness is not installed: pip install '.[lm-eval]'")
+    complete(several, "sparse")  # whose tokenizer answers
+    program = f"""
+import json
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+import lm_eval.models
+
+pairs = [("Question: which is larger?\\nAnswer:", " the sun"), ("import os\\nimport", " sys"), ("", "import")]
+requests = [Instance("loglikelihood", {{}}, pair, i) for i, pair in enumerate(pairs)]
+models = [get_model("local-completions")(base_url=f"{{url}}/v1/completions", model="sparse", max_length=512)
+          for url in ({one.url!r}, {several.url!r})]
+print(json.dumps([model.loglikelihood(requests) for model in models]))
+"""
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout.splitlines()[-1])
+    assert first == second and all(value < 0 for value, _ in first)
 
 
 @pytest.fixture
