@@ -14,6 +14,7 @@ class FileType:
     name: str  # LLAMA_FTYPE_MOSTLY_<name>, or LLAMA_FTYPE_ALL_F32
     value: int  # of the enum llama_ftype in llama.h
     bits_per_weight: float  # of the recipe's largest tensors, for estimates of size
+    is_made: bool = True  # by llama.cpp's quantizer; others only a converter writes
 
 
 _TYPES = (
@@ -22,7 +23,7 @@ _TYPES = (
     FileType("Q5_0", 8, 5.6), FileType("Q5_1", 9, 6.1), FileType("Q5_K_S", 16, 5.6), FileType("Q5_K_M", 17, 5.8),
     FileType("Q4_0", 2, 4.7), FileType("Q4_1", 3, 5.2), FileType("Q4_K_S", 14, 4.8), FileType("Q4_K_M", 15, 5.0),
     FileType("IQ4_NL", 25, 4.7), FileType("IQ4_XS", 30, 4.5), FileType("MXFP4_MOE", 38, 4.6),
-    FileType("NVFP4", 39, 4.7),
+    FileType("NVFP4", 39, 4.7, is_made=False),
     FileType("Q3_K_S", 11, 3.8), FileType("Q3_K_M", 12, 4.1), FileType("Q3_K_L", 13, 4.4),
     FileType("IQ3_XXS", 23, 3.4), FileType("IQ3_XS", 22, 3.6), FileType("IQ3_S", 26, 3.7), FileType("IQ3_M", 27, 3.9),
     FileType("Q2_K", 10, 3.4), FileType("Q2_K_S", 21, 3.2), FileType("Q2_0", 41, 2.6),
@@ -40,14 +41,15 @@ _OUTTYPE_BITS = {"auto": 16, "bf16": 16, "f16": 16, "f32": 32, "q8_0": 8.5}
 
 
 def names() -> tuple[str, ...]:
-    return tuple(sorted(kind.name for kind in _TYPES))
+    """What the quantizer makes."""
+    return tuple(sorted(kind.name for kind in _TYPES if kind.is_made))
 
 
 def file_type(name: str) -> FileType:
     """The type of that name, in any case of letters. Raises PyorchError for a name that there is not."""
     wanted = _ALIASES.get(name.upper(), name.upper())
     for kind in _TYPES:
-        if kind.name == wanted:
+        if kind.name == wanted and kind.is_made:
             return kind
     raise PyorchError(f"{name} is not a quantization type: use one of {', '.join(names())}")
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from pyorch import _libs
 
 _libs.claim_llama_cpp()
+_libs.claim_gguf()
 _libs.choose_spin_count()
 
 TYPE_CHECKING = False  # typing alone would take as long as all that is imported here

@@ -53,7 +53,7 @@ def claim_llama_cpp() -> None:
     if loaded is None:
         os.environ["LLAMA_CPP_LIB_PATH"] = os.environ["MTMD_CPP_LIB"] = ours
         if "llama_cpp" not in sys.modules:
-            sys.meta_path.insert(0, _Bindings(os.path.join(ours, "bindings")))
+            sys.meta_path.insert(0, _Package("llama_cpp", [os.path.join(ours, "bindings")]))
         return
     theirs = os.path.realpath(loaded._base_path)
     if theirs != ours:
@@ -63,18 +63,28 @@ def claim_llama_cpp() -> None:
         )
 
 
-class _Bindings:
-    """Finds the package llama_cpp in a directory, whatever other one is installed (an importlib.abc.MetaPathFinder)."""
+def claim_gguf() -> None:
+    """Makes `import gguf` bring llama.cpp's package of the same release as the libraries.
 
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
+    An installed package of another release may lack types of tensors that the libraries write. Where the program has
+    imported it before, it stays.
+    """
+    homes = [_lib_dir(), *(os.path.join(home, "lib") for home in sys.modules["pyorch"].__path__)]
+    sys.meta_path.insert(0, _Package("gguf", [os.path.join(home, "llama.cpp-converter/gguf-py") for home in homes]))
+
+
+class _Package:
+    """Finds a package in one of some directories, whatever other one is installed (an importlib.abc.MetaPathFinder)."""
+
+    def __init__(self, name: str, directories: list[str]) -> None:
+        self._name, self._directories = name, directories
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != "llama_cpp":
+        if name != self._name:
             return None
         from importlib.machinery import PathFinder
 
-        return PathFinder.find_spec(name, [self._directory])
+        return PathFinder.find_spec(name, self._directories)
 
 
 # How long a compute thread that has no work spins before it sleeps: between two graphs, that is, for inside one the

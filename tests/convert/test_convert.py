@@ -21,13 +21,13 @@ import pytest
 from ggufs import write_moe_model
 from models import CHECKPOINT
 from mutations import nested, set_metadata
-from processes import HANG_SECONDS, is_alive, pyorch
+from processes import HANG_SECONDS, is_alive, pyorch, python
 
 from pyorch import files
 from pyorch.cli import main
 from pyorch.convert import architectures, children, quantization
 from pyorch.convert.checkpoint import open_checkpoint
-from pyorch.convert.quantize_process import QuantizeError, check_written
+from pyorch.convert.quantize_process import QuantizeError, check_written, quantize
 from pyorch.convert.to_gguf import convert
 from pyorch.errors import FormatError, PyorchError
 from pyorch.processes import started
@@ -87,11 +87,17 @@ def test_auto_keeps_the_type_of_the_checkpoint_and_splits(checkpoint, out, torch
     assert steps and {step for step, _, _ in steps} == {"converting"} and steps[-1][1] == steps[-1][2] > 0
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "IQ4_XS", "MXFP4", "BF16"])
+@pytest.mark.parametrize("name", ["Q8_0", "IQ4_XS", "MXFP4", "BF16", "Q2_0"])
 def test_gguf_is_quantized(plain, out, name):
     result = convert(plain, out / "model.gguf", quantize=name, pure=True)
     wanted = gguf.GGMLQuantizationType[name]
     assert {t.tensor_type for t in gguf.GGUFReader(result.path).tensors if "_exps" in t.name} == {wanted}
+    assert convert(result.path, out / "again.gguf", quantize="Q8_0").file_type == "Q8_0"
+
+
+def test_gguf_files_are_read_with_the_package_of_the_libraries_release():
+    done = python("-c", "import pyorch, gguf; print(gguf.__file__)", check=True)
+    assert Path(done.stdout.strip()).is_relative_to(architectures.converter_dir())
 
 
 def test_quantization_names_are_those_of_llama_cpp():
@@ -100,7 +106,7 @@ def test_quantization_names_are_those_of_llama_cpp():
         assert quantization.file_type(name).value == getattr(llama_cpp, prefix + name)
     prefix = "LLAMA_FTYPE_MOSTLY_"
     known = {name.removeprefix(prefix) for name in dir(llama_cpp) if name.startswith(prefix)}
-    assert known | {"F32"} == set(quantization.names())
+    assert known | {"F32"} == {*quantization.names(), "NVFP4"}
 
 
 def test_a_tokenizer_that_transformers_5_saved_is_read_as_the_one_it_is(small_moe, tmp_path, out, torch_at_hand):
@@ -135,6 +141,15 @@ def test_a_damaged_gguf_is_not_quantized(out, tmp_path, damage):
     write_moe_model(path)
     path.write_bytes(damage(path.read_bytes()))
     refuse(path, out / "model.gguf", str(path), "damaged", error=FormatError, quantize="Q8_0")
+
+
+def test_a_type_that_the_quantizer_does_not_make_is_not_offered(plain, out, capsys):
+    refuse(plain, out / "model.gguf", "NVFP4 is not a quantization type", quantize="NVFP4")
+    with pytest.raises(QuantizeError, match="invalid output file type"):
+        quantize(plain, out / "model.gguf", quantization.by_value(39).value)
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    assert "NVFP4" not in capsys.readouterr().out
 
 
 def test_what_the_quantizer_asserts_is_a_sentence(out, tmp_path):
