@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp.llama_cpp as llama
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
 from pyorch.errors import PyorchError
 from pyorch.eval import generation
@@ -33,6 +32,7 @@ from pyorch.eval.method import (
     simulated,
     static_model,
 )
+from pyorch.llama.interception import ChatTemplate
 from pyorch.llama.model import Model
 from pyorch.processes import end_with
 from pyorch.settings.budget import AUTO
@@ -141,7 +141,7 @@ class Answering:
         if template is None:
             raise PyorchError(f"{self._model.map.path} has no chat template: leave out --apply_chat_template")
         names = [self._name(self.facts()[token]) for token in ("eos", "bos")]
-        yield Jinja2ChatFormatter(template, *names, add_generation_prompt=prompt_for_answer)(messages=messages).prompt
+        yield ChatTemplate(template, *names, add_generation_prompt=prompt_for_answer)(messages=messages).prompt
 
     def stats(self) -> Iterator[dict[str, Any]]:
         """What was measured since loading."""

@@ -14,8 +14,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jinja2
 import llama_cpp
 import llama_cpp._internals as internals
+import llama_cpp.llama_chat_format as llama_chat_format
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
@@ -275,6 +277,36 @@ def _close(close: Callable[[llama_cpp.Llama], None]) -> Callable[[llama_cpp.Llam
     return wrapper
 
 
+class ChatTemplate(llama_chat_format.Jinja2ChatFormatter):
+    """The chat template of a model. A template that Jinja refuses is refused when a conversation needs it, and not when
+    the model is loaded.
+
+    Names that a template does not define are empty, whatever is asked of them, as in llama.cpp's own templates.
+    """
+
+    def __init__(self, template: str, *args: Any, **options: Any) -> None:
+        self._refusal = ""
+        try:
+            super().__init__(template, *args, **options)
+            self._environment.environment.undefined = jinja2.ChainableUndefined
+        except jinja2.TemplateError as error:
+            self._refusal = str(error)
+
+    def __call__(self, **conversation: Any) -> llama_chat_format.ChatFormatterResponse:
+        """PyorchError where the template fails; ValueError where the template itself refuses the conversation."""
+        if not self._refusal:
+            try:
+                return super().__call__(**conversation)
+            except ValueError:
+                raise
+            except Exception as error:  # the template is a program, and may fail as any
+                refusal = f"{type(error).__name__}: {error}"
+        else:
+            refusal = self._refusal
+        raise PyorchError(f"the chat template of the model fails ({refusal}): leave the template out, with a prompt "
+                          "alone")
+
+
 describe(manage.__init__, without=("n_ctx",))
 
 
@@ -286,6 +318,7 @@ def _install() -> None:
     replace("llama_init_from_model", _init_context)
     replace("llama_free", _free_context)
     internals.LlamaModel.tokenize = _tokenize  # type: ignore[method-assign]
+    llama_chat_format.Jinja2ChatFormatter = ChatTemplate  # type: ignore[misc]
     llama_cpp.Llama.close = _close(llama_cpp.Llama.close)  # type: ignore[method-assign]
     internals.LlamaContext.decode = _raise_decode_errors(internals.LlamaContext.decode)  # type: ignore[method-assign]
     internals.LlamaContext.encode = _raise_decode_errors(internals.LlamaContext.encode)  # type: ignore[method-assign]

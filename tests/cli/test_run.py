@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import pytest
 from processes import HANG_SECONDS, heed_ctrl_c, pyorch
 from terminals import Dialogue
@@ -219,6 +220,35 @@ def test_a_file_that_is_no_conversation_changes_nothing_and_is_not_replaced(smal
     assert (chat.system, chat.messages) == ("one", [])
     chat.save(tmp_path / "new.json")
     chat.save(tmp_path / "new.json")
+
+
+def _with_template(model: Path, target: Path, template: bytes) -> str:
+    old = gguf.GGUFReader(model).fields["tokenizer.chat_template"].contents().encode()
+    target.write_bytes(model.read_bytes().replace(old, template.ljust(len(old))))
+    return str(target)
+
+
+def test_a_template_that_jinja_refuses_is_refused_where_it_is_used(
+    small_moe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = _with_template(small_moe, tmp_path / "model.gguf", b"{% if %} {{")
+    words = ["run", model, "-p", "import", *map(str, FEW)]
+    assert main(words) == main(["verify", model, "--budget", "50%", "--tokens", "4", "--threads", "1"]) == 0
+    capfd.readouterr()
+    assert main([*words, "--system", "Be brief."]) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    assert error.startswith("pyorch: error: the chat template of the model fails (Expected an expression")
+
+
+def test_names_that_a_template_does_not_define_are_empty(
+    small_moe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = _with_template(small_moe, tmp_path / "model.gguf", b"{{ a.b.c }}{{ messages[-1].content }}")
+    words = ["-p", "import", "--system", "Be brief.", *map(str, FEW)]
+    assert main(["run", model, *words]) == 0
+    model = _with_template(small_moe, tmp_path / "model.gguf", b"{{ a() }}")
+    assert main(["run", model, *words]) == 2
+    assert "the chat template of the model fails (UndefinedError: 'a' is undefined)" in capfd.readouterr().err
 
 
 # Ctrl-C arrives during an import that takes its time: of the package that the command imports.
