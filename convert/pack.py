@@ -185,7 +185,7 @@ def _begin(plan: Plan, ratio: float, descriptor: int, directory: Path, spare_byt
     if not begun:
         os.ftruncate(descriptor, 0)
     there = os.fstat(descriptor).st_blocks * 512
-    files.check_free_space(directory, max(0, plan.n_bytes(ratio) - there) + spare_bytes)
+    files.check_free_space(directory, max(0, plan.n_bytes(ratio) - there) + spare_bytes, files.FEW_BYTES)
     if not begun:
         _write_all(descriptor, bytes(plan.data), 0)  # no hole: on a disk that is full later there is room for its rows
         for il, layer in plan.layers.items():

@@ -96,6 +96,12 @@ class Plan:
         return header.ljust(aligned(len(header), packs.PAGE), b"\0")
 
 
+def most_bytes(model_map: ModelMap) -> int:
+    """About how long a pack of a model is whose experts do not shrink. A pack with a codec is shorter."""
+    n_matrices = sum(len(layer.roles) for layer in model_map.layers)
+    return Plan(model_map, packs.PLAIN, (Scheme(),) * n_matrices).n_bytes(1.0)
+
+
 class LayerPlan:
     """How the experts of a layer are stored."""
 

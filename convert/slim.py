@@ -31,7 +31,7 @@ def write_slim(model_map: ModelMap, target: Path) -> int:
     """
     check_slim(model_map, target)
     plan = _Plan(model_map)
-    files.check_free_space(target.parent, plan.n_bytes)
+    files.check_free_space(target.parent, plan.n_bytes, files.FEW_BYTES)
     with files.writing(target) as part, part.open("wb") as file:
         file.write(plan.head)
         for tensor, reader in plan.dense:

@@ -26,6 +26,7 @@ else:
 
 # Beyond the tensors a GGUF holds a vocabulary; what else writes to the disk needs something too.
 SPARE_BYTES = 32 << 20
+FEW_BYTES = 1 << 20  # for what else writes to the disk, where the size of the file is known
 
 
 def docs_dir() -> Path | None:
@@ -77,12 +78,12 @@ def forget(descriptor: int, offset: int = 0, n_bytes: int = 0) -> None:
         os.posix_fadvise(descriptor, offset, n_bytes, os.POSIX_FADV_DONTNEED)
 
 
-def check_free_space(directory: Path, n_bytes: int) -> None:
+def check_free_space(directory: Path, n_bytes: int, spare_bytes: int = SPARE_BYTES) -> None:
     """Raises PyorchError if the disk under `directory` has no room for `n_bytes` and some spare."""
-    free = shutil.disk_usage(directory).free
-    if free < n_bytes + SPARE_BYTES:
+    free, needed = shutil.disk_usage(directory).free, n_bytes + spare_bytes
+    if free < needed:
         raise PyorchError(f"{directory} has {format_bytes(free)} free, what is to be written needs about "
-                          f"{format_bytes(n_bytes + SPARE_BYTES)}: free some space or name another output")
+                          f"{format_bytes(needed, round_up=True)}: free some space or name another output")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pyorch.settings.budget import AUTO, BENCH_BUDGETS, Budget
 from pyorch.settings.option import LOSSY, options
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
-from pyorch.sizes import Amount
+from pyorch.sizes import Amount, MiB, format_bytes
 
 # llama.cpp under the same memory limit; all resident, as it is by default; all resident, without repacked kernels
 BASELINES = ("mmap", "stock", "plain")
@@ -27,6 +27,9 @@ STOCK = Config("llama.cpp, all in memory", UNMANAGED)
 # The same plain kernels on both sides.
 RESIDENT_PLAIN = Config("all resident, plain kernels", ENGINE, _ALL, preload=True, repack=False)
 STOCK_PLAIN = Config("llama.cpp, all in memory, plain kernels", UNMANAGED, repack=False)
+
+
+LEAST_LIMIT = 16 * MiB  # of memory: Python alone takes as much
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,10 @@ def check(plan: Plan, info: MapInfo) -> None:
         check_prefetch(settings.prefetch, info.n_moe_layers)
         if settings.policy is not None:
             policies().choose(settings.policy)
+    limit_bytes, limit = limit_of(plan.memory_limit, info)
+    if limit and limit_bytes < LEAST_LIMIT:
+        raise PyorchError(f"a memory limit of {limit} is {limit_bytes} bytes, with which no process begins: use "
+                          f"{format_bytes(LEAST_LIMIT)} or more")
     for baseline in plan.baselines:
         if baseline not in BASELINES:
             raise PyorchError(f'--baseline "{baseline}" is not known: use {", ".join(BASELINES)}')

@@ -216,13 +216,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-_CALLED_ELSEWHERE = {"list": "models", "ls": "models", "pull": "run hf:ORG/NAME", "chat": "run", "help": "--help"}
+_CALLED_ELSEWHERE = {
+    "list": "models", "ls": "models", "ps": "models", "rm": "models rm MODEL", "pull": "run hf:ORG/NAME", "chat": "run",
+    "generate": "run", "show": "inspect", "create": "convert", "quantize": "convert", "help": "--help",
+}
+_ALIKE = 0.7  # at least, of a word and the command that is meant: two letters of a longer command are no hint
 
 
 def _no_command(word: str) -> str:
     import difflib
 
-    meant = _CALLED_ELSEWHERE.get(word) or next(iter(difflib.get_close_matches(word, COMMANDS, 1)), "")
+    meant = _CALLED_ELSEWHERE.get(word) or next(iter(difflib.get_close_matches(word, COMMANDS, 1, _ALIKE)), "")
     return f'"{word}" is not a command{f": did you mean {meant}?" if meant else ""}; pyorch --help lists them all'
 
 

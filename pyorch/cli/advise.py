@@ -311,7 +311,8 @@ def _advise(
                      f"-o {shlex.quote(str(_default_trace(model_map)))}, then advise again")
     notes += [f"worth making: {gain.command}" for gain in found if gain.sidecar in useful and not gain.lossy]
     if useful:
-        notes.append(f"all that helps here is made by: pyorch prepare {shlex.quote(args.model)} --data TEXT")
+        lossy = " --with-lossy" if any(gain.lossy for gain in found if gain.sidecar in useful) else ""
+        notes.append(f"all that helps here is made by: pyorch prepare {shlex.quote(args.model)} --data TEXT{lossy}")
     plot = None
     if args.plot is not None:
         from pyorch.advise.advice_plot import draw

@@ -12,7 +12,6 @@ import io
 import json
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -26,13 +25,11 @@ from pyorch.cli.options import add_force, add_model, check_own, check_readable, 
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.cli.tables import show
 from pyorch.errors import FormatError, PyorchError
-from pyorch.sizes import format_bytes
 
 if TYPE_CHECKING:
     from pyorch.runtime.model_map import ModelMap
 
 _CODED = {"bf16", "f16", "f32"}  # types whose exponents shrink (docs/packs.md); quantized experts lose 3 to 5 %
-_SPARE_BYTES = 64 << 20  # that a pack needs beside the experts
 _SAME = 0.99  # of the time of a token: a gain that is none
 _CACHE_RATE = 0.5  # that a lossy setting is tuned for where no share is given
 
@@ -91,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " Files come to lie beside the model, where every command finds them; the model stays as it is. What is there "
         "already is kept, and what would bring nothing is skipped, with a line that says why; so an interrupted run "
         "goes on when it is repeated. Each step is a command too, with options of its own: " + ", ".join(_NAMES) +
-        ". Lossless settings stay lossless: buddies, ghosts and a tuned setting wait until --lossy or --tuned asks for "
-        "them."
+        ". What only lossy settings use (buddies, ghosts, a tuned setting) is made where --with-lossy, --questions or "
+        "--only asks for it."
     )
     add_model(parser)
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE",
@@ -107,6 +104,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="and N tokens of it at most in each step (default: 20000)")
     add_settings(parser, "budget", "n_threads", defaults={
         "budget": "auto; a plan is made, and a lossy setting tuned, for a share such as 40%"})
+    parser.add_argument("--with-lossy", action="store_true",
+                        help="also make what lossy settings use: buddies and ghosts (default: only with --questions)")
     parser.add_argument("--only", metavar="STEP,...", help="these steps alone, even where they would be skipped")
     parser.add_argument("--skip", metavar="STEP,...", help="all steps but these")
     parser.add_argument("--again", action="store_true", help="make anew what is there already")
@@ -131,6 +130,10 @@ def run(args: argparse.Namespace) -> int:
         args.data = [_default_text()]
     with ModelMap(args.model) as model_map:
         refuse_sidecar(model_map)
+        directory = Path(args.model).absolute().parent
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PyorchError(f"{directory}, in which files beside the model belong, is not writable: copy the model "
+                              "to another directory")
         if not model_map.layers:
             raise PyorchError(f"{args.model} is a dense model: it has no experts, and nothing to prepare")
         preparation = _Preparation(args, model_map, wanted)
@@ -285,17 +288,23 @@ class _Preparation:
                 return "a plan is made for one budget, and at others anew: say one with --budget"
         if step.name == "tune" and not self._args.questions:
             return "a lossy setting is tuned on questions: give --questions"
+        if step.lossy and not (self._args.with_lossy or self._args.questions):
+            return "only a lossy setting uses it: give --with-lossy"
         return ""
 
     def _reason_for_no_pack(self) -> str:
+        from pyorch.convert.pack_plan import most_bytes
+        from pyorch.files import FEW_BYTES, check_free_space
+
         if self._map.info.slim:
             return "a slim model has its experts in a pack"
         types = {role.type.lower() for layer in self._map.layers for role in layer.roles}
         if not types <= _CODED:
             return "experts that are quantized do not shrink"
-        free, needed = shutil.disk_usage(Path(self._map.path).absolute().parent).free, self._map.info.expert_bytes
-        if free < needed + _SPARE_BYTES:
-            return f"the disk has {format_bytes(free)} left, and experts of {format_bytes(needed)} may need as much"
+        try:
+            check_free_space(Path(self._map.path).absolute().parent, most_bytes(self._map), FEW_BYTES)
+        except PyorchError as error:
+            return str(error)
         return ""
 
     def _is_there(self, step: Step) -> bool:

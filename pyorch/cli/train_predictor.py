@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     with ModelMap(args.model) as model_map:
         file = PredictorFile.read(source, model_map) if source.exists() else PredictorFile()
         if file.default_vectors is None:
-            raise PyorchError(f"{source} has no default vectors, of which an estimator's inputs are made: "
-                              "run pyorch calibrate first")
+            lack = "has no default vectors" if source.exists() else "does not exist, which would have default vectors"
+            raise PyorchError(f"{source} {lack}, of which an estimator's inputs are made: run pyorch calibrate first")
     options = given_settings(args) | {"prefetch": "none"}
     sizes = {name: options.pop(name, None) for name in ("n_ctx", "n_ubatch", "n_threads")}
     with (

@@ -27,7 +27,7 @@ from pyorch.settings.substitution import Substitution
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 MAX_TOKENS = (1 << 31) - 1
 
-_FROM_1_TO = "from 1 to "
+_FROM_1_TO = "a whole number from 1 to "
 
 
 def _lists(given: Any) -> Any:
@@ -95,7 +95,8 @@ class Settings:
         default_text="what is sooner, as measured; processor for a device of another process",
     )
     device_ahead: int = option(
-        0, whole(MAX_AHEAD, least=0), f"from 0 (none) to {MAX_AHEAD}", flag="--device-ahead", group=DEVICE, metavar="N",
+        0, whole(MAX_AHEAD, least=0), f"a whole number from 0 (none) to {MAX_AHEAD}", flag="--device-ahead",
+        group=DEVICE, metavar="N",
         help="upload up to N experts of a layer before it comes, as the predictor that --prefetch names says",
         default_text="0",
     )

@@ -295,6 +295,15 @@ def test_memory_limit_is_refused_where_no_group_can_be_made(
     assert "without --memory-limit" in capfd.readouterr().err
 
 
+@needs_limits
+@pytest.mark.parametrize("limit", ["1KiB", "0.001%", "15MiB"])
+def test_a_memory_limit_with_which_no_process_begins_is_refused(
+    limit: str, small_moe: Path, capfd: pytest.CaptureFixture[str]
+):
+    assert main(["bench", str(small_moe), "--memory-limit", limit]) == 2
+    assert "with which no process begins: use 16 MiB or more" in capfd.readouterr().err
+
+
 def test_text_that_is_too_short_is_refused(small_moe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     text = tmp_path / "text"
     text.write_text("import os")

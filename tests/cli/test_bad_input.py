@@ -213,7 +213,7 @@ def test_an_epsilon_below_zero(refused, tiny_moe: Path) -> None:
 ])
 def test_a_size_that_cannot_be(refused, tiny_moe: Path, option: str, value: int) -> None:
     said = refused("run", tiny_moe, "-p", "x", option, value, "--budget", "60%")
-    assert f"{option} is {value}, and must be from 1" in said
+    assert f"{option} is {value}, and must be a whole number from 1" in said
 
 
 def test_a_port_that_cannot_be(refused, tiny_moe: Path) -> None:

@@ -153,6 +153,12 @@ def test_a_command_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[
     assert '"prepair" is not a command: did you mean prepare?; pyorch --help' in capsys.readouterr().err
     assert main(["pull", "hf:x/y"]) == 2
     assert '"pull" is not a command: did you mean run hf:ORG/NAME?' in capsys.readouterr().err
+    assert main(["ps"]) == 2
+    assert '"ps" is not a command: did you mean models?' in capsys.readouterr().err
+    assert main(["map"]) == 2
+    assert '"map" is not a command: did you mean maps?' in capsys.readouterr().err
+    assert main(["ma"]) == 2
+    assert "did you mean" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "sentence"), [

@@ -83,7 +83,7 @@ def test_an_address_is_a_host_and_a_port(refused, device: str) -> None:
     (("--device-misses", "upload"), "name it with --device"),
     (("--device-ahead", "2", "--prefetch", "quasi-hidden"), "name a device with --device"),
     (("--device", "auto", "--device-ahead", "2"), "a predictor that is not auto"),
-    (("--device", "auto", "--device-ahead", "65", "--prefetch", "quasi-hidden"), "must be from 0 (none) to 64"),
+    (("--device", "auto", "--device-ahead", "65", "--prefetch", "quasi-hidden"), "a whole number from 0 (none) to 64"),
     (("--device", "auto", "--vram-budget=-1GiB"), '--vram-budget "-1GiB" is not understood'),
     (("--device", "auto", "--vram-budget", "101%"), "100% is the most"),
     (("--device", "auto", "--vram-budget", "resident"), "--vram-budget is a size"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,17 +21,56 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small file system: needs root")
 
 
-@pytest.fixture()
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 16 KiB: the header of a file fits, its contents do not."""
-    path = tmp_path / "disk"
+@contextlib.contextmanager
+def mounted(path: Path, size: str) -> Iterator[Path]:
+    """A file system of this size."""
     path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", path], capture_output=True).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True).returncode:
         pytest.skip("this system does not let root mount")
     try:
         yield path
     finally:
         subprocess.run(["umount", path], check=True)
+
+
+@pytest.fixture()
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 KiB: the header of a file fits, its contents do not."""
+    with mounted(tmp_path / "disk", "16k") as path:
+        yield path
+
+
+def test_a_pack_is_made_where_the_disk_has_room_for_it_and_little_more(
+    small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mounted(tmp_path / "disk", "40m") as disk:
+        model = Path(shutil.copyfile(small_moe, disk / "model.gguf"))
+        pack = disk / "model.experts.gguf"
+        assert main(["pack", str(model)]) == 0
+        (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - (2 << 20)))
+        pack.unlink()
+        assert shutil.disk_usage(disk).free < 16 << 20
+        assert main(["pack", str(model)]) == 0
+        pack.unlink()
+        capsys.readouterr()
+        assert main(["prepare", str(model), "--skip", "calibrate,profile,maps,plan,buddies,ghosts,tune"]) == 0
+        assert pack.exists(), capsys.readouterr().out
+        pack.unlink()
+        (disk / "more").write_bytes(bytes(4 << 20))
+        capsys.readouterr()
+        assert main(["pack", str(model)]) == 2
+        assert "free, what is to be written needs about" in capsys.readouterr().err
+
+
+def test_preparing_in_a_folder_that_is_read_only_is_one_sentence(
+    small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with mounted(tmp_path / "disk", "40m") as disk:
+        model = Path(shutil.copyfile(small_moe, disk / "model.gguf"))
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        assert main(["prepare", str(model)]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1 and f"{disk}, in which files" in printed.err
 
 
 def test_the_reason_is_named(

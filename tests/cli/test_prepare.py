@@ -42,7 +42,7 @@ def test_all_that_helps_is_made_and_found_by_every_command(model: Path, capsys: 
     # With a codec that is named: whether one pays is measured, and a busy machine may say no.
     assert main(["pack", str(model), "--codec", "table"]) == 0
     capsys.readouterr()
-    steps = prepare(capsys, model, *FEW, "--budget", "40%")
+    steps = prepare(capsys, model, *FEW, "--budget", "40%", "--with-lossy")
     assert {name for name, step in steps.items() if step["state"] == MADE} == {
         "calibrate", "profile", "maps", "plan", "buddies", "ghosts"}
     assert steps["pack"]["state"] == THERE
@@ -54,9 +54,20 @@ def test_all_that_helps_is_made_and_found_by_every_command(model: Path, capsys: 
         assert all(content is not None for content in found)
     assert not model.with_name("model.trace").exists(), "all steps have read it"
     written = {path: path.stat().st_mtime_ns for path in model.parent.iterdir()}
-    again = prepare(capsys, model, *FEW, "--budget", "40%")
+    again = prepare(capsys, model, *FEW, "--budget", "40%", "--with-lossy")
     assert {step["state"] for step in again.values()} == {THERE, SKIPPED}
     assert written == {path: path.stat().st_mtime_ns for path in model.parent.iterdir()}
+
+
+def test_what_only_lossy_settings_use_is_made_when_it_is_asked_for(
+    model_q4: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = prepare(capsys, model_q4, *FEW, "--skip", "calibrate")
+    assert {steps[name]["brings"] for name in ("buddies", "ghosts")} == {
+        "only a lossy setting uses it: give --with-lossy"}
+    assert {step["state"] for step in steps.values()} == {SKIPPED}
+    steps = prepare(capsys, model_q4, *FEW, "--skip", "calibrate,ghosts", "--with-lossy")
+    assert steps["buddies"]["state"] == steps["profile"]["state"] == MADE
 
 
 def test_quantized_experts_are_not_packed_and_no_trace_is_recorded_for_nobody(

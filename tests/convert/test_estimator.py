@@ -132,7 +132,8 @@ def test_more_tokens_than_fit_take_the_places_of_others(tmp_path: Path) -> None:
 def test_an_estimator_needs_default_vectors(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model = tmp_path / "model.gguf"
     os.link(made.model, model)
-    refused(capsys, ["train-predictor", str(model), *LEARNED], "run pyorch calibrate first")
+    refused(capsys, ["train-predictor", str(model), *LEARNED],
+            f"{tmp_path / 'model.predictor.gguf'} does not exist, which would have default vectors")
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 

@@ -293,7 +293,7 @@ def test_room_is_needed_for_both(
     """Where only the pack has room nothing is begun: the rest of the model would be missing in the end."""
     pair = slim.stat().st_size + container.default_path(slim, packs.KIND).stat().st_size
     for free, status in ((pair - 1, 2), (pair, 0)):
-        free += files.SPARE_BYTES
+        free += files.FEW_BYTES
         monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
         assert main(["pack", str(small_moe), "--slim", str(tmp_path / "slim.gguf")]) == status
         assert any(tmp_path.iterdir()) == (status == 0)
