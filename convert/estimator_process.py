@@ -21,6 +21,7 @@ import numpy as np
 from pyorch.processes import end_with
 from pyorch.traces.file import TraceHeader
 
+os.environ.pop("OPENBLAS_NUM_THREADS", None)  # torch computes on all processors, with whatever library it has
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
 
 try:

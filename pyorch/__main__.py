@@ -7,6 +7,7 @@ import sys
 from pyorch import starting
 
 starting.begin()
+starting.limit_blas(sys.argv)
 
 
 def main() -> int:

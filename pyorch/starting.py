@@ -1,4 +1,6 @@
-"""Ctrl-C while the program starts or ends: quiet, with exit status 130.
+"""What comes before the imports of a command: Ctrl-C, and how many threads numpy has.
+
+Ctrl-C while the program starts or ends is quiet, with exit status 130.
 
 A command spends its first tenths of a second on imports. An exception that a signal raises inside one comes out as a
 traceback, or as an ImportError of a package that was half there; nothing has begun yet that would have to be ended.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 from types import FrameType
 
 INTERRUPTED = 130  # exit status, as of a program that the signal ends
@@ -17,6 +20,16 @@ def begin() -> None:
     """Called first by the program. Where SIGINT is ignored, as in the background of a script, it stays so."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
+
+
+def limit_blas(argv: Sequence[str]) -> None:
+    """Has numpy's OpenBLAS compute on one thread, unless the user says otherwise. It reads this when numpy is imported.
+
+    Our matrices are small, and other threads compute beside numpy: threads of OpenBLAS would spin most of their time.
+    Not for the scripts of `pyorch exec`, which may have a --config FILE before it.
+    """
+    if "exec" not in argv[1:4]:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def give_back() -> None:

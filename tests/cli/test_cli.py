@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from processes import HANG_SECONDS, pyorch
+from processes import HANG_SECONDS, pyorch, python
 
 from pyorch.cli import COMMANDS, main, make_parser, nested
 from pyorch.cli.numbers import rate, share
@@ -333,3 +334,19 @@ def test_llama_cpp_is_silent_unless_its_log_is_asked_for(small_moe: Path) -> Non
     said = [line.split()[0] for line in quiet.stderr.splitlines()]
     assert said == ["prefill", "decode", "experts", "budget", "memory"]
     assert "llama_model_loader" in verbose.stderr and quiet.stdout == verbose.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_numpy_computes_on_one_thread_but_for_scripts_that_exec_runs(tmp_path: Path) -> None:
+    count = "import os; n = len(os.listdir('/proc/self/task'))"
+    program = f"{count}; import numpy; print(len(os.listdir('/proc/self/task')) - n)"
+    script = tmp_path / "script.py"
+    shown = "import os; print(os.environ.get('OPENBLAS_NUM_THREADS'))"
+    script.write_text(shown)
+    kept = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    begin = "import sys; sys.argv = ['pyorch', 'completion', 'fish']; from pyorch.__main__ import main; main(); "
+    for words, given, expected in ((("-c", begin + program), {}, "0"),
+                                   (("-c", begin + shown), {"OPENBLAS_NUM_THREADS": "3"}, "3"),
+                                   (("-m", "pyorch", "exec", str(script)), {}, "None")):
+        done = python(*words, env=kept | given, check=True)
+        assert done.stdout.splitlines()[-1] == expected, done.stderr
