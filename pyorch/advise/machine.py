@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pyorch import files
@@ -35,19 +35,23 @@ MAX_DECODE_SECONDS = 4.0
 
 BUSY = 0.5  # load average, which our own work before raises too: with more, what is measured may be too little
 
+QUIETER = 0.5  # of the load beside which computing was measured: then it is measured again
+
 START_SECONDS = 1.0  # where computing is not measured
 
-_VERSION = 1  # of what is kept
+_VERSION = 2  # of what is kept
 
 
 @dataclass(frozen=True)
 class Compute:
     """Seconds with all experts in memory, of a decoded token and of a token of a prompt. start_seconds: from the
-    beginning of loading until something can be computed, beside reading."""
+    beginning of loading until something can be computed, beside reading. load: average of the minute before this was
+    measured, 0 where it was not."""
 
     decode_seconds: float
     prefill_seconds: float
     start_seconds: float
+    load: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,9 @@ class Disk:
 class Machine:
     """Measures for one model.
 
-    again: what was measured before does not count. load: average of the minute before computing was measured, 0
-    where that was before. Raises PyorchError where llama.cpp cannot compute a probe of the
+    again: what was measured before does not count. Raises PyorchError where llama.cpp cannot compute a probe of the
     model, or a probe cannot be written.
     """
-
-    load = 0.0
 
     def __init__(self, model_map: ModelMap, n_threads: int, on_progress: OnProgress, again: bool = False) -> None:
         self._map, self._n_threads, self._on_progress, self._again = model_map, n_threads, on_progress, again
@@ -91,9 +92,11 @@ class Machine:
     def compute(self) -> Compute:
         shape = read_shape(self._map)
         name = _name("compute", self._n_threads, shape.metadata, shape.tensors)
-        if not self._again and (before := _read(name)) is not None:
+        load = os.getloadavg()[0]
+        # What was measured beside other work is measured again on a machine that is much quieter.
+        if not self._again and (before := _read(name)) is not None and (
+                before.load <= BUSY or load > QUIETER * before.load):
             return before
-        self.load = os.getloadavg()[0]
         small, large = shape.sizes()
         with _directory_for_probes(None) as directory:
             paths = {}
@@ -112,8 +115,9 @@ class Machine:
                 rate = shape.token_bytes / found.decode_seconds
                 if isinstance(known, float) and known > 0 and abs(rate / known - 1) < SIMILAR:
                     break
-        if len(runs[small]) == N_ROUNDS:
+        if len(runs[small]) == N_ROUNDS and load <= BUSY:
             kept.keep(_name("rate", self._n_threads), rate)
+        found = replace(found, load=load)
         kept.keep(name, asdict(found))
         return found
 

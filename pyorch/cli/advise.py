@@ -289,9 +289,9 @@ def _advise(
         for estimate in (estimates[-1], least))
     useful = [gain.sidecar for gain, at_least in zip(found, found_at_least)
               if gain.helps(estimates[-1]) or at_least.helps(least)]
-    if machine.load > BUSY:
-        notes.append(f"the machine had other work when computing was measured (a load of {machine.load:.1f}): pyorch "
-                     "advise --again measures it anew")
+    if compute.load > BUSY:
+        notes.append(f"the machine had other work when computing was measured (a load of {compute.load:.1f}): advise "
+                     "measures it anew on a quieter machine, and with --again")
     if device is not None and device.speed.how == "assumed":
         notes.append(f"how fast the device is was assumed: uploads at {device.speed.link / 1e9:.3g} GB/s "
                      f"({'as given' if wanted.link else 'PCIe 4 with 16 lanes'}), weights read at "
