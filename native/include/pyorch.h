@@ -48,7 +48,7 @@ typedef enum pyorch_status {
 const char * pyorch_last_error(void);
 
 // The calls and structs that a program was compiled with: a library of another number does not fit.
-enum { PYORCH_ABI = 5 };
+enum { PYORCH_ABI = 6 };
 
 int32_t      pyorch_abi(void);     // the PYORCH_ABI that the library was compiled with
 const char * pyorch_version(void); // "1.2.3"
@@ -126,7 +126,7 @@ typedef struct pyorch_model_map_info {
     int32_t  n_files;       // 1, or the number of shards
     int32_t  n_layers;      // blocks of the model
     int32_t  n_moe_layers;  // blocks with routed experts
-    int32_t  n_expert_used; // top-k
+    int32_t  n_expert_used; // top-k of the router; of the layer with the largest one, if layers differ
     uint64_t file_bytes;    // all shards
     uint64_t expert_bytes;  // routed experts, as they lie in the file
     uint64_t dense_bytes;   // all other tensors
@@ -139,6 +139,7 @@ typedef struct pyorch_model_map_info {
 typedef struct pyorch_layer_info {
     int32_t  il;
     int32_t  n_expert;
+    int32_t  n_expert_used;                // top-k of its router; 0: the file does not say it
     int32_t  n_roles;
     char     role[PYORCH_MAX_ROLES][16];   // in the order in which the kernels need them
     char     type[PYORCH_MAX_ROLES][16];   // ggml type

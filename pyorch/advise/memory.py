@@ -23,7 +23,8 @@ def context_bytes(model_map: ModelMap, n_ctx: int, n_threads: int) -> int:
     logs.install()  # what llama.cpp says of sizes is read, and not shown
     logs.set_quiet(True)
     try:
-        return measure.sizes_of(model_map, llama.llama_model_default_params(), params).host
+        with measure.twin(model_map.path, llama.llama_model_default_params()) as twin:
+            return measure.growth(twin, params, model_map).needed(n_ctx)
     except PyorchError:
         return model_map.kv_bytes(n_ctx) + _BUFFERS
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import PyorchError
+from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import measure, memory
 from pyorch.llama.device import device_dense_bytes, host_dense_bytes, margin_bytes
 from pyorch.llama.managed import ManagedModel, lock, models
 from pyorch.llama.measure import LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH
 from pyorch.llama.plan import divided_budget, in_shares
 from pyorch.runtime import fatal
+from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO
 from pyorch.sizes import format_bytes
 
+CTX_STEP = 256  # tokens: llama.cpp makes a context a multiple of so many
 MAX_SHARE_UBATCH = 1024  # QUOTA_SLOTS in native/src/api/cluster.cpp: each server takes a request of so many
 
 
@@ -36,6 +39,67 @@ def check_ubatch(managed: ManagedModel, n_ubatch: int) -> None:
                           f"{MAX_SHARE_UBATCH} rows for one of them: a ubatch of {n_ubatch} tokens is too wide")
 
 
+def check_context(managed: ManagedModel, params: llama.llama_context_params, widen: bool) -> None:
+    """Refuses a context that memory cannot hold, before llama.cpp allocates any of it.
+
+    Args:
+        managed: A model that is loaded, or is being loaded.
+        params: Of the context.
+        widen: As plan_context() has it: the ubatch may still become narrow.
+
+    Raises:
+        BudgetError: The context needs more than is free beside the experts. The sentence names the largest that fits.
+    """
+    n_ctx = params.n_ctx or managed.map.trained_ctx
+    free = _free(managed)
+    left = free.free_bytes - _dense_to_come(managed)
+    if managed.plan.automatic:
+        left -= managed.map.info.floor_bytes + memory.margin_bytes(free)
+    elif managed.engine is not None:
+        # A budget that alone is more than the free memory is the user's decision.
+        beside = left - managed.engine.stats().budget_bytes
+        left = beside if beside > 0 else left
+    params = llama.llama_context_params.from_buffer_copy(params)
+    if managed.plan.automatic and widen:
+        params.n_ubatch = min(params.n_ubatch, LEAST_UBATCH)
+    if n_ctx * _most_bytes(managed.map, params) < left:
+        return
+    capture = managed.engine.capture() if managed.engine is not None else contextlib.nullcontext()
+    with capture, measure.twin(managed.path, managed.params) as twin:
+        growth = measure.growth(twin, params, managed.map, managed.devices)
+    needed = growth.needed(n_ctx)
+    if needed > left:
+        largest = growth.largest(left) // CTX_STEP * CTX_STEP
+        remedy = (f"the largest that fits has {largest} tokens (--ctx {largest})" if largest
+                  else "use a smaller ubatch, lower the budget of the experts, or allow the process more memory")
+        raise BudgetError(f"{managed.path}: a context of {n_ctx} tokens needs {format_bytes(needed, round_up=True)}, and "
+                          f"{format_bytes(max(0, left))} are left for it under the limit of "
+                          f"{format_bytes(free.limit_bytes)} ({free.source}): {remedy}")
+
+
+def _free(managed: ManagedModel) -> memory.MemoryLimit:
+    """The memory limit, with the memory that a context and all experts of the model may use together as the free one."""
+    limit = memory.memory_limit()
+    used = managed.engine.stats().used_bytes if managed.engine is not None else 0
+    return dataclasses.replace(limit, free_bytes=limit.free_bytes + used - _promised_bytes(managed))
+
+
+def _dense_to_come(managed: ManagedModel) -> int:
+    """Bytes of dense weights of the host that count as free memory today.
+
+    The kernel can drop mapped dense weights, so they look free; but every token needs them.
+    """
+    mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
+    return host_dense_bytes(managed.map, managed.devices, managed.params) if mapped else 0
+
+
+def _most_bytes(model_map: ModelMap, params: llama.llama_context_params) -> int:
+    """More than a token of context takes, known without a look at llama.cpp: keys and values in F32, and attention to
+    the token from each head and each token of a ubatch."""
+    n_head = max((model_map.hparam("attention.head_count", 1, il) for il in range(model_map.info.n_layers)), default=1)
+    return 2 * model_map.kv_bytes(1) + 4 * n_head * params.n_ubatch + measure.CELL_BYTES
+
+
 def plan_context(
     managed: ManagedModel, params: llama.llama_context_params, widen: bool, is_loaded: bool = True
 ) -> int:
@@ -44,12 +108,8 @@ def plan_context(
     widen: choose params.n_ubatch: narrower than llama.cpp's only where its buffers would not leave the floor.
     is_loaded: the dense weights of devices are there already. Raises BudgetError if that is not left.
     """
-    limit, info = memory.memory_limit(), managed.map.info
-    free_bytes = limit.free_bytes + managed.engine.stats().used_bytes - _promised_bytes(managed)
-    free = dataclasses.replace(limit, free_bytes=free_bytes)
-    # Mapped dense weights look free, the kernel can drop them; but they are needed for every token.
-    mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
-    dense_bytes = host_dense_bytes(managed.map, managed.devices, managed.params) if mapped else 0
+    info, free = managed.map.info, _free(managed)
+    dense_bytes = _dense_to_come(managed)
     # What is on devices that share this memory is taken of it, too.
     shared = [i for i, device in enumerate(managed.devices.each) if device.shares_memory] if managed.devices else []
     if shared and not is_loaded:
@@ -74,7 +134,7 @@ def plan_context(
                 slots_bytes = max(0, slots_bytes - there) + info.floor_bytes
         if widen:
             most = min(params.n_batch, MAX_SHARE_UBATCH) if managed.plan.has_share else params.n_batch
-            without = dataclasses.replace(free, free_bytes=free_bytes - to_come)
+            without = dataclasses.replace(free, free_bytes=free.free_bytes - to_come)
             params.n_ubatch = _widest_ubatch(need, most, without, slots_bytes)
         needed = need(params.n_ubatch)
         while (widen and params.n_ubatch > LEAST_UBATCH

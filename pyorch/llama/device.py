@@ -143,7 +143,7 @@ def prompt_tokens_of(settings: Settings, devices: Devices, model_map: ModelMap) 
         rates = [_rates(device, settings, model_map) for device in devices.each]
     except PyorchError:
         return LEAST_PROMPT
-    used = model_map.info.n_expert_used / model_map.layers[0].n_expert
+    used = max(layer.n_expert_used / layer.n_expert for layer in model_map.layers)
 
     def is_sooner(n_tokens: int) -> bool:
         more = used * n_tokens / (1 - (1 - used) ** n_tokens) - 1 if used < 1 else n_tokens - 1  # rows of an expert

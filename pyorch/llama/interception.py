@@ -23,7 +23,7 @@ import llama_cpp.llama_cpp as llama
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import check, ffi, lib
 from pyorch.llama import cores, logs, measure
-from pyorch.llama.context_plan import check_ubatch, default_ubatch, plan_context, plan_devices
+from pyorch.llama.context_plan import check_context, check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import decoding, find, is_forked, loading, lock, models
 from pyorch.llama.originals import original, replace
 from pyorch.runtime import fatal
@@ -165,6 +165,7 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
     if managed.engine is not None:
         params.op_offload = False  # a device would copy experts from where they are not
     widen = settings.widen and n_ubatch is None
+    check_context(managed, params, widen)
     reserved = plan_context(managed, params, widen) if managed.plan.automatic else 0
     check_ubatch(managed, params.n_ubatch)
     plan_devices(managed, params)  # behind that, which chooses how wide its buffers are
@@ -230,6 +231,23 @@ def _raise_decode_errors(method: Callable) -> Callable:
             raise PyorchError(FORKED)
         with decoding(self.model.model, self.ctx):
             method(self, batch)
+
+    return wrapper
+
+
+def _end_with_the_context(complete: Callable) -> Callable:
+    """Llama._create_completion, whose text ends when the context is full.
+
+    llama_cpp limits a text to the context, but not while the last character of the text lacks bytes: it would decode
+    a token for which the context has no room.
+    """
+
+    @functools.wraps(complete)
+    def wrapper(self: llama_cpp.Llama, *args: Any, stopping_criteria: Any = None, **kwargs: Any) -> Any:
+        criteria = llama_cpp.StoppingCriteriaList([lambda *_: self.n_tokens >= self.n_ctx()])
+        if stopping_criteria is not None:
+            criteria.append(stopping_criteria)
+        return complete(self, *args, stopping_criteria=criteria, **kwargs)
 
     return wrapper
 
@@ -319,6 +337,8 @@ def _install() -> None:
     replace("llama_free", _free_context)
     internals.LlamaModel.tokenize = _tokenize  # type: ignore[method-assign]
     llama_chat_format.Jinja2ChatFormatter = ChatTemplate  # type: ignore[misc]
+    llama_cpp.Llama._create_completion = _end_with_the_context(  # type: ignore[method-assign]
+        llama_cpp.Llama._create_completion)
     llama_cpp.Llama.close = _close(llama_cpp.Llama.close)  # type: ignore[method-assign]
     internals.LlamaContext.decode = _raise_decode_errors(internals.LlamaContext.decode)  # type: ignore[method-assign]
     internals.LlamaContext.encode = _raise_decode_errors(internals.LlamaContext.encode)  # type: ignore[method-assign]

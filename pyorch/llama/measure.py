@@ -25,6 +25,9 @@ from pyorch.sizes import MiB
 
 LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048  # tokens that are computed at once
 
+_PROBE_CTX = 1 << 17  # tokens of a context that is measured at most: more than any sliding window has
+CELL_BYTES = 64  # of a token in llama.cpp's list of the cache's cells, which it fills even under no_alloc
+
 # The KV cache's (or recurrent state's) own sum, behind where each of its layers is; then buffers by name. Buffers of
 # no_alloc are empty.
 _PLACE = re.compile(r": layer +\d+: dev = (\S+)")
@@ -93,6 +96,44 @@ def context_sizes(
     return ContextSizes(sizes.host + work_bytes(model_map, params.n_ubatch), sizes.devices)
 
 
+@dataclass(frozen=True)
+class Growth:
+    """How the host memory of a context grows with its tokens: base + slope * n_ctx bytes."""
+
+    base: int
+    slope: float
+
+    def needed(self, n_ctx: int) -> int:
+        """Bytes of a context of so many tokens."""
+        return round(self.base + self.slope * n_ctx)
+
+    def largest(self, n_bytes: int) -> int:
+        """The most tokens of context that so many bytes hold, 0 if not even the base fits."""
+        return max(0, int((n_bytes - self.base) / self.slope))
+
+
+def growth(
+    model: int, params: llama.llama_context_params, model_map: ModelMap, devices: Devices | None = None
+) -> Growth:
+    """Host memory by tokens of context, from two contexts of a twin: exact up to _PROBE_CTX tokens.
+
+    A cache, a mask and a list of cells grow in proportion to the tokens; sliding windows and recurrent states stop
+    growing. A larger context is not measured itself: even under no_alloc, llama.cpp allocates the list of its cells.
+
+    Raises:
+        BudgetError: llama.cpp refuses the parameters.
+    """
+    def host_bytes(n_ctx: int) -> int:
+        probe = llama.llama_context_params.from_buffer_copy(params)
+        probe.n_ctx = n_ctx
+        return context_sizes(model, probe, model_map, devices).host
+
+    n_ctx = min(max(1024, params.n_ctx or model_map.trained_ctx), _PROBE_CTX)
+    whole, half = host_bytes(n_ctx), host_bytes(n_ctx // 2)
+    slope = (whole - half) / (n_ctx - n_ctx // 2)
+    return Growth(round(whole - slope * n_ctx), slope + CELL_BYTES)
+
+
 def reported_sizes(lines: Iterable[str], devices: Devices | None) -> ContextSizes:
     """What llama.cpp's lines say of a context. A KV cache is divided as its layers are."""
     each = devices.each if devices is not None else ()
@@ -127,9 +168,8 @@ def work_bytes(model_map: ModelMap, n_ubatch: int) -> int:
     The quantized inputs of the down matrices, at most two bytes a value, and for each expert a list that
     is long enough for all of the ubatch's choices, eight bytes each.
     """
-    n_used, n_ff = model_map.info.n_expert_used, _n_ff(model_map)
-    n_expert = max((layer.n_expert for layer in model_map.layers), default=0)
-    return n_ubatch * n_used * (2 * n_ff + 8 * n_expert)
+    return n_ubatch * max((layer.n_expert_used * (2 * layer.n_ff + 8 * layer.n_expert) for layer in model_map.layers),
+                          default=0)
 
 
 def chain_bytes(model_map: ModelMap, n_ubatch: int) -> int:
@@ -139,10 +179,5 @@ def chain_bytes(model_map: ModelMap, n_ubatch: int) -> int:
     float32 for each expert of a token: of its hidden states three times, of its output once, of those of both ways, of
     what is taken from them, and once more where the processor's rows go with the graph.
     """
-    n_embd = model_map.hparam("embedding_length", 0)
-    return 4 * n_ubatch * model_map.info.n_expert_used * (3 * _n_ff(model_map) + 5 * n_embd)
-
-
-def _n_ff(model_map: ModelMap) -> int:
-    """Of an expert."""
-    return model_map.hparam("expert_feed_forward_length") or model_map.hparam("feed_forward_length", 0)
+    return 4 * n_ubatch * max((layer.n_expert_used * (3 * layer.n_ff + 5 * layer.n_in) for layer in model_map.layers),
+                              default=0)

@@ -20,6 +20,7 @@ from pyorch.hub.reference import Reference, is_reference
 from pyorch.library.bindings import check, ffi, lib
 from pyorch.llama import cores, interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, find_ghosts, speculative
+from pyorch.llama.context_plan import CTX_STEP
 from pyorch.llama.interception import CLOSED, ClosedLlama
 from pyorch.llama.layer import Layer, ResidencyView
 from pyorch.llama.managed import ManagedModel, find
@@ -42,8 +43,6 @@ from pyorch.sizes import format_bytes
 # otherwise: 2048 rows of 150 000 floats are more than a gigabyte.
 N_OUTPUTS_MAX = 64
 
-
-_CTX_STEP = 256  # of which llama.cpp makes a context a multiple
 
 _loading = threading.Lock()
 
@@ -357,16 +356,13 @@ def load(
         raise PyorchError(f"n_batch is {n_batch}, and must be from 0 (for the default) to {MAX_TOKENS}")
     model_map = ModelMap(path)
     refuse_sidecar(model_map)
-    if settings.n_ctx > model_map.trained_ctx:
-        fatal.notice(f"note: the model was trained with {model_map.trained_ctx} tokens of context: beyond them, of "
-                     f"{settings.n_ctx}, it may answer nonsense")
     n_threads = settings.n_threads or cores.physical_cores()
     arguments: dict[str, object] = {
         # Dense weights in anonymous memory: the kernel cannot drop them under a memory limit to read
         # them again for every token, and a file that is truncated later cannot end the process by SIGBUS.
         "use_mmap": False,
         # llama.cpp rounds it up, and Llama, which does not know, would have no room for the tokens of such a prompt.
-        "n_ctx": -(-(settings.n_ctx or model_map.default_ctx) // _CTX_STEP) * _CTX_STEP,
+        "n_ctx": -(-(settings.n_ctx or model_map.default_ctx) // CTX_STEP) * CTX_STEP,
         "n_batch": n_batch or max(settings.n_ubatch, WIDE_UBATCH),
         "n_threads": n_threads,
         "n_threads_batch": n_threads,
@@ -382,6 +378,9 @@ def load(
             raise PyorchError(f"{path}: {error}") from error
         except MemoryError as error:  # numpy's, of the logits of a whole batch
             raise BudgetError(f"{path} does not fit: {error}; use a smaller context, batch or ubatch") from None
+    if settings.n_ctx > model_map.trained_ctx:
+        fatal.notice(f"note: the model was trained with {model_map.trained_ctx} tokens of context: beyond them, of "
+                     f"{settings.n_ctx}, it may answer nonsense")
     return Model(model, find(model.model))
 
 

@@ -19,21 +19,20 @@ def distinct_experts(n_expert: int, n_used: int, n_requests: int) -> float:
 class Concurrency:
     """Requests that a server computes together, and what their experts need.
 
-    layers: experts of each layer, and the bytes of one. n_slots: requests that are computed together at most (-np).
+    layers: experts of each layer, how many of them a token uses, and the bytes of one. n_slots: requests that are computed together at most (-np).
     """
 
-    layers: tuple[tuple[int, int], ...]
-    n_used: int
+    layers: tuple[tuple[int, int, int], ...]
     n_slots: int
 
     @classmethod
-    def of(cls, layers: Iterable, n_used: int, n_slots: int) -> Concurrency:
+    def of(cls, layers: Iterable, n_slots: int) -> Concurrency:
         """layers: of a ModelMap."""
-        return cls(tuple((layer.n_expert, layer.slot_bytes) for layer in layers), n_used, n_slots)
+        return cls(tuple((layer.n_expert, layer.n_expert_used, layer.slot_bytes) for layer in layers), n_slots)
 
     def step_bytes(self, n_requests: int) -> float:
         """Of the experts that a step of all layers uses."""
-        return sum(distinct_experts(n_expert, self.n_used, n_requests) * size for n_expert, size in self.layers)
+        return sum(distinct_experts(n_expert, n_used, n_requests) * size for n_expert, n_used, size in self.layers)
 
     def suitable(self, budget: int) -> int:
         """The most requests, up to n_slots, whose experts fit into a budget together; at least 1.
@@ -47,8 +46,8 @@ class Concurrency:
         suitable = self.suitable(budget)
         if suitable == self.n_slots:
             return ""
-        every = sum(n_expert * size for n_expert, size in self.layers)
-        n_expert = max(n_expert for n_expert, _ in self.layers)
-        used = distinct_experts(n_expert, self.n_used, self.n_slots)
+        every = sum(n_expert * size for n_expert, _, size in self.layers)
+        n_expert, n_used, _ = max(self.layers)
+        used = distinct_experts(n_expert, n_used, self.n_slots)
         return (f"-np {suitable} suits this budget: a step of {self.n_slots} requests uses about {used:.0f} of the "
                 f"{n_expert} experts of a layer, and {n_expert * min(1.0, budget / every):.0f} of them fit")

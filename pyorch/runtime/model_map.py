@@ -21,7 +21,7 @@ SIDECARS = ("buddies", "maps", "predictor", "experts", "eviction", "ghosts")
 
 @dataclass(frozen=True)
 class MapInfo:
-    """Sizes in bytes. The names are those of pyorch_model_map_info."""
+    """Sizes in bytes. The names are those of pyorch_model_map_info. n_expert_used is the largest top-k of a layer."""
 
     arch: str
     name: str
@@ -54,13 +54,28 @@ class Role:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """A block with routed experts. expert_bytes is one expert in the file, slot_bytes one in memory."""
+    """A block with routed experts.
+
+    n_expert_used is the top-k of its router, 0 if the file does not say it. expert_bytes is one expert in the file,
+    slot_bytes one in memory.
+    """
 
     il: int
     n_expert: int
+    n_expert_used: int
     roles: tuple[Role, ...]
     expert_bytes: int
     slot_bytes: int
+
+    @property
+    def n_in(self) -> int:
+        """Numbers that go into an expert: those of the hidden state, or fewer where a model projects it first."""
+        return self.roles[0].n_in
+
+    @property
+    def n_ff(self) -> int:
+        """Numbers between the matrices of an expert."""
+        return self.roles[-1].n_in
 
 
 @dataclass(frozen=True)
@@ -254,7 +269,7 @@ class ModelMap:
         raw = call(lib.pyorch_model_map_get_layer, self.handle, index, out="pyorch_layer_info")
         roles = tuple(Role(string(raw.role[i]), string(raw.type[i]), raw.n_in[i], string(raw.layout[i]))
                       for i in range(raw.n_roles))
-        return LayerInfo(raw.il, raw.n_expert, roles, raw.expert_bytes, raw.slot_bytes)
+        return LayerInfo(raw.il, raw.n_expert, raw.n_expert_used, roles, raw.expert_bytes, raw.slot_bytes)
 
 
 def _range(raw) -> ByteRange:

@@ -192,7 +192,10 @@ class Flags:
         """The context that llama-server will make, for the planner."""
         params = llama.llama_context_default_params()
         n_parallel = self.number(PARALLEL, -1)
-        params.n_ctx = self.number(CTX_SIZE, 0)
+        n_ctx = self.number(CTX_SIZE, 0)
+        if n_ctx < 0:
+            raise PyorchError(f"{CTX_SIZE.names[0]} is {n_ctx}, and must be 0 (as trained) or more")
+        params.n_ctx = n_ctx
         params.n_batch = self.number(BATCH, 2048)
         params.n_ubatch = min(self.number(UBATCH, 512), params.n_batch)
         params.n_seq_max = self.n_slots

@@ -17,7 +17,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError, one_line
 from pyorch.llama import cores, device, logs, measure
-from pyorch.llama.context_plan import check_ubatch, default_ubatch, plan_context, plan_devices
+from pyorch.llama.context_plan import check_context, check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import ManagedModel, loading
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
@@ -103,7 +103,7 @@ def serve(
                 with planned(path, settings, server, placed) as record:
                     if record.devices is not None and not began_again:
                         connections.enter_context(device.connected(record.devices))
-                    concurrency = Concurrency.of(record.map.layers, record.map.info.n_expert_used, server.n_slots)
+                    concurrency = Concurrency.of(record.map.layers, server.n_slots)
                     prompts = Prompts(record, server, prompt_cache)
                     watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside,
                                    ending.begin_again, prompts)
@@ -177,8 +177,9 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
         try:
             ubatch = default_ubatch(record)
             params = server.context_params()
+            widen = not server.has(llama_server.UBATCH)
+            check_context(record, params, widen)
             if record.plan.automatic:
-                widen = not server.has(llama_server.UBATCH)
                 record.contexts[0] = server.other_bytes()  # promised, as a context's memory is
                 plan_context(record, params, widen, is_loaded=False)
                 ubatch = params.n_ubatch

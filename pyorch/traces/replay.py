@@ -311,7 +311,8 @@ def token_bytes(model_map: ModelMap) -> tuple[int, int]:
         table = model_map.tensor_range("token_embd.weight").size  # of which a token takes one row
     except PyorchError:
         table = 0
-    return max(0, info.dense_bytes - table), sum(layer.expert_bytes for layer in model_map.layers) * info.n_expert_used
+    return max(0, info.dense_bytes - table), sum(
+        layer.expert_bytes * layer.n_expert_used for layer in model_map.layers)
 
 
 def truth(recording: Recording, schedule: Schedule, distance: int) -> np.ndarray:

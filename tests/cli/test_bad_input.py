@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -169,7 +170,6 @@ def test_a_number_of_layers_that_cannot_be(refused, tiny_moe: Path, command: tup
 def test_what_llama_cpp_asserts_of_a_model_is_a_sentence(refused, tiny_moe: Path, budget: str) -> None:
     whole = tiny_moe.read_bytes()
     for key, value, needed in (
-        ("expert_used_count", 9, "n_expert_used_max <= hparams.n_expert (llama-model.cpp:"),
         ("attention.head_count_kv", 2, "ggml_nelements(a) == ne0*ne1*ne2 (ggml.c:"),
     ):
         tiny_moe.write_bytes(set_metadata(whole, f"dots1.{key}", value))
@@ -191,6 +191,14 @@ def test_heads_that_cannot_be(
 ) -> None:
     tiny_moe.write_bytes(set_metadata(tiny_moe.read_bytes(), f"dots1.{key}", value))
     assert refused(*command, tiny_moe) == f"{tiny_moe}: dots1.{key} is {value}, and must be {right}"
+
+
+@pytest.mark.parametrize("command", [("inspect",), ("advise",), ("run", "-p", "x")])
+@pytest.mark.parametrize("n_used", [0, 9])
+def test_a_top_k_that_cannot_be(refused, tiny_moe: Path, command: tuple[str, ...], n_used: int) -> None:
+    tiny_moe.write_bytes(set_metadata(tiny_moe.read_bytes(), "dots1.expert_used_count", n_used))
+    assert refused(*command, tiny_moe) == (f"{tiny_moe}: dots1.expert_used_count is {n_used} for layer 1, and must be "
+                                           "from 1 to 8, its number of experts")
 
 
 @pytest.mark.parametrize("budget", ["auto", "60%"])
@@ -300,7 +308,20 @@ def test_a_memory_limit_below_dense_weights_and_floor(
 def test_a_memory_limit_below_what_the_context_needs(refused, small_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "memory_limit", lambda: memory.MemoryLimit("cgroup /job", 128 << 20, 150 << 20))
     sentence = refused("run", small_moe, "-p", "x", "--ctx", "500000")
-    assert "context" in sentence and "does not fit" in sentence
+    assert "a context of 500224 tokens needs" in sentence and "the largest that fits has" in sentence
+
+
+@pytest.mark.parametrize("budget", ["auto", "50%", "resident"])
+def test_a_context_that_no_memory_holds_names_the_largest_that_fits(refused, small_moe: Path, budget: str) -> None:
+    said = refused("run", small_moe, "-p", "x", "--budget", budget, "--ctx", 2000000000)
+    assert re.search(r"a context of 2000000000 tokens needs .*: the largest that fits has (\d+) tokens \(--ctx \1\)$", said)
+    said = refused("serve", small_moe, "--budget", budget, "--port", 0, "--", "-c", 2000000000)
+    assert "a context of 2000000000 tokens needs" in said
+
+
+def test_a_context_below_nothing(refused, small_moe: Path) -> None:
+    assert "-c is -5, and must be 0 (as trained) or more" in refused(
+        "serve", small_moe, "--budget", "50%", "--port", 0, "--", "-c", -5)
 
 
 def test_a_prompt_longer_than_the_context(refused, small_moe: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gguf
 import pytest
+from llama_cpp import LlamaGrammar
 from processes import HANG_SECONDS, heed_ctrl_c, pyorch
 from terminals import Dialogue
 
@@ -201,6 +202,23 @@ def test_a_conversation_that_is_too_long_says_so_and_goes_on(small_moe: Path) ->
     done = pyorch("run", small_moe, "--chat", *FEW, input=f"{'import os ' * 300}\nprint\n/stats\n/exit\nnever\n")
     assert done.returncode == 0 and "does not fit into the context any more: /clear" in done.stderr
     assert done.stdout.strip() and done.stderr.count("> ") == 4 and done.stderr.count("read per token") == 2
+
+
+def test_a_text_that_fills_the_context_within_a_character_ends_with_a_note(small_moe: Path) -> None:
+    """Of the small model each of the three bytes of the character is a token."""
+    for n_prompt in (1, 2, 3):
+        done = pyorch("run", small_moe, "-p", "x " * n_prompt, "-n", 400, "--ctx", 256, "--budget", "50%",
+                      "--grammar", 'root ::= "日"{300}')
+        assert done.returncode == 0 and done.stdout.rstrip().strip("日") == "", done.stderr
+        assert done.stderr.endswith("the context of 256 tokens is full, which ended the text: --ctx N makes room for more\n")
+
+
+def test_a_conversation_keeps_an_answer_that_the_context_ends_within_a_character(small_moe: Path) -> None:
+    with load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
+        for system in ("x", "xx", "xxx"):
+            chat = Chat(model, {"temperature": 0, "grammar": LlamaGrammar.from_string('root ::= "日"{300}')}, system)
+            chat.answer("a", lambda piece: None)
+            assert [message["role"] for message in chat.messages] == ["user", "assistant"]
 
 
 def test_a_file_that_is_no_conversation_changes_nothing_and_is_not_replaced(small_moe: Path, tmp_path: Path) -> None:

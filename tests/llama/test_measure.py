@@ -12,7 +12,7 @@ from pyorch.errors import BudgetError, FormatError
 from pyorch.llama import logs, measure, originals
 from pyorch.runtime.devices import Device, Devices
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sizes import MiB
+from pyorch.sizes import GiB, MiB
 
 LOAD = originals.original("llama_model_load_from_file")
 INIT = originals.original("llama_init_from_model")
@@ -74,3 +74,19 @@ def test_a_twin_of_a_broken_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=str(path)):
         with measure.twin(str(path), llama.llama_model_default_params()):
             pass
+
+
+def test_a_context_is_measured_without_the_memory_of_its_cells(small_moe: Path) -> None:
+    params = context_params(4096, 512)
+    with ModelMap(small_moe) as model_map, measure.twin(str(small_moe), llama.llama_model_default_params()) as twin:
+        growth = measure.growth(twin, params, model_map)
+        for n_ctx in (4096, 65536):
+            params.n_ctx = n_ctx
+            cells = measure.CELL_BYTES * n_ctx
+            assert growth.needed(n_ctx) - cells == pytest.approx(
+                measure.context_sizes(twin, params, model_map).host, rel=0.02)
+        params.n_ctx = 4_000_000_000  # its cells alone would take all memory
+        growth = measure.growth(twin, params, model_map)
+        assert growth.needed(params.n_ctx) > model_map.kv_bytes(params.n_ctx)
+    fitting = growth.largest(GiB)
+    assert growth.needed(fitting) <= GiB < growth.needed(fitting + 1) + growth.slope

@@ -70,6 +70,7 @@ pyorch_status pyorch_model_map_get_layer(const pyorch_model_map * map, int32_t i
         pyorch_layer_info out   = {};
         out.il                  = layer.il;
         out.n_expert            = layer.n_expert;
+        out.n_expert_used       = layer.n_used;
         out.n_roles             = (int32_t) layer.tensors.size();
         out.expert_bytes        = layer.expert_bytes();
         out.slot_bytes          = layer.slot_bytes();

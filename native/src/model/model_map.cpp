@@ -143,7 +143,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
         }
         auto layer = std::find_if(layers.begin(), layers.end(), [&](const MoeLayer & l) { return l.il == il; });
         if (layer == layers.end()) {
-            layers.push_back({ il, (int) t->ne[2], {} });
+            layers.push_back({ il, (int) t->ne[2], 0, {} });
             layer = layers.end() - 1;
         }
         if (layer->n_expert != t->ne[2]) {
@@ -192,8 +192,8 @@ ModelMap::ModelMap(const std::string & path) {
     if (get_str("general.name", text)) {
         name = text;
     }
-    n_layers      = (int) checked_int("block_count", 1, MAX_LAYERS);
-    n_expert_used = (int) checked_int("expert_used_count", 0, MAX_EXPERTS);
+    n_layers = (int) checked_int("block_count", 1, MAX_LAYERS);
+    checked_int("expert_used_count", 0, MAX_EXPERTS);
     checked_int("expert_count", 0, MAX_EXPERTS);
     checked_int("context_length", 1, INT32_MAX);
     checked_int("embedding_length", 1, INT32_MAX);
@@ -225,6 +225,7 @@ ModelMap::ModelMap(const std::string & path) {
             format("%s: there are experts of layer %d, and %s.block_count is %d", path.c_str(), layers.back().il,
                 arch.c_str(), n_layers));
     }
+    read_top_k();
     for (auto & layer : layers) {
         std::sort(layer.tensors.begin(), layer.tensors.end(), [](const ExpertTensor & a, const ExpertTensor & b) {
             int         il;
@@ -239,6 +240,20 @@ ModelMap::ModelMap(const std::string & path) {
         for (size_t role = 0; role < layer.tensors.size(); ++role) {
             experts_by_name[layer.tensors[role].name] = { (int) (&layer - layers.data()), (int) role };
         }
+    }
+}
+
+void ModelMap::read_top_k() {
+    const std::string key = arch + ".expert_used_count";
+    for (auto & layer : layers) {
+        int64_t n_used = 0;
+        if (get_int(key, layer.il, n_used) && (n_used < 1 || n_used > layer.n_expert)) {
+            throw Failure(PYORCH_FORMAT,
+                format("%s: %s is %lld for layer %d, and must be from 1 to %d, its number of experts",
+                    files[0].path.c_str(), key.c_str(), (long long) n_used, layer.il, layer.n_expert));
+        }
+        layer.n_used  = (int) n_used;
+        n_expert_used = std::max(n_expert_used, layer.n_used);
     }
 }
 
@@ -344,7 +359,7 @@ int ModelMap::max_staged() const {
 }
 
 int ModelMap::floor_experts(const MoeLayer & layer) const {
-    return n_expert_used > 0 ? std::min(layer.n_expert, 2 * n_expert_used + 1) : layer.n_expert;
+    return layer.n_used > 0 ? std::min(layer.n_expert, 2 * layer.n_used + 1) : layer.n_expert;
 }
 
 const ExpertPlace * ModelMap::find_experts(const std::string & tensor) const {

@@ -82,6 +82,7 @@ struct PackedLayer {
 struct MoeLayer {
     int                                il;
     int                                n_expert;
+    int                                n_used;         // top-k of its router; 0: the file does not say it
     std::vector<ExpertTensor>          tensors;        // in the order in which the kernels need them
     std::shared_ptr<const PackedLayer> pack = nullptr; // null: only the model's own files have them
 
@@ -146,7 +147,7 @@ public:
     std::string                        arch;
     std::string                        name;
     int                                n_layers      = 0;
-    int                                n_expert_used = 0;
+    int                                n_expert_used = 0; // of the layer with the largest top-k
     uint64_t                           tensor_bytes  = 0;
     uint64_t                           n_params      = 0;
 
@@ -166,6 +167,9 @@ public:
 
     // What the regions of compressed records begin at: pages if one of them may be large enough to be read directly.
     uint64_t region_alignment() const;
+
+    // Sets the top-k of each layer. Throws Failure if a layer has experts and its router uses none, or more.
+    void read_top_k();
 
     // How many experts of a layer must fit into memory for it to be computed: twice those of a token, and one that is
     // being read.
