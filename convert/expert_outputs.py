@@ -18,7 +18,7 @@ from pyorch.library import codecs
 from pyorch.runtime.model_map import ByteRange, LayerInfo, ModelMap
 from pyorch.sidecars import packs
 from pyorch.sidecars.container import checksum
-from pyorch.traces.routers import quantization
+from pyorch.traces.routers import expert_inputs, quantization
 
 
 def _silu(gate: np.ndarray) -> np.ndarray:
@@ -107,7 +107,8 @@ class LayerExperts:
         return self._layer.n_expert
 
     def hidden(self, expert: int, inputs: np.ndarray) -> np.ndarray:
-        """float32[n, n_ff]: what goes into the down projection for inputs float32[n, n_embd]."""
+        """float32[n, n_ff]: what goes into the down projection for router inputs float32[n, n_embd]."""
+        inputs = expert_inputs(self._map, self._layer.il, inputs)
         if "gate_up" in self._roles:
             gate, up = np.split(self._project("gate_up", expert, inputs), 2, axis=1)
         else:
@@ -120,7 +121,8 @@ class LayerExperts:
         return self._project("down", expert, hidden, rows)
 
     def outputs(self, expert: int, inputs: np.ndarray) -> np.ndarray:
-        """float32[n, n_embd] for router inputs float32[n, n_embd]: before the routing weight."""
+        """float32[n, n_in] for router inputs float32[n, n_embd]: before the routing weight. n_in is n_embd unless the
+        experts are narrower than the hidden state."""
         return self.down(expert, self.hidden(expert, inputs))
 
     def _project(self, role: str, expert: int, inputs: np.ndarray, rows: slice = slice(None)) -> np.ndarray:

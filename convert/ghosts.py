@@ -30,6 +30,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.ghosts import Ghosts, LayerGhosts, row_bytes
 from pyorch.sizes import Amount, as_option, format_bytes
 from pyorch.traces.file import Trace
+from pyorch.traces.routers import expert_inputs
 from pyorch.traces.routing_statistics import activation_counts, renormalized
 
 SHARE = Amount(share=0.03)  # of the experts' bytes
@@ -228,7 +229,7 @@ class LayerFit:
         self._experts = LayerExperts(model_map, il)
         index = trace.layer_index(il)
         records, inputs = trace.inputs
-        self._trace_inputs = inputs[:, index]
+        self._trace_inputs = expert_inputs(model_map, il, inputs[:, index])
         chosen = trace.records[records]
         experts = chosen["experts"][:, index].astype(np.int64)
         if experts.max() >= self.n_expert:

@@ -75,6 +75,84 @@ def write_moe_model(
     _finish(writer)
 
 
+def write_latent_model(
+    path: Path, blocks: str = "MEME*EME", top_k: tuple[int, ...] | int = (0, 4, 0, 2, 0, 6, 0, 3), n_latent: int = 64
+) -> None:
+    """A random Nemotron-H: blocks are recurrent (M), attention (*) or experts (E), whose input is narrower than the
+    hidden state. top_k: of each block, or of all."""
+    n_embd, n_head, n_expert, n_ff = 128, 2, 16, 64
+    n_inner, n_state, n_groups, n_step, n_conv = 256, 32, 2, 4, 4
+    writer = _writer(path, "nemotron_h_moe", len(blocks), n_embd, n_head)
+    writer.add_head_count_kv([1 if block == "*" else 0 for block in blocks])
+    writer.add_key_length(n_embd // n_head)
+    writer.add_value_length(n_embd // n_head)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_feed_forward_length([n_ff if block == "E" else 0 for block in blocks])
+    writer.add_expert_feed_forward_length(n_ff)
+    if isinstance(top_k, int):
+        writer.add_expert_used_count(top_k)
+    else:
+        writer.add_array("nemotron_h_moe.expert_used_count", list(top_k))
+    writer.add_expert_count(n_expert)
+    writer.add_expert_shared_count(1)
+    writer.add_expert_shared_feed_forward_length(n_ff)
+    writer.add_expert_weights_norm(True)
+    writer.add_expert_weights_scale(2.5)
+    writer.add_expert_group_count(1)
+    writer.add_moe_latent_size(n_latent)
+    writer.add_ssm_conv_kernel(n_conv)
+    writer.add_ssm_inner_size(n_inner)
+    writer.add_ssm_state_size(n_state)
+    writer.add_ssm_time_step_rank(n_step)
+    writer.add_ssm_group_count(n_groups)
+    add = _tensors(writer, n_embd)
+    for il, block in enumerate(blocks):
+        name = f"blk.{il}"
+        add(f"{name}.attn_norm.weight", n_embd)
+        if block == "M":
+            n_conv_in = n_inner + 2 * n_groups * n_state
+            add(f"{name}.ssm_in.weight", n_inner + n_conv_in + n_step, n_embd)
+            add(f"{name}.ssm_conv1d.weight", n_conv_in, n_conv)
+            add(f"{name}.ssm_conv1d.bias", n_conv_in)
+            add(f"{name}.ssm_dt.bias", n_step)
+            writer.add_tensor(f"{name}.ssm_a", np.full((n_step, 1), -1, np.float32))
+            add(f"{name}.ssm_d", n_step, 1)
+            add(f"{name}.ssm_norm.weight", n_groups, n_inner // n_groups)
+            add(f"{name}.ssm_out.weight", n_embd, n_inner)
+        elif block == "*":
+            for part, n in (("q", n_embd), ("k", n_embd // n_head), ("v", n_embd // n_head)):
+                add(f"{name}.attn_{part}.weight", n, n_embd)
+            add(f"{name}.attn_output.weight", n_embd, n_embd)
+        else:
+            add(f"{name}.ffn_gate_inp.weight", n_expert, n_embd)
+            add(f"{name}.exp_probs_b.bias", n_expert)
+            add(f"{name}.ffn_latent_down.weight", n_latent, n_embd)
+            add(f"{name}.ffn_latent_up.weight", n_embd, n_latent)
+            add(f"{name}.ffn_up_exps.weight", n_expert, n_ff, n_latent)
+            add(f"{name}.ffn_down_exps.weight", n_expert, n_latent, n_ff)
+            add(f"{name}.ffn_up_shexp.weight", n_ff, n_embd)
+            add(f"{name}.ffn_down_shexp.weight", n_embd, n_ff)
+    _finish(writer)
+
+
+def write_adapter(path: Path, model: Path, role: str, n_expert: int | None = None) -> None:
+    """A random LoRA adapter of a model's tensors of a role. n_expert: for so many experts, in place of the model's."""
+    reader = gguf.GGUFReader(model)
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, reader.get_field("general.architecture").contents())
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 4.0)
+    for tensor in reader.tensors:
+        if role in tensor.name:
+            n_in, n_out, *experts = map(int, tensor.shape)
+            experts = [n_expert] if experts and n_expert else experts
+            for part, shape in (("a", (*experts, 4, n_in)), ("b", (*experts, n_out, 4))):
+                values = random.standard_normal(shape).astype(np.float32) * 0.2
+                writer.add_tensor(f"{tensor.name}.lora_{part}", values)
+    _finish(writer)
+
+
 def _writer(path: Path, arch: str, n_layer: int, n_embd: int, n_head: int) -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name(path.stem)

@@ -139,7 +139,7 @@ typedef struct pyorch_model_map_info {
 typedef struct pyorch_layer_info {
     int32_t  il;
     int32_t  n_expert;
-    int32_t  n_expert_used;                // top-k of its router; 0: the file does not say it
+    int32_t  n_expert_used; // top-k of its router; 0: the file does not say it
     int32_t  n_roles;
     char     role[PYORCH_MAX_ROLES][16];   // in the order in which the kernels need them
     char     type[PYORCH_MAX_ROLES][16];   // ggml type
@@ -625,7 +625,7 @@ typedef struct pyorch_routing {
     int32_t         n_tokens;
     int32_t         n_expert;
     int32_t         n_expert_used;
-    int32_t         n_embd;
+    int32_t         n_embd;    // of the hidden state
     const int32_t * experts;   // [n_tokens][n_expert_used]
     const float *   weights;   // [n_tokens][n_expert_used] as multiplied with the outputs
     const float *   probs;     // [n_tokens][n_expert] after gating

@@ -63,6 +63,10 @@ class Disk:
     how: str
 
 
+class _NotComputed(PyorchError):
+    """A process that should have computed a probe failed."""
+
+
 class Machine:
     """Measures for one model.
 
@@ -97,29 +101,50 @@ class Machine:
         if not self._again and (before := _read(name)) is not None and (
                 before.load <= BUSY or load > QUIETER * before.load):
             return before
-        small, large = shape.sizes()
         with _directory_for_probes(None) as directory:
-            paths = {}
-            for n_blocks in dict.fromkeys((small, large)):
-                paths[n_blocks] = directory / f"{n_blocks}.gguf"
-                write_probe(shape, paths[n_blocks], n_blocks)
-            runs: dict[int, list[Measurement]] = {n_blocks: [] for n_blocks in paths}
-            total = N_ROUNDS * len(paths)
+            runs = self._first_round(shape, directory)
             known = None if self._again else kept.read(_name("rate", self._n_threads))
-            for _ in range(N_ROUNDS):
-                for n_blocks, path in paths.items():
-                    done = sum(map(len, runs.values()))
-                    self._on_progress("measuring how fast this machine computes", done, total)
-                    runs[n_blocks].append(self._measure(path))
+            n_rounds = 1
+            while True:
                 found = extrapolated(shape, {n: _medians(measured) for n, measured in runs.items()})
                 rate = shape.token_bytes / found.decode_seconds
-                if isinstance(known, float) and known > 0 and abs(rate / known - 1) < SIMILAR:
+                is_similar = isinstance(known, float) and known > 0 and abs(rate / known - 1) < SIMILAR
+                if is_similar or n_rounds == N_ROUNDS:
                     break
-        if len(runs[small]) == N_ROUNDS and load <= BUSY:
+                for i, (n_blocks, measured) in enumerate(runs.items()):
+                    self._progress(n_rounds * len(runs) + i, len(runs))
+                    measured.append(self._measure(directory / f"{n_blocks}.gguf"))
+                n_rounds += 1
+        if n_rounds == N_ROUNDS and load <= BUSY:
             kept.keep(_name("rate", self._n_threads), rate)
         found = replace(found, load=load)
         kept.keep(name, asdict(found))
         return found
+
+    def _first_round(self, shape: Shape, directory: Path) -> dict[int, list[Measurement]]:
+        """Measures the smallest two probes that llama.cpp can compute, by their numbers of blocks.
+
+        Of most models that are the first block with experts, and a few more. Some architectures need a block with
+        attention, a tensor that only a later block uses, or the number of blocks by which llama.cpp knows the model.
+        """
+        least = 0
+        while True:
+            small, large = shape.sizes(least)
+            runs: dict[int, list[Measurement]] = {}
+            try:
+                for i, n_blocks in enumerate(dict.fromkeys((small, large))):
+                    self._progress(i, 1 + (small != large))
+                    path = directory / f"{n_blocks}.gguf"
+                    write_probe(shape, path, n_blocks)
+                    runs[n_blocks] = [self._measure(path)]
+                return runs
+            except _NotComputed:
+                if small == large:
+                    raise
+                least = small + 1
+
+    def _progress(self, done: int, n_probes: int) -> None:
+        self._on_progress("measuring how fast this machine computes", done, N_ROUNDS * n_probes)
 
     def repacking(self) -> float:
         """Seconds of a core for each byte of experts that is brought into the order of the kernels, 0 where they
@@ -142,8 +167,8 @@ class Machine:
         job = Job(str(path), config, None, N_PROMPT, N_TOKENS, self._n_threads, MAX_DECODE_SECONDS)
         failure, measured, _ = rounds.measure_once(job)
         if measured is None:
-            raise PyorchError(f"how fast {self._map.path} is computed could not be measured on a small model of its "
-                              f"shape ({failure}): say it with --compute-ms, as pyorch bench measures it")
+            raise _NotComputed(f"how fast {self._map.path} is computed could not be measured on a small model of its "
+                               f"shape ({failure}): say it with --compute-ms, as pyorch bench measures it")
         return measured
 
 
@@ -158,7 +183,7 @@ def _medians(measured: list[Measurement]) -> tuple[float, float, float]:
 
 def extrapolated(shape: Shape, of_blocks: dict[int, tuple[float, float, float]]) -> Compute:
     """Of all blocks, by how much longer more of them take, and by the weights that a token reads in them."""
-    small, large = shape.sizes()
+    small, large = min(of_blocks), max(of_blocks)
     first, second = sum(shape.active_bytes[:small]), sum(shape.active_bytes[:large])
     whole = sum(shape.active_bytes[: shape.moe_blocks[-1] + 1])
     if large == small:

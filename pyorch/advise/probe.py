@@ -28,6 +28,9 @@ _ALIGNMENT = 32
 # Blocks of zeros whose bytes are not zeros: a scale of 2^-127 would be slower than others.
 _NOTHING = {gguf.GGMLQuantizationType.MXFP4: b"\x7f" + bytes(16)}
 
+# Arrays whose elements are not those of layers; a model may have as many layers.
+_NOT_BY_LAYER = ("rope.dimension_sections",)
+
 _LEFT_OUT = ("tokenizer.", "split.", "general.", "quantize.")
 
 
@@ -73,10 +76,14 @@ class Shape:
         tables = {tensor.name: tensor.n_bytes for tensor in self.tensors}
         return sum(self.active_bytes) + tables.get("output.weight", tables.get("token_embd.weight", 0))
 
-    def sizes(self) -> tuple[int, int]:
-        """Blocks of the smaller and of the larger probe; the same number where the model has no more."""
-        last = min(_WIDE, len(self.moe_blocks) - 1)
-        return self.moe_blocks[0] + 1, self.moe_blocks[last] + 1
+    def sizes(self, least: int = 0) -> tuple[int, int]:
+        """Blocks of the smaller and of the larger probe; the same number if the model has no more.
+
+        least: blocks that a probe has in any case.
+        """
+        first = next((i for i, il in enumerate(self.moe_blocks) if il + 1 >= least), len(self.moe_blocks) - 1)
+        last = min(first + _WIDE, len(self.moe_blocks) - 1)
+        return self.moe_blocks[first] + 1, self.moe_blocks[last] + 1
 
 
 def read_shape(model_map: ModelMap) -> Shape:
@@ -93,13 +100,13 @@ def read_shape(model_map: ModelMap) -> Shape:
         tensors += [_Tensor(tensor.name, tensor.tensor_type, tuple(map(int, tensor.shape[::-1])), int(tensor.n_bytes))
                     for tensor in reader.tensors]
     n_expert = max(layer.n_expert for layer in model_map.layers)
-    n_used = model_map.info.n_expert_used
+    shares = {layer.il: layer.n_expert_used / layer.n_expert for layer in model_map.layers}
     active = [0.0] * model_map.info.n_layers
     for tensor in tensors:
         if tensor.block is not None:
-            share = n_used / n_expert if tensor.is_of_experts and len(tensor.shape) > 2 else 1.0
+            share = shares[tensor.block] if tensor.is_of_experts and len(tensor.shape) > 2 else 1.0
             active[tensor.block] += share * tensor.n_bytes
-    return Shape(arch, n_expert, n_used, tuple(metadata), tuple(tensors),
+    return Shape(arch, n_expert, model_map.info.n_expert_used, tuple(metadata), tuple(tensors),
                  tuple(layer.il for layer in model_map.decoded_layers), tuple(active))
 
 
@@ -109,7 +116,7 @@ def write_probe(shape: Shape, path: Path, n_blocks: int, filled: bool = False) -
     filled: experts are written, as zeros, and not left as holes: then the file shows how fast the disk is. PyorchError
     where it cannot be written.
     """
-    n_expert = _experts_of_probe(shape)
+    n_expert = _experts_of_probe(shape, n_blocks)
     writer = gguf.GGUFWriter(path, shape.arch)
     for key, value, kind, of in shape.metadata:
         value = _metadata_of_probe(shape, key, value, n_blocks, n_expert)
@@ -178,14 +185,16 @@ def _of_probe(tensor: _Tensor, n_expert: int, n_kept: int) -> _Tensor:
     return replace(tensor, kind=kind, n_bytes=int(np.prod(tensor.shape)) // values * size)
 
 
-def _experts_of_probe(shape: Shape) -> int:
-    """As many as a layer may have, and not so few that a token takes nearly all of them."""
+def _experts_of_probe(shape: Shape, n_blocks: int) -> int:
+    """As many as a layer may have, and not so few that a token takes nearly all of them. Of a deep probe a layer has
+    fewer, so that all of them take no more memory than those of one with _WIDE + 1 layers."""
     groups = next((value for key, value, _, _ in shape.metadata if key == f"{shape.arch}.expert_group_count"), 0)
     if groups and int(groups) > 1:
         return shape.n_expert  # of which each group has its part
     largest = max(sum(tensor.n_bytes for tensor in shape.tensors if tensor.block == il and tensor.is_of_experts)
                   for il in shape.moe_blocks)
-    fit = int(LAYER_BYTES * shape.n_expert / max(1, largest))
+    n_layers = max(_WIDE + 1, sum(il < n_blocks for il in shape.moe_blocks))
+    fit = int(LAYER_BYTES * (_WIDE + 1) / n_layers * shape.n_expert / max(1, largest))
     return min(shape.n_expert, max(fit, 2 * shape.n_expert_used + 1))
 
 
@@ -198,7 +207,7 @@ def _metadata_of_probe(shape: Shape, key: str, value: object, n_blocks: int, n_e
         return n_blocks
     if name == "expert_count":
         return n_expert
-    if isinstance(value, list) and len(value) == len(shape.active_bytes):
+    if isinstance(value, list) and len(value) == len(shape.active_bytes) and name not in _NOT_BY_LAYER:
         return value[:n_blocks]
     return value
 

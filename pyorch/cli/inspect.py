@@ -66,6 +66,7 @@ def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> d
     return {
         "path": model_map.path, **of_file, "experts_bytes": info.expert_bytes,
         "n_expert": max((layer.n_expert for layer in layers), default=0),
+        "n_expert_used_least": min((layer.n_expert_used for layer in layers), default=0),
         "types": sorted({role.type for layer in layers for role in layer.roles}),
         "expert_bytes": max((layer.expert_bytes for layer in layers), default=0),
         "layer_bytes": max((layer.n_expert * layer.slot_bytes for layer in layers), default=0),
@@ -98,6 +99,12 @@ def _plan(model_map) -> tuple[Path | None, str]:
     return path, ""
 
 
+def _used(model: dict[str, Any]) -> str:
+    """The top-k of the routers; of routers that differ the range."""
+    least, most = model["n_expert_used_least"], model["n_expert_used"]
+    return str(most) if least == most else f"{least} to {most}"
+
+
 def _facts(model: dict[str, Any]) -> Facts:
     shards = f" in {model['n_files']} files" if model['n_files'] > 1 else ""
     weights = "" if model["has_weights"] else "; a header without weights, most of its bytes were never written"
@@ -108,7 +115,7 @@ def _facts(model: dict[str, Any]) -> Facts:
     ]
     if model["n_moe_layers"]:
         facts += [
-            ("experts", f"{model['n_expert']} a layer, {model['n_expert_used']} used for a token, "
+            ("experts", f"{model['n_expert']} a layer, {_used(model)} used for a token, "
                         f"{format_bytes(model['expert_bytes'])} each ({', '.join(model['types'])})"),
             ("expert weights", format_bytes(model["experts_bytes"])),
         ]

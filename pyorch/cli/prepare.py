@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -277,6 +278,8 @@ class _Preparation:
             return "no trace was recorded"
         if step.name in self._only:
             return ""
+        if step.traced and self._unrecordable:
+            return self._unrecordable
         if step.name == "pack":
             return self._reason_for_no_pack()
         if step.name == "maps" and not self._has_compressed_pack():
@@ -290,6 +293,17 @@ class _Preparation:
             return "a lossy setting is tuned on questions: give --questions"
         if step.lossy and not (self._args.with_lossy or self._args.questions):
             return "only a lossy setting uses it: give --with-lossy"
+        return ""
+
+    @cached_property
+    def _unrecordable(self) -> str:
+        """Why no trace of the model can be recorded, "" if one can."""
+        from pyorch.traces.recorder import trace_header
+
+        try:
+            trace_header(self._map)
+        except PyorchError as error:
+            return str(error)
         return ""
 
     def _reason_for_no_pack(self) -> str:

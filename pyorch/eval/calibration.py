@@ -23,6 +23,7 @@ from pyorch.traces.data import read_documents
 from pyorch.traces.recorder import Recorder, trace_header
 from pyorch.traces.recording import Recording
 from pyorch.traces.replay import ReplaySettings, replay
+from pyorch.traces.routers import hidden_outputs
 
 _PIECE = 512  # tokens that are computed together, from nothing but themselves
 
@@ -114,9 +115,9 @@ def calibrate(
                         on_progress("calibrating", max(n_read, int(n_due * elapsed / limit)), n_due)
             if not n_done:
                 raise PyorchError(f"{', '.join(map(os.fspath, data))}: there is no text to calibrate with")
-            means = {il: model.engine.mean_outputs(il, n_embd) for il in model.layers}
+            means = {layer.il: model.engine.mean_outputs(layer.il, layer.n_in) for layer in model.map.layers}
             vectors = DefaultVectors(
-                {il: vectors for il, (vectors, _) in means.items()},
+                {il: hidden_outputs(model.map, il, outputs, n_embd) for il, (outputs, _) in means.items()},
                 {il: counts.astype(np.int64) for il, (_, counts) in means.items()}, n_done,
             )
             compute_ms = _compute_ms(model, context, last)

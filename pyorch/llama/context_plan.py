@@ -72,13 +72,13 @@ def check_context(managed: ManagedModel, params: llama.llama_context_params, wid
         largest = growth.largest(left) // CTX_STEP * CTX_STEP
         remedy = (f"the largest that fits has {largest} tokens (--ctx {largest})" if largest
                   else "use a smaller ubatch, lower the budget of the experts, or allow the process more memory")
-        raise BudgetError(f"{managed.path}: a context of {n_ctx} tokens needs {format_bytes(needed, round_up=True)}, and "
-                          f"{format_bytes(max(0, left))} are left for it under the limit of "
+        raise BudgetError(f"{managed.path}: a context of {n_ctx} tokens needs {format_bytes(needed, round_up=True)}, "
+                          f"and {format_bytes(max(0, left))} are left for it under the limit of "
                           f"{format_bytes(free.limit_bytes)} ({free.source}): {remedy}")
 
 
 def _free(managed: ManagedModel) -> memory.MemoryLimit:
-    """The memory limit, with the memory that a context and all experts of the model may use together as the free one."""
+    """The memory limit. Its free bytes are those that a context and all experts of the model may use together."""
     limit = memory.memory_limit()
     used = managed.engine.stats().used_bytes if managed.engine is not None else 0
     return dataclasses.replace(limit, free_bytes=limit.free_bytes + used - _promised_bytes(managed))

@@ -202,6 +202,15 @@ def _free_context(free: Callable, context: int) -> None:
     free(context)
 
 
+def _init_adapter(init: Callable, model: int, path: bytes) -> Any:
+    """llama_cpp sets an adapter that was not loaded, and ends the process when it computes."""
+    logs.forget_errors()
+    adapter = init(model, path)
+    if not adapter:
+        raise PyorchError(f"{os.fsdecode(path)} is no LoRA adapter for this model: {logs.last_error()}")
+    return adapter
+
+
 def _load_from_file(load: Callable, path: bytes, params: llama.llama_model_params) -> int | None:
     return _load(os.fsdecode(path), params, lambda: load(path, params))
 
@@ -335,6 +344,7 @@ def _install() -> None:
     replace("llama_model_free", _free_model)
     replace("llama_init_from_model", _init_context)
     replace("llama_free", _free_context)
+    replace("llama_adapter_lora_init", _init_adapter)
     internals.LlamaModel.tokenize = _tokenize  # type: ignore[method-assign]
     llama_chat_format.Jinja2ChatFormatter = ChatTemplate  # type: ignore[misc]
     llama_cpp.Llama._create_completion = _end_with_the_context(  # type: ignore[method-assign]

@@ -19,7 +19,8 @@ def distinct_experts(n_expert: int, n_used: int, n_requests: int) -> float:
 class Concurrency:
     """Requests that a server computes together, and what their experts need.
 
-    layers: experts of each layer, how many of them a token uses, and the bytes of one. n_slots: requests that are computed together at most (-np).
+    layers: experts of each layer, how many of them a token uses, and the bytes of one. n_slots: requests that are
+    computed together at most (-np).
     """
 
     layers: tuple[tuple[int, int, int], ...]

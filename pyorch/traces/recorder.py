@@ -153,18 +153,23 @@ class RecordStream:
 def trace_header(
     model_map: ModelMap, router: str = "topk", n_inputs: int = 0, seed: int = 0, states: bool = False
 ) -> TraceHeader:
-    """Raises PyorchError for layers with different numbers of experts."""
+    """Of a trace of the model.
+
+    Raises:
+        PyorchError: Layers differ in their numbers of experts, or in their top-k.
+    """
     layers = model_map.decoded_layers
-    widths = {layer.n_expert for layer in layers}
-    if len(widths) != 1:
-        raise PyorchError(f"{model_map.path} has layers of {', '.join(map(str, sorted(widths)))} experts: a trace "
-                          "holds layers of one width")
+    for what, numbers in (("experts", {layer.n_expert for layer in layers}),
+                          ("experts used for a token", {layer.n_expert_used for layer in layers})):
+        if len(numbers) != 1:
+            raise PyorchError(f"{model_map.path} has layers of {', '.join(map(str, sorted(numbers)))} {what}: a trace "
+                              "holds layers of one width")
     arch = model_map.info.arch
     return TraceHeader(
         fingerprint=container.fingerprint(model_map),
         arch=arch,
         layers=tuple(layer.il for layer in layers),
-        n_expert=widths.pop(),
+        n_expert=layers[0].n_expert,
         n_expert_used=model_map.info.n_expert_used,
         n_embd=model_map.hparam("embedding_length"),
         router=router,

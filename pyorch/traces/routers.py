@@ -1,4 +1,4 @@
-"""Routers as a model's file has them: a replay has no graph to ask."""
+"""Routers, and the projections around narrow experts, as a model's file has them: a replay has no graph to ask."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from pyorch.errors import PyorchError
 from pyorch.library.choices import gatings
-from pyorch.runtime.model_map import ModelMap
+from pyorch.runtime.model_map import LayerInfo, ModelMap
 from pyorch.runtime.routers import Router
 
 # Where llama.cpp does not ask the file for the gating function. Others are a softmax if the file does not say.
-_GATING = {"llama4": "sigmoid", "gpt-oss": "softmax-selected"}
+_GATING = {"llama4": "sigmoid", "gpt-oss": "softmax-selected", "nemotron_h_moe": "sigmoid"}
 
 
 def read_router(model_map: ModelMap, il: int) -> Router:
@@ -27,7 +27,7 @@ def read_router(model_map: ModelMap, il: int) -> Router:
         raise PyorchError(f"{model_map.path} has no router weights blk.{il}.ffn_gate_inp.weight: only predictors that "
                           "do without can be replayed")
     n_expert = model_map.layer(il).n_expert
-    norms = (_tensor(model_map, f"blk.{il}.{name}.weight") for name in ("ffn_norm", "post_attention_norm"))
+    norms = (_tensor(model_map, f"blk.{il}.{name}.weight") for name in ("ffn_norm", "post_attention_norm", "attn_norm"))
     norm = next((norm for norm in norms if norm is not None), None)
     eps = model_map.metadata(f"{arch}.attention.layer_norm_rms_epsilon", float)
     n_groups = max(1, model_map.hparam("expert_group_count", 1))
@@ -40,10 +40,47 @@ def read_router(model_map: ModelMap, il: int) -> Router:
         gating=_GATING.get(arch)
         or gatings().named(model_map.hparam("expert_gating_func", 0))
         or "softmax",
-        n_used=model_map.info.n_expert_used,
+        n_used=model_map.layer(il).n_expert_used,
         n_groups=n_groups,
         n_groups_used=model_map.hparam("expert_group_used_count", 1) if n_groups > 1 else 1,
     )
+
+
+def expert_inputs(model_map: ModelMap, il: int, states: np.ndarray) -> np.ndarray:
+    """What the experts of a layer compute with, float32[n, layer.n_in], for states of the router float32[n, n_embd].
+
+    Most models give their experts what the router sees; a latent MoE projects it to fewer numbers first.
+
+    Raises:
+        PyorchError: The model projects the states in a way that is not known here.
+    """
+    layer = model_map.layer(il)
+    if states.shape[1] == layer.n_in:
+        return states
+    down = _tensor(model_map, f"blk.{il}.ffn_latent_down.weight")
+    if down is None:
+        raise _unknown_projection(model_map, layer, states.shape[1])
+    return states @ down.reshape(layer.n_in, -1).T
+
+
+def hidden_outputs(model_map: ModelMap, il: int, outputs: np.ndarray, n_embd: int) -> np.ndarray:
+    """What outputs of experts, float32[n, layer.n_in], add to the hidden state: float32[n, n_embd].
+
+    Raises:
+        PyorchError: The model projects the outputs in a way that is not known here.
+    """
+    layer = model_map.layer(il)
+    if layer.n_in == n_embd:
+        return outputs
+    up = _tensor(model_map, f"blk.{il}.ffn_latent_up.weight")
+    if up is None:
+        raise _unknown_projection(model_map, layer, n_embd)
+    return outputs @ up.reshape(n_embd, -1).T
+
+
+def _unknown_projection(model_map: ModelMap, layer: LayerInfo, n_embd: int) -> PyorchError:
+    return PyorchError(f"{model_map.path}: the experts of layer {layer.il} compute with {layer.n_in} numbers of a "
+                       f"hidden state of {n_embd}; how {model_map.info.arch} projects them is not known here")
 
 
 def _tensor(model_map: ModelMap, name: str) -> np.ndarray | None:

@@ -314,7 +314,8 @@ def test_a_memory_limit_below_what_the_context_needs(refused, small_moe: Path, m
 @pytest.mark.parametrize("budget", ["auto", "50%", "resident"])
 def test_a_context_that_no_memory_holds_names_the_largest_that_fits(refused, small_moe: Path, budget: str) -> None:
     said = refused("run", small_moe, "-p", "x", "--budget", budget, "--ctx", 2000000000)
-    assert re.search(r"a context of 2000000000 tokens needs .*: the largest that fits has (\d+) tokens \(--ctx \1\)$", said)
+    assert re.search(r"a context of 2000000000 tokens needs .*: the largest that fits has (\d+) tokens \(--ctx \1\)$",
+                     said)
     said = refused("serve", small_moe, "--budget", budget, "--port", 0, "--", "-c", 2000000000)
     assert "a context of 2000000000 tokens needs" in said
 

@@ -210,7 +210,7 @@ def test_a_text_that_fills_the_context_within_a_character_ends_with_a_note(small
         done = pyorch("run", small_moe, "-p", "x " * n_prompt, "-n", 400, "--ctx", 256, "--budget", "50%",
                       "--grammar", 'root ::= "日"{300}')
         assert done.returncode == 0 and done.stdout.rstrip().strip("日") == "", done.stderr
-        assert done.stderr.endswith("the context of 256 tokens is full, which ended the text: --ctx N makes room for more\n")
+        assert "note: the context of 256 tokens is full, which ended the text" in done.stderr
 
 
 def test_a_conversation_keeps_an_answer_that_the_context_ends_within_a_character(small_moe: Path) -> None:

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import batches
-import gguf
 import llama_cpp.llama_cpp as llama_cpp
 import numpy as np
 import pytest
 from architectures import NAMES, types_of
+from ggufs import write_adapter
 from models import assert_same_bits, small_model
 from processes import HANG_SECONDS
 
@@ -165,21 +165,7 @@ def test_an_adapter_of_experts_keeps_them_here_and_another_one_does_not(small_mo
     """The other servers do not have it. What an adapter does outside of the experts is theirs to be told by the
     rows."""
     path = tmp_path / "adapter.gguf"
-    rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, gguf.GGUFReader(small_moe).get_field("general.architecture").contents())
-    writer.add_type("adapter")
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", 4.0)
-    for tensor in gguf.GGUFReader(small_moe).tensors:
-        if role in tensor.name:
-            n_in, n_out, *n_expert = map(int, tensor.shape)
-            for part, shape in (("a", (*n_expert, 4, n_in)), ("b", (*n_expert, n_out, 4))):
-                values = rng.standard_normal(shape).astype(np.float32) * 0.2
-                writer.add_tensor(f"{tensor.name}.lora_{part}", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_adapter(path, small_moe, role)
 
     def answers(model: Model) -> list[np.ndarray]:
         with adapted(model, path) as context:

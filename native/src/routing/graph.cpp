@@ -25,7 +25,7 @@ thread_local bool failed = false;
 
 // The sources of a route node, all but the ids contiguous, null where the graph does not need them. A weight that the
 // processor has, PLACE, has our nodes computed by it, whatever a device says that it could do.
-enum { SELECTED, PLACE, WEIGHTS, PROBS, LOGITS, INPUT, RESIDUAL, N_SOURCES };
+enum { SELECTED, PLACE, WEIGHTS, PROBS, LOGITS, INPUT, STATE, RESIDUAL, N_SOURCES };
 
 const float * floats(const ggml_tensor * ids, int source) {
     return ids->src[source] ? (const float *) ids->src[source]->data : nullptr;
@@ -65,6 +65,7 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     batch.probs             = floats(ids, PROBS);
     batch.logits            = floats(ids, LOGITS);
     batch.inputs            = floats(ids, INPUT);
+    batch.states            = floats(ids, STATE) ? floats(ids, STATE) : batch.inputs;
     batch.residuals         = floats(ids, RESIDUAL);
     batch.experts           = (int32_t *) ids->data;
     batch.weights           = floats(ids, WEIGHTS) ? g.weights.data() : nullptr;
@@ -244,13 +245,15 @@ ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) { return ggml_is_c
 
 void add_route(llama_moe_route & route, GraphLayer & layer) {
     read_weighting(route, layer);
-    layer.needs            = route.warmup ? 0 : layer.context->needs_of((int) route.selected->ne[1]);
-    layer.batch.n_embd     = (int) route.inp->ne[0];
-    layer.batch.complete   = (layer.needs & GRAPH_ALL) == GRAPH_ALL;
-    layer.batch.changeable = (layer.needs & GRAPH_CHANGES) != 0;
-    layer.batch.estimable  = (layer.needs & GRAPH_GHOSTS) != 0;
-    layer.batch.alone      = false;
-    layer.batch.overlaps   = false;
+    layer.needs               = route.warmup ? 0 : layer.context->needs_of((int) route.selected->ne[1]);
+    ggml_tensor * const state = router_input(route);
+    layer.batch.n_embd        = (int) route.inp->ne[0];
+    layer.batch.n_state       = (int) state->ne[0];
+    layer.batch.complete      = (layer.needs & GRAPH_ALL) == GRAPH_ALL;
+    layer.batch.changeable    = (layer.needs & GRAPH_CHANGES) != 0;
+    layer.batch.estimable     = (layer.needs & GRAPH_GHOSTS) != 0;
+    layer.batch.alone         = false;
+    layer.batch.overlaps      = false;
     layer.device_inputs = layer.beside = nullptr;
     layer.landing = layer.zero_copy  = nullptr;
     ggml_tensor * const residual     = residual_of(route);
@@ -266,6 +269,7 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
         source(layer.needs & GRAPH_PROBS, route.probs),
         source(layer.needs & GRAPH_LOGITS, route.logits),
         source(wants_inputs, route.inp),
+        source(wants_inputs && state != route.inp, state),
         source(layer.needs & GRAPH_RESIDUALS, residual),
     };
     const ggml_tensor * selected = route.selected;

@@ -23,7 +23,8 @@ struct RoutedBatch {
     int  n_tokens = 0;
     int  n_expert = 0;
     int  n_used   = 0;
-    int  n_embd   = 0;
+    int  n_embd   = 0; // of the experts' input
+    int  n_state  = 0; // of the router's input: the hidden state
 
     // complete: all that follows is there; else there are the experts, and what else was wanted when the graph was made.
     // changeable: the graph takes other experts and weights than the router's. estimable: and what ghosts compute.
@@ -37,8 +38,9 @@ struct RoutedBatch {
     const float *   probs             = nullptr; // [n_tokens][n_expert] after gating
     const float *   logits            = nullptr; // [n_tokens][n_expert]
     const float *   selection_bias   = nullptr; // [n_expert] that the router adds to probs for its choice only, or null
-    const float *   inputs           = nullptr; // [n_tokens][n_embd]
-    const float *   residuals        = nullptr; // [n_tokens][n_embd] that the inputs are the normalization of, or null
+    const float *   inputs           = nullptr; // [n_tokens][n_embd] of the experts
+    const float *   states           = nullptr; // [n_tokens][n_state] of the router; inputs may be projected from them
+    const float *   residuals        = nullptr; // [n_tokens][n_state] that the states are the normalization of, or null
     bool            normalized       = false;   // the weights of a token have a constant sum
     bool            softmax_selected = false;   // probs are logits, the weights their softmax over the selected
 

@@ -38,28 +38,44 @@ bool is_rms_normalization(const ggml_tensor * inp) {
     return inp->op == GGML_OP_MUL && inp->src[0]->op == GGML_OP_RMS_NORM;
 }
 
+// The matrix of the router and what it is multiplied with.
+struct Applied {
+    ggml_tensor * gate;
+    ggml_tensor * inp;
+};
+
+// A model whose experts are narrower than its hidden state computes the logits itself, from the whole state, and hands
+// them to build_moe_ffn without the matrix. Null matrix: the logits are computed in another way.
+Applied applied(const llama_moe_route & route) {
+    const ggml_tensor * logits = route.logits;
+    if (!route.gate && logits->op == GGML_OP_MUL_MAT && is_rms_normalization(logits->src[1])) {
+        return { logits->src[0], logits->src[1] };
+    }
+    return { route.gate, route.inp };
+}
+
 // Without an adapter, which would add to the product.
-bool is_applied_alone(const llama_moe_route & route) {
+bool is_applied_alone(const llama_moe_route & route, const Applied & router) {
     const ggml_tensor * product = route.gate_b ? route.logits->src[0] : route.logits;
-    return product && product->op == GGML_OP_MUL_MAT && product->src[0] == route.gate && product->src[1] == route.inp;
+    return product && product->op == GGML_OP_MUL_MAT && product->src[0] == router.gate && product->src[1] == router.inp;
 }
 
 // Why nobody else can apply what was read of a router, "" where one can.
-std::string why_unknown(const llama_moe_route & route, const Router & router) {
+std::string why_unknown(const llama_moe_route & route, const Applied & parts, const Router & router) {
     if (!known(router.gating)) {
         return format("layer %d has the gating function %d, which is not known", route.il, route.gating);
     }
-    if (!route.gate) {
+    if (!parts.gate) {
         return format("layer %d gets its choice of experts from another part of the model", route.il);
     }
-    if (!is_applied_alone(route)) {
+    if (!is_applied_alone(route, parts)) {
         return format("layer %d has a router that an adapter changes", route.il);
     }
     const bool readable =
         router.gate && (!route.gate_b || router.bias) && (!route.selection_b || router.selection_bias);
     return readable ?
         "" :
-        format("layer %d has a router of the type %s that is not F32", route.il, ggml_type_name(route.gate->type));
+        format("layer %d has a router of the type %s that is not F32", route.il, ggml_type_name(parts.gate->type));
 }
 
 } // namespace
@@ -71,22 +87,23 @@ void read_router(const llama_moe_route & route, const ManagedTensor & m) {
     }
     Router                        router;
     std::list<std::vector<float>> copies;
-    router.n_embd         = (int) route.inp->ne[0];
-    router.n_expert       = (int) route.logits->ne[0];
-    router.n_used         = (int) route.selected->ne[0];
-    router.gating         = route.gating;
-    router.n_groups       = route.n_groups;
-    router.n_groups_used  = route.n_groups_used;
-    router.normalized     = route.norm_w;
-    router.scale          = route.scale;
-    router.gate           = floats(route.gate, (int64_t) router.n_embd * router.n_expert, copies);
-    router.bias           = floats(route.gate_b, router.n_expert, copies);
-    router.selection_bias = floats(route.selection_b, router.n_expert, copies);
-    if (is_rms_normalization(route.inp)) {
-        router.norm = floats(route.inp->src[1], router.n_embd, copies);
-        memcpy(&router.eps, route.inp->src[0]->op_params, sizeof(router.eps));
+    const Applied                 parts = applied(route);
+    router.n_embd                       = (int) parts.inp->ne[0];
+    router.n_expert                     = (int) route.logits->ne[0];
+    router.n_used                       = (int) route.selected->ne[0];
+    router.gating                       = route.gating;
+    router.n_groups                     = route.n_groups;
+    router.n_groups_used                = route.n_groups_used;
+    router.normalized                   = route.norm_w;
+    router.scale                        = route.scale;
+    router.gate                         = floats(parts.gate, (int64_t) router.n_embd * router.n_expert, copies);
+    router.bias                         = floats(route.gate_b, router.n_expert, copies);
+    router.selection_bias               = floats(route.selection_b, router.n_expert, copies);
+    if (is_rms_normalization(parts.inp)) {
+        router.norm = floats(parts.inp->src[1], router.n_embd, copies);
+        memcpy(&router.eps, parts.inp->src[0]->op_params, sizeof(router.eps));
     }
-    const std::string why = why_unknown(route, router);
+    const std::string why = why_unknown(route, parts, router);
     if (!why.empty()) {
         routers.set(m.layer, {}, route.down_exps, why);
     } else if (!copies.empty()) {
@@ -96,8 +113,11 @@ void read_router(const llama_moe_route & route, const ManagedTensor & m) {
     }
 }
 
+ggml_tensor * router_input(const llama_moe_route & route) { return applied(route).inp; }
+
 ggml_tensor * residual_of(const llama_moe_route & route) {
-    return is_rms_normalization(route.inp) ? route.inp->src[0]->src[0] : nullptr;
+    const ggml_tensor * inp = router_input(route);
+    return is_rms_normalization(inp) ? inp->src[0]->src[0] : nullptr;
 }
 
 void read_weighting(const llama_moe_route & route, GraphLayer & layer) {

@@ -12,6 +12,9 @@ namespace pyorch {
 // Puts into the engine's routers how the layer chooses its experts, or why nobody else can tell.
 void read_router(const llama_moe_route & route, const ManagedTensor & down_exps);
 
+// What the router is applied to: the experts' input, or the hidden state that this is projected from.
+ggml_tensor * router_input(const llama_moe_route & route);
+
 // The residual state before the normalization that makes the router's input, null where the graph has none.
 ggml_tensor * residual_of(const llama_moe_route & route);
 

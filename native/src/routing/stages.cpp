@@ -25,12 +25,12 @@ void observe(Context & context, RoutedBatch & batch) {
     routing.n_tokens      = batch.n_tokens;
     routing.n_expert      = batch.n_expert;
     routing.n_expert_used = batch.n_used;
-    routing.n_embd        = batch.n_embd;
+    routing.n_embd        = batch.n_state;
     routing.experts       = batch.requested;
     routing.weights       = batch.requested_weights;
     routing.probs         = batch.probs;
     routing.logits        = batch.logits;
-    routing.inputs        = batch.inputs;
+    routing.inputs        = batch.states;
     routing.residuals     = batch.residuals;
     CallbackScope scope;
     observer.function(observer.user, &routing);
@@ -218,12 +218,12 @@ void predict(Context & context, RoutedBatch & batch) {
         return;
     }
     const bool states = (needs & PYORCH_NEEDS_STATES) != 0;
-    if (!batch.weights || (states && !batch.inputs && !batch.residuals) ||
+    if (!batch.weights || (states && !batch.states && !batch.residuals) ||
         ((needs & PYORCH_NEEDS_DISTRIBUTIONS) && !batch.probs)) {
         return; // it was chosen after the graph was made
     }
     const size_t n_slots = (size_t) batch.n_tokens * batch.n_used;
-    const size_t n_state = (size_t) batch.n_tokens * batch.n_embd;
+    const size_t n_state = (size_t) batch.n_tokens * batch.n_state;
     const size_t n_probs = (size_t) batch.n_tokens * batch.n_expert;
 
     RoutedLayer layer;
@@ -242,7 +242,7 @@ void predict(Context & context, RoutedBatch & batch) {
         if (states && batch.residuals) {
             layer.residuals.assign(batch.residuals, batch.residuals + n_state);
         } else if (states) {
-            layer.inputs.assign(batch.inputs, batch.inputs + n_state);
+            layer.inputs.assign(batch.states, batch.states + n_state);
         }
         if (needs & PYORCH_NEEDS_DISTRIBUTIONS) {
             layer.probs.assign(batch.probs, batch.probs + n_probs);
