@@ -20,6 +20,7 @@ from batches import tokens
 from ggufs import as_grovemoe, split
 
 import pyorch
+from pyorch.advise import machine
 from pyorch.llama.context import Context
 
 # Each layout of experts: apart, with biases, in one matrix, beside a shared one, weighted before.
@@ -216,3 +217,13 @@ def test_one_file_loaded_twice_gives_two_models(zoo):
         assert first.engine.stats().budget_bytes < second.engine.stats().budget_bytes
     with load(path, "30%") as third:
         assert digests(third) == resident(path)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "deepseek-v2", "granite-moe-hybrid", "jamba"])
+def test_advise_measures_a_small_model_of_the_architecture(zoo, name, monkeypatch):
+    """Cut after the first block with experts, none of them but the last could be computed."""
+    for constant, value in (("N_ROUNDS", 1), ("N_PROMPT", 8), ("N_TOKENS", 4)):
+        monkeypatch.setattr(machine, constant, value)
+    with pyorch.ModelMap(zoo.path(name, "F32")) as model_map:
+        measured = machine.Machine(model_map, 1, lambda *_: None, again=True).compute()
+    assert measured.decode_seconds > 0
