@@ -1,8 +1,10 @@
-"""Writes pyorch/signatures.pyi, by which editors know the options of pyorch.load() and pyorch.manage():
+"""Writes pyorch/signatures.pyi, by which editors and type checkers know the options of pyorch.load() and
+pyorch.manage():
 
     python -m scripts.write_signatures
 
-The options are declared in pyorch/settings/settings.py alone; tests/settings compares.
+The options are declared in pyorch/settings/settings.py alone; tests/settings compares. In place of keywords of any name
+the file has those of llama_cpp.Llama, so that a type checker refuses a misspelt one.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import argparse
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import llama_cpp
 
 import pyorch
 from pyorch.settings.option import told
@@ -40,23 +44,43 @@ from pyorch.settings.substitution import Substitution
 '''
 
 
+_PLAIN = {kind: kind for kind in ("bool", "float", "int", "str")} | {
+    f"Optional[{kind}]": f"{kind} | None" for kind in ("bool", "float", "int", "str")}
+
+
 def text() -> str:
     """What the file is to hold."""
-    manage = textwrap.indent(_function(pyorch.manage.__init__, "None"), "    ")
-    return f"{_HEAD}{_function(pyorch.load, 'Model')}\nclass manage(interception.manage):\n{manage}"
+    manage = textwrap.indent(_function(pyorch.manage.__init__, "None", {}), "    ")
+    return f"{_HEAD}{_function(pyorch.load, 'Model', _of_llama())}\nclass manage(interception.manage):\n{manage}"
 
 
-def _function(function: Callable[..., object], returned: str) -> str:
+def _of_llama() -> dict[str, inspect.Parameter]:
+    """The keywords of llama_cpp.Llama, with types that need no import, and without defaults: load() has its own."""
+    parameters = inspect.signature(llama_cpp.Llama.__init__).parameters
+    return {name: parameter.replace(annotation=_PLAIN.get(_named(parameter.annotation), "Any"), default=...)
+            for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def _named(annotation: object) -> str:
+    return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def _function(function: Callable[..., object], returned: str, others: Mapping[str, inspect.Parameter]) -> str:
+    """others: what the function takes as keywords of any name."""
     lines, keywords = [], False
-    for name, parameter in inspect.signature(function).parameters.items():
+    parameters = dict(inspect.signature(function).parameters)
+    _, rest = parameters.popitem()
+    assert rest.kind is inspect.Parameter.VAR_KEYWORD
+    parameters |= {name: parameter for name, parameter in others.items() if name not in parameters}
+    for name, parameter in parameters.items():
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY and not keywords:
             lines.append("*")
             keywords = True
-        stars = "**" if parameter.kind is inspect.Parameter.VAR_KEYWORD else ""
         annotation = "" if name == "self" else f": {parameter.annotation}"
         default = parameter.default
-        shown = "" if default is inspect.Parameter.empty else f" = {_literal(told(default))}"
-        lines.append(f"{stars}{name}{annotation}{shown}")
+        literal = "..." if default is ... else _literal(told(default))
+        shown = "" if default is inspect.Parameter.empty else f" = {literal}"
+        lines.append(f"{name}{annotation}{shown}")
     arguments = "".join(f"    {line},\n" for line in lines)
     body = textwrap.indent(f'"""{inspect.cleandoc(function.__doc__)}\n"""', "    ") if function.__doc__ else "    ..."
     return f"def {function.__name__}(\n{arguments}) -> {returned}:\n{body}\n"

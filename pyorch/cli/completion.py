@@ -10,7 +10,7 @@ import argparse
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 
 from pyorch import cli
@@ -86,7 +86,7 @@ def _all(before: list[str], typed: str) -> Iterator[tuple[str, str]]:
 
     option = flags.get(before[-1])
     if option is not None and option.nargs != 0:
-        yield from ((str(choice), "") for choice in option.choices or ())
+        yield from ((value, "") for value in _values(option, typed))
     elif typed.startswith("-"):
         yield from ((name, with_names(action.help or ""))
                     for name, action in flags.items() if action.help != argparse.SUPPRESS and name.startswith("--"))
@@ -94,12 +94,46 @@ def _all(before: list[str], typed: str) -> Iterator[tuple[str, str]]:
         yield from ((name, "") for name in cli.nested(parser))
         taken = [word for flag, word in pairwise(["", word or "", *words])
                  if word and not word.startswith("-") and (flag not in flags or flags[flag].nargs == 0)]
-        if not taken and any(action.dest == "model" for action in parser._actions):
+        wanted = {action.dest: action for action in parser._actions if not action.option_strings}
+        if "names" in wanted:  # of pyorch models rm, which takes no beginnings of names
+            yield from _models(typed, whole=True)
+        elif "model" in wanted and not taken:
             yield from _models(typed)
+        elif "words" in wanted:  # of pyorch config: a command, and a model
+            below = cli.make_parser(cli.COMMANDS)
+            while taken and taken[0] in cli.nested(below):
+                below = cli.nested(below)[taken.pop(0)]
+            if not taken:
+                yield from ((name, "") for name in cli.nested(below))
+                if not cli.nested(below):
+                    yield from _models(typed)
 
 
-def _models(typed: str) -> Iterator[tuple[str, str]]:
-    """Files, and the names of repositories in the hub's cache, which is looked at without the hub's package."""
+def _values(option: argparse.Action, typed: str) -> Iterator[str]:
+    """What the value of an option can be, as far as that is known. Of several with commas between them, the last."""
+    from pyorch.convert import architectures, quantization
+    from pyorch.library.choices import policies, predictors
+    from pyorch.settings.device import AUTO, NONE
+    from pyorch.settings.reads import READERS
+    from pyorch.settings.substitution import PRESETS
+
+    known: dict[str, Callable[[], Iterable[str]]] = {
+        "policy": lambda: policies().present, "prefetch": lambda: ("auto", *predictors().present),
+        "speculate": lambda: predictors().executable,
+        "reads": lambda: READERS, "substitution": lambda: (*PRESETS, "help"), "settings": lambda: (*PRESETS, "help"),
+        "budget": lambda: ("auto",), "device": lambda: (AUTO, NONE), "cpus": lambda: ("auto", "any"),
+        "device_misses": lambda: ("processor", "upload"), "quantize": quantization.names,
+        "pre_tokenizer": architectures.known_pre_tokenizers, "only": lambda: cli.STEPS, "skip": lambda: cli.STEPS,
+    }
+    values = option.choices or (known[option.dest]() if option.dest in known else ())
+    several = isinstance(option.metavar, str) and option.metavar.endswith(",...")
+    before = typed.rpartition(",")[0] if several else ""
+    yield from (f"{before}," * bool(before) + str(value) for value in values)
+
+
+def _models(typed: str, whole: bool = False) -> Iterator[tuple[str, str]]:
+    """Files, and the names of repositories in the hub's cache, which is looked at without the hub's package. whole: as
+    hf:ORG/NAME."""
     from pyorch.hub.reference import is_sidecar
 
     for path in sorted(glob.glob(f"{glob.escape(typed)}*")):
@@ -109,5 +143,7 @@ def _models(typed: str) -> Iterator[tuple[str, str]]:
             yield path, ""
     home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
     where = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
-    for folder in sorted(glob.glob(f"{glob.escape(where)}/models--*/snapshots/*/*.gguf")):
-        yield folder.split("/models--")[1].partition("/")[0].rpartition("--")[2], "fetched from the hub"
+    found = glob.glob(f"{glob.escape(where)}/models--*/snapshots/*/*.gguf")
+    for repository in sorted({path.split("/models--")[1].partition("/")[0] for path in found}):
+        organization, _, name = repository.rpartition("--")
+        yield f"hf:{organization}/{name}" if whole else name, "fetched from the hub"

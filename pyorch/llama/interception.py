@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import functools
 import os
 import threading
@@ -32,7 +33,7 @@ from pyorch.runtime.engine import FORKED
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.settings import Settings
-from pyorch.settings.signature import describe
+from pyorch.settings.signature import describe, unknown_keyword
 
 _process_settings: list[Settings] = []
 _thread = threading.local()
@@ -50,6 +51,9 @@ class manage:
     """
 
     def __init__(self, budget: Budget | int | str = AUTO, **options: Any) -> None:
+        unknown = sorted(options.keys() - {field.name for field in dataclasses.fields(Settings)})
+        if unknown:
+            raise unknown_keyword("manage", unknown[0])
         self.settings = Settings(**{"budget": budget, **options})
         if self.settings.n_ctx:
             raise PyorchError(

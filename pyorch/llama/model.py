@@ -33,7 +33,7 @@ from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.option import options as declared_options
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import MAX_TOKENS, Settings
-from pyorch.settings.signature import describe
+from pyorch.settings.signature import describe, unknown_keyword
 from pyorch.settings.substitution import OFF, Substitution
 from pyorch.sidecars.buddies import Buddies
 from pyorch.sidecars.container import default_path, refuse_sidecar
@@ -47,7 +47,9 @@ N_OUTPUTS_MAX = 64
 _loading = threading.Lock()
 
 SETTINGS = declared_options(Settings)  # that load() takes by name
-_OF_LLAMA = inspect.signature(llama_cpp.Llama.__init__).parameters  # which ignores every other name
+# What else load() takes: keywords of Llama, which ignores every other name.
+_OF_LLAMA = tuple(name for name, parameter in inspect.signature(llama_cpp.Llama.__init__).parameters.items()
+                  if parameter.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
 class Model:
@@ -338,9 +340,9 @@ def load(
         path = str(Hub().model(Reference.parse(path), lambda *_: None, warnings.warn))
     logs.set_quiet(not verbose)
     given = {name: llama_kwargs.pop(name) for name in SETTINGS.keys() & llama_kwargs.keys()}
-    unknown = sorted(llama_kwargs.keys() - _OF_LLAMA.keys())
+    unknown = sorted(llama_kwargs.keys() - set(_OF_LLAMA))
     if unknown:
-        raise TypeError(f"load() got an unexpected keyword argument '{unknown[0]}'")
+        raise unknown_keyword("load", unknown[0], ["path", "n_batch", "managed", "placed", "source", *_OF_LLAMA])
     all_outputs = llama_kwargs.get("logits_all") or llama_kwargs.get("embedding") or "draft_model" in llama_kwargs
     settings = Settings(
         budget=Budget.parse(budget),

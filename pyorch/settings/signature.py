@@ -5,6 +5,7 @@ Editors read sources: pyorch/signatures.pyi has the same for them, as `python -m
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Collection
@@ -28,6 +29,24 @@ def describe(function: Callable[..., Any], without: Collection[str] = ()) -> Non
                                   annotation=option.accepts) for option in declared]
     function.__signature__ = signature.replace(parameters=[*named, *keywords, others])  # type: ignore[attr-defined]
     function.__doc__ = (function.__doc__ or "").replace("{options}", "\n".join(map(_line, declared)).lstrip())
+
+
+def unknown_keyword(function: str, given: str, others: Collection[str] = ()) -> TypeError:
+    """The refusal of a keyword, with the keyword that was probably meant.
+
+    Args:
+        function: The name of the function.
+        given: The keyword that the function does not have. It may be the name of a flag, such as threads.
+        others: Keywords that the function has beside the options of Settings.
+    """
+    declared = options(Settings).values()
+    meant = {name: name for name in (*others, *(option.name for option in declared))}
+    for option in declared:
+        value = f"={not option.default}" if option.metavar is None and option.flag else ""
+        meant.setdefault(option.long_flag.removeprefix("--").replace("-", "_"), option.name + value)
+    found = difflib.get_close_matches(given, meant, 1, 0.75)
+    hint = f": did you mean {meant[found[0]]}?" if found else ""
+    return TypeError(f"{function}() got an unexpected keyword argument '{given}'{hint}")
 
 
 def _line(option: Option) -> str:

@@ -39,6 +39,20 @@ def test_commands_and_flags_are_completed() -> None:
         assert not words or "--help" in names(*words, "--")
 
 
+def test_values_are_completed_that_are_known() -> None:
+    assert {"lru", "lfu", "learned"} <= set(names("run", "m.gguf", "--policy", ""))
+    assert names("bench", "m.gguf", "--policy", "lru,lear") == ["lru,learned"]
+    assert names("convert", "x", "--quantize", "Q4_K") == ["Q4_K_M", "Q4_K_S"]
+    assert names("run", "--prefetch", "quasi") == ["quasi-hidden"] and "heaviest" in names("run", "--lossy", "")
+    assert names("eval", "arc", "m.gguf", "--lossy", "gh") == ["ghosts"]
+    assert names("prepare", "m.gguf", "--only", "maps,pl") == ["maps,plan"]
+    assert "qwen2" in names("convert", "x", "--pre-tokenizer", "qw")
+    for words, parser in with_nested(make_parser(COMMANDS)):
+        for flag in {"--policy", "--quantize", "--device", "--reads", "--cpus"} & parser._option_string_actions.keys():
+            offered = names(*words, flag, "")
+            assert offered and names(*words, flag, "zzz") == [], (words, flag)
+
+
 def test_models_are_completed_where_one_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached = tmp_path / "hub/models--allenai--OLMoE-1B/snapshots/123/olmoe-q4.gguf"
     cached.parent.mkdir(parents=True)
@@ -49,6 +63,11 @@ def test_models_are_completed_where_one_is_wanted(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     assert names("run", "--budget", "40%", "sm") == ["small.gguf", "smaller/"]
     assert names("inspect", "OLM") == ["OLMoE-1B"]
+    assert names("config", "ser") == ["serve"] and names("config", "serve", "sm") == ["small.gguf", "smaller/"]
+    assert names("config", "eval", "arc", "sm") == ["small.gguf", "smaller/"]
+    assert names("config", "eval", "a") == ["arc"]
+    assert names("models", "rm", "small.gguf", "sm") == ["small.gguf", "smaller/"]
+    assert names("models", "rm", "hf:") == ["hf:allenai/OLMoE-1B"]
     assert names("run", "small.gguf", "") == names("run", "-p", "sm") == []
 
 

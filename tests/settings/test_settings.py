@@ -6,12 +6,14 @@ import argparse
 import inspect
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import python
 
 import pyorch
 from pyorch.cli import COMMANDS
@@ -24,6 +26,8 @@ from pyorch.settings.settings import Settings
 from pyorch.settings.substitution import Percentile, Substitution
 from pyorch.sizes import Amount
 from scripts import write_signatures
+
+ROOT = Path(__file__).parents[2]
 
 
 def parse(*arguments: str, wanted: tuple[str, ...] = GROUPS, lists: tuple[str, ...] = ()) -> argparse.Namespace:
@@ -102,9 +106,37 @@ def test_a_flag_and_a_keyword_mean_the_same(flags: tuple[str, ...]) -> None:
     assert Settings(**given_settings(parse(*flags))) == Settings(**keywords)
 
 
-def test_load_refuses_an_option_that_nobody_knows(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bugdet'"):
-        pyorch.load(tmp_path / "model.gguf", bugdet="40%")
+@pytest.mark.parametrize(("given", "meant"), [
+    ("bugdet", "budget"), ("threads", "n_threads"), ("lossy", "substitution"), ("tread", "n_threads"),
+    ("buffered", "direct_io=False"), ("cold", "warm=False"), ("buddies_file", "buddies"), ("ubatch", "n_ubatch"),
+])
+def test_a_keyword_that_nobody_knows_is_refused_with_what_was_meant(tmp_path: Path, given: str, meant: str) -> None:
+    for function in (partial(pyorch.load, tmp_path / "model.gguf"), pyorch.manage):
+        with pytest.raises(TypeError, match=rf"unexpected keyword argument '{given}': did you mean {meant}\?"):
+            function(**{given: "40%"})
+
+
+def test_load_refuses_what_llama_does_not_take(tmp_path: Path) -> None:
+    for name, sentence in (("ctx", "'ctx': did you mean n_ctx"), ("use_map", "'use_map': did you mean use_mmap"),
+                           ("kwargs", "'kwargs'$"), ("zzz", "'zzz'$")):
+        with pytest.raises(TypeError, match=sentence):
+            pyorch.load(tmp_path / "model.gguf", **{name: 1})
+
+
+def test_a_type_checker_refuses_misspelt_keywords(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import pyorch\n"
+        "pyorch.load('m.gguf', '40%', n_ctx=512, use_mlock=True, substitution='heaviest').generate('x')\n"
+        "pyorch.manage(budget='40%', n_threads=2)\n"
+        "pyorch.load('m.gguf', bugdet='40%')\n"
+        "pyorch.load('m.gguf', threads=2)\n"
+        "pyorch.manage(polcy='lru')\n")
+    done = python("-m", "mypy", "--no-error-summary", program, cwd=ROOT)  # with what `make lint` has in its cache
+    refused = [line.partition("program.py:")[2] for line in done.stdout.splitlines() if ": error: " in line]
+    assert [line[:1] for line in refused] == ["4", "5", "6"], done.stdout
+    assert all("Unexpected keyword argument" in line for line in refused)
 
 
 def test_load_takes_every_option_by_its_name() -> None:
