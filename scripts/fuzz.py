@@ -149,8 +149,8 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
     _must(("profile", model, "--data", text, "-o", trace, "--router", "full", "--states", "--inputs", "4",
            "--ctx", "64", "--decode", "8", "--threads", "1"))
     if kind == "trace":
-        commands = (("buddies", str(model), "--trace", "{}", "-o", str(base / "out.gguf")),
-                    ("maps", str(model), "{}", "-o", str(base / "out.gguf")),
+        commands = (("buddies", str(model), "--trace", "{}", "-o", str(base / "buddies.gguf")),
+                    ("maps", str(model), "{}", "-o", str(base / "maps.gguf")),
                     ("replay", str(model), "{}", "--budget", "60%", "--prefetch", "none,quasi-hidden", "--json"))
         return [Target(trace_mutator(trace.read_bytes()), "damaged.trace", (), commands)]
     _must(("maps", model, trace))

@@ -70,12 +70,12 @@ class LayerInfo:
     @property
     def n_in(self) -> int:
         """Numbers that go into an expert: those of the hidden state, or fewer where a model projects it first."""
-        return self.roles[0].n_in
+        return next(role.n_in for role in self.roles if role.name != "down")
 
     @property
     def n_ff(self) -> int:
         """Numbers between the matrices of an expert."""
-        return self.roles[-1].n_in
+        return next(role.n_in for role in self.roles if role.name == "down")
 
 
 @dataclass(frozen=True)
