@@ -86,7 +86,10 @@ class _Handler(BaseHTTPRequestHandler):
             ("Access-Control-Allow-Methods", "GET, POST"), ("Access-Control-Allow-Headers", "*")))
 
     def _serve(self) -> None:
-        url = urlsplit(self.path)
+        try:
+            url = urlsplit(self.path)
+        except ValueError as error:
+            return self.send_error(400, f"the address of the request is none: {error}")
         try:
             is_open = url.path in ("/health", "/v1/health") or url.path in self.server.pages
             if not is_open and not self._has_key():  # before memory is taken for what strangers send
@@ -348,7 +351,7 @@ class _Handler(BaseHTTPRequestHandler):
         self, status: int, text: str, kind: str = "application/json; charset=utf-8",
         headers: Sequence[tuple[str, str]] = (),
     ) -> None:
-        body = text.encode()
+        body = text.encode(errors="backslashreplace")  # a file's name need not be text
         self.send_response(status)
         for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store"),
                             ("Access-Control-Allow-Origin", self._origin()), *headers,
