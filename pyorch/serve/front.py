@@ -339,6 +339,7 @@ class _Handler(BaseHTTPRequestHandler):
         """What http.server refuses by itself: in the form of other refusals."""
         self.close_connection = True
         self._refuse(code, message or explain or self.responses[code][0], "")
+        self._linger()
 
     def _refuse(self, status: int, sentence: str, path: str) -> None:
         """In Ollama's form, or in llama-server's."""

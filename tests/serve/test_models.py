@@ -151,7 +151,7 @@ def test_a_head_is_asked_for_as_of_one_model(several: ServerProcess):
     ("GET /v1/completions", b"", 404, "GET /v1/completions is not served here"),
     ("PUT /v1/completions", b"{}", 404, "PUT /v1/completions is not served here"),
     ("GET http://[/", b"", 400, "the address of the request is none"),
-    ("GET /" + "x" * 70000, b"", 414, "URI Too Long"),
+    ("GET /" + "x" * 70000, b"", 414, ""),
     ("BREW /coffee", b"", 501, "Unsupported method ('BREW')"),
     ("POST /v1/completions", b"{bad", 400, "the body is no JSON: Expecting property name enclosed in double quotes"),
     ("POST /v1/completions", b"[" * 100_000, 400, "the body nests brackets too deep"),
