@@ -70,11 +70,23 @@ def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> d
         "types": sorted({role.type for layer in layers for role in layer.roles}),
         "expert_bytes": max((layer.expert_bytes for layer in layers), default=0),
         "layer_bytes": max((layer.n_expert * layer.slot_bytes for layer in layers), default=0),
-        "n_ctx": n_ctx, "kv_cache_bytes": model_map.kv_bytes(n_ctx), "sidecars": model_map.sidecars(), "disk": chosen,
-        "disk_ways": ways, "pack_refused": pack_refused, "pack": packs.contents(model_map),
+        "n_ctx": n_ctx, "kv_cache_bytes": _cache_bytes(model_map, n_ctx), "sidecars": model_map.sidecars(),
+        "disk": chosen, "disk_ways": ways, "pack_refused": pack_refused, "pack": packs.contents(model_map),
         "share": _share(model_map), "plan": plan,
         "plan_refused": plan_refused, "has_weights": not files.has_holes(model_map.shards),
     }
+
+
+def _cache_bytes(model_map, n_ctx: int) -> int:
+    """As llama.cpp lays the cache out; of a model that it cannot load as the header says."""
+    from pyorch.llama import logs, measure
+
+    logs.install()  # its lines are read, and not shown
+    logs.set_quiet(True)
+    try:
+        return measure.cache_bytes(model_map, n_ctx)
+    except PyorchError:
+        return model_map.kv_bytes(n_ctx)
 
 
 def _share(model_map) -> int | None:

@@ -84,6 +84,12 @@ def context_sizes(
 
     Raises BudgetError if llama.cpp refuses the parameters.
     """
+    sizes = reported_sizes(_lines_of_context(model, params, model_map), devices)
+    return ContextSizes(sizes.host + work_bytes(model_map, params.n_ubatch), sizes.devices)
+
+
+def _lines_of_context(model: int, params: llama.llama_context_params, model_map: ModelMap) -> list[str]:
+    """What llama.cpp says while it makes a context of a twin. Raises as context_sizes() does."""
     logs.forget_errors()
     with logs.collect() as lines:
         with fatal.refused():
@@ -92,8 +98,7 @@ def context_sizes(
             llama.llama_free(context)
     if not context:
         raise BudgetError(f"{model_map.path}: {refusal(model_map)}")
-    sizes = reported_sizes(lines, devices)
-    return ContextSizes(sizes.host + work_bytes(model_map, params.n_ubatch), sizes.devices)
+    return lines
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,26 @@ def growth(
     whole, half = host_bytes(n_ctx), host_bytes(n_ctx // 2)
     slope = (whole - half) / (n_ctx - n_ctx // 2)
     return Growth(round(whole - slope * n_ctx), slope + CELL_BYTES)
+
+
+def cache_bytes(model_map: ModelMap, n_ctx: int) -> int:
+    """Keys, values and recurrent states of n_ctx tokens of one sequence, as llama.cpp lays them out, in bytes.
+
+    Raises:
+        PyorchError: llama.cpp cannot load the model, or refuses the context.
+    """
+    def reported(n_ctx: int) -> float:
+        params = llama.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, LEAST_UBATCH, LEAST_UBATCH
+        lines = _lines_of_context(model, params, model_map)
+        return sum(float(size[1]) * MiB for size in map(_SIZE.search, lines) if size)
+
+    with twin(model_map.path, llama.llama_model_default_params()) as model:
+        measured = min(n_ctx, _PROBE_CTX)
+        whole = reported(measured)
+        if n_ctx > measured:
+            whole += (whole - reported(measured // 2)) / (measured - measured // 2) * (n_ctx - measured)
+    return round(whole)
 
 
 def reported_sizes(lines: Iterable[str], devices: Devices | None) -> ContextSizes:

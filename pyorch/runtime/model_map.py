@@ -232,10 +232,12 @@ class ModelMap:
     def kv_bytes(self, n_ctx: int) -> int:
         """Bytes of the KV cache for n_ctx tokens of one sequence in llama.cpp's default F16, an upper bound.
 
-        Counts heads of each layer apart (grouped-query attention) and the compressed cache of
-        multi-head latent attention; takes a sliding window for the whole context.
+        Counts heads of each layer apart (grouped-query attention), the compressed cache of multi-head latent attention,
+        and recurrent states in place of a cache; takes a sliding window for the whole context. llama.cpp itself says
+        what a context takes: pyorch.llama.measure.
         """
-        return n_ctx * 2 * sum(self._kv_width(il) for il in range(self.info.n_layers))
+        layers = range(self.info.n_layers)
+        return n_ctx * 2 * sum(map(self._kv_width, layers)) + 4 * sum(map(self._state_width, layers))
 
     def sidecars(self) -> dict[str, Path]:
         """The files that pyorch adds, those that lie beside the model: kind and path."""
@@ -249,8 +251,23 @@ class ModelMap:
         n_extra = self.hparam("nextn_predict_layers", 0)
         return tuple(layer for layer in self.layers if layer.il < self.info.n_layers - n_extra)
 
+    def _is_recurrent(self, il: int) -> bool:
+        """Whether layer il has a recurrent state in place of attention."""
+        interval = self.hparam("full_attention_interval")
+        return (il + 1) % interval != 0 if interval else self.hparam("attention.head_count_kv", 1, il) == 0
+
+    def _state_width(self, il: int) -> int:
+        """Values of the recurrent state of layer il in F32: of its convolution, and of its state space."""
+        n_state = self.hparam("ssm.state_size", 0)
+        if not n_state or not self._is_recurrent(il):
+            return 0
+        n_inner, n_groups = self.hparam("ssm.inner_size", 0), self.hparam("ssm.group_count", 0)
+        return (self.hparam("ssm.conv_kernel", 1) - 1) * (n_inner + 2 * n_groups * n_state) + n_inner * n_state
+
     def _kv_width(self, il: int) -> int:
         """Values of K and V that one token keeps in layer il."""
+        if self._is_recurrent(il):
+            return 0
         latent = self.hparam("attention.kv_lora_rank")
         if latent:
             return latent + (self.hparam("rope.dimension_count") or 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import batches
+import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
 from architectures import NAMES, Zoo, logits_by_transformers, types_of
@@ -21,7 +23,9 @@ from ggufs import as_grovemoe, split
 
 import pyorch
 from pyorch.advise import machine
+from pyorch.llama import logs, measure, originals
 from pyorch.llama.context import Context
+from pyorch.sizes import MiB
 
 # Each layout of experts: apart, with biases, in one matrix, beside a shared one, weighted before.
 LAYOUTS = ("mixtral", "gpt-oss", "qwen3-next-fused", "deepseek-v3", "llama4")
@@ -227,3 +231,21 @@ def test_advise_measures_a_small_model_of_the_architecture(zoo, name, monkeypatc
     with pyorch.ModelMap(zoo.path(name, "F32")) as model_map:
         measured = machine.Machine(model_map, 1, lambda *_: None, again=True).compute()
     assert measured.decode_seconds > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "granite-moe-hybrid", "jamba", "deepseek-v2"])
+def test_a_cache_is_said_to_be_as_large_as_llama_cpp_makes_it(zoo, name):
+    path = zoo.path(name, "F32")
+    params = llama.llama_context_default_params()
+    params.n_ctx = 4096
+    with logs.collect() as lines:
+        model = originals.original("llama_model_load_from_file")(
+            str(path).encode(), llama.llama_model_default_params())
+        context = originals.original("llama_init_from_model")(model, params)
+        llama.llama_free(context)
+        llama.llama_model_free(model)
+    allocated = sum(float(size) for size in re.findall(r"(?:KV|RS) buffer size = +([\d.]+) MiB", "".join(lines))) * MiB
+    assert allocated > 0
+    with pyorch.ModelMap(path) as model_map:
+        assert measure.cache_bytes(model_map, 4096) == pytest.approx(allocated, abs=0.02 * MiB)
+        assert model_map.kv_bytes(4096) >= allocated - 0.02 * MiB
