@@ -135,6 +135,35 @@ def write_latent_model(
     _finish(writer)
 
 
+def write_encoder_model(path: Path, n_layer: int = 4, n_embd: int = 64, n_expert: int = 8) -> None:
+    """A random Nomic-BERT of which every second layer has experts: it makes embeddings, and no text."""
+    n_ff = 2 * n_embd
+    writer = _writer(path, "nomic-bert-moe", n_layer, n_embd, n_head=4)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    writer.add_token_type_count(1)
+    writer.add_moe_every_n_layers(2)
+    writer.add_expert_count(n_expert)
+    writer.add_expert_used_count(2)
+    add = _tensors(writer, n_embd, with_output=False)
+    add("token_embd_norm.weight", n_embd)
+    add("token_embd_norm.bias", n_embd)
+    for il in range(n_layer):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(f"blk.{il}.{name}.weight", n_embd, n_embd)
+        for name in ("attn_output_norm", "layer_output_norm"):
+            add(f"blk.{il}.{name}.weight", n_embd)
+            add(f"blk.{il}.{name}.bias", n_embd)
+        if il % 2 == 1:
+            add(f"blk.{il}.ffn_gate_inp.weight", n_expert, n_embd)
+        name, first = ("_exps", (n_expert,)) if il % 2 == 1 else ("", ())
+        add(f"blk.{il}.ffn_up{name}.weight", *first, n_ff, n_embd)
+        add(f"blk.{il}.ffn_down{name}.weight", *first, n_embd, n_ff)
+    _finish(writer)
+
+
 def write_adapter(path: Path, model: Path, role: str, n_expert: int | None = None) -> None:
     """A random LoRA adapter of a model's tensors of a role. n_expert: for so many experts, in place of the model's."""
     reader = gguf.GGUFReader(model)
@@ -174,8 +203,9 @@ def _writer(path: Path, arch: str, n_layer: int, n_embd: int, n_head: int) -> gg
     return writer
 
 
-def _tensors(writer: gguf.GGUFWriter, n_embd: int) -> Callable[..., None]:
-    """A function that adds a random tensor by its name and shape; those around the blocks are there already."""
+def _tensors(writer: gguf.GGUFWriter, n_embd: int, with_output: bool = True) -> Callable[..., None]:
+    """A function that adds a random tensor by its name and shape. It has added the table of tokens, and unless the
+    model makes no text, the output matrix."""
     random = np.random.default_rng(0)
 
     def add(name: str, *shape: int) -> None:
@@ -183,8 +213,9 @@ def _tensors(writer: gguf.GGUFWriter, n_embd: int) -> Callable[..., None]:
         writer.add_tensor(name, values.astype(np.float32))
 
     add("token_embd.weight", len(_byte_tokens()), n_embd)
-    add("output_norm.weight", n_embd)
-    add("output.weight", len(_byte_tokens()), n_embd)
+    if with_output:
+        add("output_norm.weight", n_embd)
+        add("output.weight", len(_byte_tokens()), n_embd)
     return add
 
 

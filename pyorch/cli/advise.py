@@ -130,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
     with packs.open_model(args.model) as model_map, Progress() as progress:
         if not model_map.layers:
             raise PyorchError(f"{args.model} is a dense model: it has no experts that could be read while it runs")
+        model_map.check_text()
         if args.plot is not None:
             pictures.check(args.plot)
             check_own(picture_in(args.plot), args.model, args.force)

@@ -94,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
     with packs.open_model(args.model) as model_map:
         if not model_map.layers:
             raise PyorchError(f"{args.model} is a dense model: there are no experts to measure")
+        model_map.check_text()
         plan.check(asked, model_map.info)
         configs, pairs = plan.configurations(asked, model_map.info)
         if not plan.fits(model_map.info):

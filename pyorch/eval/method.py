@@ -169,6 +169,7 @@ def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Mo
         info = model_map.info
         if not model_map.layers:
             raise PyorchError(f"{path} is a dense model: it has no experts that could be absent")
+        model_map.check_text()
     with load(path, budget="100%" if fits(info) else AUTO, managed=True, **{"n_ctx": _N_CTX, **options}) as model:
         yield model
 
@@ -177,9 +178,11 @@ def kernels(path: str | os.PathLike[str], n_models: int) -> dict[str, bool]:
     """Options of load() with which a managed model and the resident one compute with the same kernels.
 
     llama.cpp repacks what it has faster kernels for into memory of its own: where n_models whole models do not fit
-    beside each other, both compute with the plain kernels, for which weights may stay in the file.
+    beside each other, both compute with the plain kernels, for which weights may stay in the file. PyorchError for a
+    model that makes no text.
     """
     with logs.collect(), ModelMap(path) as model_map:  # why a file is refused is said in the sentence
+        model_map.check_text()
         return {} if fits(model_map.info, n_models) else {"use_extra_bufts": False}
 
 
@@ -297,6 +300,7 @@ def dynamic_model(
     lossy = _everywhere(method.substitution)
     needed = {"substitution": lossy, "buddies": buddies} if lossy is not None and lossy.needs_ghosts else {}
     with load(path, budget=budget, managed=True, **{"n_ctx": _N_CTX, **needed, **options}) as model:
+        model.map.check_text()
         begin: dict[int, np.ndarray] = {}
         if buddies is not None and model.engine is not None:
             stats = model.engine.stats()

@@ -78,6 +78,7 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
     with ModelMap(request.model) as model_map:
         if not model_map.layers:
             raise PyorchError(f"{request.model} is a dense model: it has no experts that could be absent")
+        model_map.check_text()
         info = model_map.info
         beside = model_map.sidecars()
         budget = request.budget

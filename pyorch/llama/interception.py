@@ -257,6 +257,8 @@ def _end_with_the_context(complete: Callable) -> Callable:
 
     @functools.wraps(complete)
     def wrapper(self: llama_cpp.Llama, *args: Any, stopping_criteria: Any = None, **kwargs: Any) -> Any:
+        if (managed := find(self.model)) is not None:
+            managed.map.check_text()
         criteria = llama_cpp.StoppingCriteriaList([lambda *_: self.n_tokens >= self.n_ctx()])
         if stopping_criteria is not None:
             criteria.append(stopping_criteria)

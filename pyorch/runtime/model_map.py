@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pyorch.errors import FormatError
+from pyorch.errors import FormatError, PyorchError
 from pyorch.files import reading
 from pyorch.library.bindings import call, check, ffi, lib, string
 from pyorch.runtime.statistics import read
@@ -218,6 +218,12 @@ class ModelMap:
     def hparam(self, key: str, default: int | None = None, il: int = 0) -> int | None:
         """A hyperparameter of the architecture: a whole number, or an array with one for each layer."""
         return self.metadata(f"{self.info.arch}.{key}", int, default, il)
+
+    def check_text(self) -> None:
+        """PyorchError if the model makes embeddings and no text: it attends to the tokens behind a token, too."""
+        if self.hparam("attention.causal") == 0:
+            raise PyorchError(f"{self.path} makes embeddings and no text: serve them with `pyorch serve {self.path} -- "
+                              "--embeddings`")
 
     @property
     def trained_ctx(self) -> int:

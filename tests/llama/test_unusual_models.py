@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import parts
 import pytest
-from ggufs import write_adapter, write_latent_model
+from ggufs import write_adapter, write_encoder_model, write_latent_model
 from processes import pyorch as pyorch_process
 
 import pyorch
@@ -155,3 +155,23 @@ def test_a_server_refuses_an_adapter_for_another_number_of_experts(small_moe: Pa
     write_adapter(path, small_moe, "_exps", n_expert=32)
     done = pyorch_process("serve", small_moe, "--budget", "50%", "--port", 0, "--", "--lora", path)
     assert done.returncode == 2 and "incorrect shape" in done.stderr, done.stderr
+
+
+def test_commands_that_make_text_name_the_server_of_embeddings(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "encoder.gguf"
+    write_encoder_model(path)
+    for words in (["run", "-p", "x"], ["verify"], ["bench"], ["advise"], ["eval", "perplexity", "--data", text]):
+        at = 2 if words[0] == "eval" else 1
+        assert main([*map(str, words[:at]), str(path), *map(str, words[at:])]) == 2, words
+        said = capsys.readouterr().err
+        assert said == (f"pyorch: error: {path} makes embeddings and no text: serve them with `pyorch serve {path} -- "
+                        "--embeddings`\n"), words
+    embedded = []
+    for budget in ("resident", "50%"):
+        with pyorch.load(path, budget=budget, n_ctx=64, n_threads=1, embedding=True) as model:
+            embedded.append(model.llama.embed("What is managed computes the same."))
+            with pytest.raises(PyorchError, match="makes embeddings and no text"):
+                list(model.generate("x"))
+    assert embedded[0] == embedded[1]
