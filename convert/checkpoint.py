@@ -10,7 +10,9 @@ import difflib
 import json
 import math
 import os
+import re
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,10 +60,23 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if not os.access(file, os.R_OK):
             raise FormatError(f"{file} cannot be read: permission denied")
         elements.update(_safetensors_elements(file) if file.suffix == ".safetensors" else _torch_elements(file))
-    # the names of what is in a .bin are not known
-    named = any("mtp." in name or name.endswith(".bin") for name in elements)
-    has_mtp = named or bool(config.get("num_nextn_predict_layers"))
-    return Checkpoint(path, architecture, sum(elements.values()), sum(file.stat().st_size for file in files), has_mtp)
+    return Checkpoint(path, architecture, sum(elements.values()), sum(file.stat().st_size for file in files),
+                      _may_have_mtp(config, elements))
+
+
+def _may_have_mtp(config: dict, names: Iterable[str]) -> bool:
+    """Whether there are weights of layers that predict further tokens, whatever num_nextn_predict_layers says.
+
+    They are called mtp, or stand behind the model's last layer. The names of the weights in a .bin are not known.
+    """
+    n_layers = config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers")
+
+    def is_mtp(name: str) -> bool:
+        numbered = re.search(r"\blayers\.(\d+)\.", name)
+        behind = numbered is not None and isinstance(n_layers, int) and int(numbered[1]) >= n_layers
+        return behind or "mtp." in name or name.endswith(".bin")
+
+    return any(map(is_mtp, names))
 
 
 def _read_json(path: Path) -> dict:

@@ -68,9 +68,10 @@ CONFIGS: dict[str, tuple[str, list[dict]]] = {
         num_experts_per_tok=3, shared_intermediate_size=256, layer_types=["mamba", "attention"] * (LAYERS // 2),
         position_embedding_type="nope", mamba_n_heads=8, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128,
         mamba_chunk_size=32)]),
+    # It claims a layer that predicts a further token, and has no weights of one.
     "glm4-moe": ("Glm4MoeConfig", [_COMMON, _EXPERTS, _DENSE_LEAD, dict(
         n_group=1, topk_group=1, norm_topk_prob=True, head_dim=64, routed_scaling_factor=1.0,
-        num_nextn_predict_layers=0)]),
+        num_nextn_predict_layers=1)]),
     "dots1": ("Dots1Config", [_COMMON, _MHA, _EXPERTS, _DENSE_LEAD, dict(
         n_group=1, topk_group=1, norm_topk_prob=True, head_dim=64, routed_scaling_factor=2.5, sliding_window=None,
         scoring_func="sigmoid")]),

@@ -137,7 +137,7 @@ def prompt_tokens_of(settings: Settings, devices: Devices, model_map: ModelMap) 
     """Of a ubatch for which experts that these devices lack are brought there rather than computed by the processor, at
     least, by the same rates: what is uploaded and what is computed of other layers go on at once. The least that there
     is for devices of other processes; NO_PROMPT where it is no ubatch."""
-    if devices.is_remote or not model_map.layers or not model_map.info.n_expert_used:
+    if devices.is_remote or not model_map.layers:
         return LEAST_PROMPT
     try:
         rates = [_rates(device, settings, model_map) for device in devices.each]

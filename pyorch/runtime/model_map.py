@@ -56,8 +56,7 @@ class Role:
 class LayerInfo:
     """A block with routed experts.
 
-    n_expert_used is the top-k of its router, 0 if the file does not say it. expert_bytes is one expert in the file,
-    slot_bytes one in memory.
+    n_expert_used is the top-k of its router. expert_bytes is one expert in the file, slot_bytes one in memory.
     """
 
     il: int
@@ -287,6 +286,10 @@ class ModelMap:
         self.info = read(MapInfo, call(lib.pyorch_model_map_get_info, self.handle, out="pyorch_model_map_info"))
         self.layers = tuple(self._read_layer(i) for i in range(self.info.n_moe_layers))
         self._by_il = {layer.il: layer for layer in self.layers}
+        for layer in self.layers:
+            if layer.n_expert_used == 0:
+                raise FormatError(f"{self.path}: {self.info.arch}.expert_used_count does not say how many experts "
+                                  f"layer {layer.il} uses for a token")
 
     def _read_layer(self, index: int) -> LayerInfo:
         raw = call(lib.pyorch_model_map_get_layer, self.handle, index, out="pyorch_layer_info")

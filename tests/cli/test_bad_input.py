@@ -201,6 +201,12 @@ def test_a_top_k_that_cannot_be(refused, tiny_moe: Path, command: tuple[str, ...
                                            "from 1 to 8, its number of experts")
 
 
+def test_a_top_k_that_is_not_said(refused, tiny_moe: Path) -> None:
+    tiny_moe.write_bytes(tiny_moe.read_bytes().replace(b"dots1.expert_used_count", b"dots1.expert_used_cOunt"))
+    assert refused("prepare", tiny_moe) == (
+        f"{tiny_moe}: dots1.expert_used_count does not say how many experts layer 1 uses for a token")
+
+
 @pytest.mark.parametrize("budget", ["auto", "60%"])
 def test_a_router_whose_gating_function_is_not_said(refused, tiny_moe: Path, budget: str) -> None:
     write_moe_model(tiny_moe, gating=False)

@@ -454,9 +454,12 @@ def test_converter_process_that_dies_is_reported(checkpoint, out, monkeypatch):
     refuse(checkpoint, out / "model.gguf", "llama.cpp's converter failed", "no_such_program.py")
 
 
-def test_mtp_layers_are_looked_for(copy):
+def test_mtp_layers_are_looked_for_among_the_weights(copy):
     assert not open_checkpoint(copy).has_mtp
     edit_config(copy, num_nextn_predict_layers=1)
+    assert not open_checkpoint(copy).has_mtp
+    n_layers = json.loads((copy / "config.json").read_text())["num_hidden_layers"]
+    edit_config(copy, num_hidden_layers=n_layers - 1)  # the last layer is then one behind the model
     assert open_checkpoint(copy).has_mtp
 
 

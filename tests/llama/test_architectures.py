@@ -249,3 +249,9 @@ def test_a_cache_is_said_to_be_as_large_as_llama_cpp_makes_it(zoo, name):
     with pyorch.ModelMap(path) as model_map:
         assert measure.cache_bytes(model_map, 4096) == pytest.approx(allocated, abs=0.02 * MiB)
         assert model_map.kv_bytes(4096) >= allocated - 0.02 * MiB
+
+
+def test_a_layer_that_a_checkpoint_claims_and_lacks_is_not_converted(zoo):
+    with pyorch.ModelMap(zoo.path("glm4-moe", "F32")) as model_map:
+        assert model_map.hparam("nextn_predict_layers", 0) == 0
+        assert model_map.info.n_layers == 5 and model_map.decoded_layers == model_map.layers
