@@ -124,12 +124,14 @@ def budget_beside(
             "for the fewest experts": info.floor_bytes,
             "as a margin": margin,
         }
+        remedy = "allow it more memory, use a smaller context or ubatch"
+        if rest + margin >= info.floor_bytes:
+            remedy += ", or name a budget, such as --budget 40%, for which no margin is kept free"
         terms = ", ".join(f"{format_bytes(n, round_up=True)} {what}" for what, n in needs.items() if n)
         raise BudgetError(
             f"{info.name or info.arch} does not fit: {format_bytes(limit.free_bytes)} are free under the limit of "
             f"{format_bytes(limit.limit_bytes)} ({limit.source}), but it still needs "
-            f"{format_bytes(sum(needs.values()), round_up=True)} ({terms}): "
-            "allow it more memory, or use a smaller context or ubatch"
+            f"{format_bytes(sum(needs.values()), round_up=True)} ({terms}): {remedy}"
         )
     return min(rest, info.slots_bytes)
 

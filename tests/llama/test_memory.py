@@ -182,5 +182,15 @@ def test_a_limit_that_leaves_less_than_the_floor_is_refused_with_the_numbers() -
     assert str(refused.value) == (
         "OLMoE does not fit: 900 MiB are free under the limit of 1024 MiB (cgroup /job), but it still needs 991 MiB "
         "(500 MiB for dense weights, 150 MiB for the context, 214 MiB for the fewest experts, "
-        "127 MiB as a margin): allow it more memory, or use a smaller context or ubatch"
+        "127 MiB as a margin): allow it more memory, use a smaller context or ubatch, or name a budget, such as --budget "
+        "40%, for which no margin is kept free"
     )
+
+
+def test_a_refusal_for_the_sake_of_the_margin_names_the_way_out() -> None:
+    small = replace(INFO, floor_bytes=2 * MiB, slots_bytes=14 * MiB)
+    limit = memory.MemoryLimit("physical memory", 24 * GiB, 691 * MiB)
+    with pytest.raises(BudgetError, match="name a budget, such as --budget 40%, for which no margin is kept free$"):
+        budget_beside(small, limit, 2 * MiB, 0)
+    with pytest.raises(BudgetError, match="use a smaller context or ubatch$"):
+        budget_beside(small, limit, 2 * MiB, 690 * MiB)
