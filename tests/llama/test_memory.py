@@ -182,8 +182,8 @@ def test_a_limit_that_leaves_less_than_the_floor_is_refused_with_the_numbers() -
     assert str(refused.value) == (
         "OLMoE does not fit: 900 MiB are free under the limit of 1024 MiB (cgroup /job), but it still needs 991 MiB "
         "(500 MiB for dense weights, 150 MiB for the context, 214 MiB for the fewest experts, "
-        "127 MiB as a margin): allow it more memory, use a smaller context or ubatch, or name a budget, such as --budget "
-        "40%, for which no margin is kept free"
+        "127 MiB as a margin): allow it more memory, use a smaller context or ubatch, or name a budget, such as "
+        "--budget 40%, for which no margin is kept free"
     )
 
 
