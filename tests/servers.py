@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,16 @@ from processes import HANG_SECONDS
 
 # A prompt of which a part is cached is computed in other batches, whose sums round otherwise.
 WHOLE_PROMPT = {"cache_prompt": False}
+
+# Of a chat, with tools.
+TEMPLATE_WITH_TOOLS = """{% if tools %}<|im_start|>system
+<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools><|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 _READY = re.compile(r"^pyorch: serving .* at (http://[^/\s]+)", re.MULTILINE)
 
@@ -50,6 +61,16 @@ class ServerProcess:
     def get(self, path: str) -> object:
         with urllib.request.urlopen(self.url + path, timeout=HANG_SECONDS) as answer:
             return json.load(answer)
+
+    def post(self, path: str, body: object) -> tuple[int, str]:
+        """Status and answer. body: JSON, or its bytes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
 
     def stop(self, number: int = signal.SIGTERM) -> tuple[int, str]:
         """Exit status and standard output."""

@@ -49,6 +49,11 @@ void pyorch_server_add_route(
 void pyorch_server_ask(const char * path, const char * parameters, const char * body, double seconds,
     pyorch_answer_fn answer, void * user);
 
+// Shows the server's JSON schemas, as the body: of answers, tools and flags, before one becomes a grammar. If the check
+// answers, the schema is refused with status 400, and the data is why. By the thread of the connection. Until the server
+// has ended.
+void pyorch_server_check_schemas(pyorch_answer_fn check, void * user);
+
 // Requests for this path, with --api-prefix in front, need no API key.
 void pyorch_server_make_public(const char * path);
 

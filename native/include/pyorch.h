@@ -108,9 +108,24 @@ void pyorch_notice(const char * line);
 pyorch_status pyorch_set_compute_cpus(const int32_t * cpus, int32_t n_cpus);
 
 // on, until as many calls with 0: on the calling thread they are exceptions instead. llama.cpp turns these into a
-// failure where it loads or quantizes a model and where it makes a context, with the sentence in its log. REQUIRES:
-// nothing else of llama.cpp is called in between.
+// failure where it loads or quantizes a model and where it makes a context, with the sentence in its log; llama-server
+// turns them into the answer of a request. REQUIRES: nothing else of llama.cpp is called in between.
 void pyorch_refuse_fatal_errors(int32_t on);
+
+//
+// grammars
+//
+
+// While this library is loaded, reading, applying and advancing a grammar takes some seconds at most in llama.cpp, and
+// then throws. These two functions are those of llama.cpp for a program that cannot catch exceptions.
+
+// llama_sampler_init_grammar(); lazy: llama_sampler_init_grammar_lazy_patterns(). vocab: a llama_vocab *. sampler: a
+// llama_sampler *.
+pyorch_status pyorch_init_grammar(const void * vocab, const char * grammar, const char * root, int32_t lazy,
+    const char ** patterns, uint64_t n_patterns, const int32_t * tokens, uint64_t n_tokens, void ** sampler);
+
+// llama_sampler_sample()
+pyorch_status pyorch_sample(void * sampler, void * context, int32_t index, int32_t * token);
 
 //
 // model map

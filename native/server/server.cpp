@@ -2,9 +2,13 @@
 
 #include "connections.h"
 #include "pyorch-server.h"
+#include "pyorch.h"
 
 #include "arg.h"
 #include "ggml-backend.h"
+#include "json-schema-to-grammar.h"
+#include "json-schema.h"
+#include "llama-grammar-work.h"
 #include "server-http.h"
 #include "ui.h"
 
@@ -13,6 +17,7 @@
 #include <chrono>
 #include <memory>
 #include <sstream>
+#include <stdexcept>
 #include <vector>
 
 #include <unistd.h>
@@ -162,6 +167,47 @@ void add_routes(const server_http_context & context) {
     http = &context;
 }
 
+// Brackets in brackets: what reads JSON, or writes it, does so by recursion.
+constexpr int MAX_NESTING = 500;
+
+void check_nesting(const std::string & json) {
+    int  depth   = 0;
+    bool in_text = false;
+    for (size_t i = 0; i < json.size(); ++i) {
+        const char c = json[i];
+        if (in_text) {
+            in_text = c != '"';
+            i += c == '\\';
+        } else if (c == '"') {
+            in_text = true;
+        } else if (c == '{' || c == '[') {
+            if (++depth > MAX_NESTING) {
+                throw std::invalid_argument(
+                    "the JSON is nested more than " + std::to_string(MAX_NESTING) + " levels deep");
+            }
+        } else if (c == '}' || c == ']') {
+            --depth;
+        }
+    }
+}
+
+// Whether a schema of the request that this thread answers must be obeyed as a whole. The schema of a tool is a hint for
+// the model, of which llama.cpp enforces the parts that it can.
+thread_local bool is_promised = false;
+
+void on_request(const server_http_req & request) {
+    connections().tell(-1, Connections::RECEIVED);
+    llama_grammar_work(0); // what its schemas take
+    check_nesting(request.body);
+    is_promised = request.body.find("\"tools\"") == std::string::npos;
+}
+
+void on_incomplete(const std::string & what) {
+    if (is_promised) {
+        throw std::invalid_argument(what);
+    }
+}
+
 // A device of another process that is gone has no memory.
 bool is_lost() {
     return std::any_of(devices.begin(), devices.end(), [](ggml_backend_dev_t device) {
@@ -202,6 +248,19 @@ const char * pyorch_server_get_page(uint64_t i) {
     return i < files.size() ? files.data()[i].name.c_str() : nullptr;
 }
 
+void pyorch_server_check_schemas(pyorch_answer_fn check, void * user) {
+    common_chat_schema_check = [check, user](const common_json & schema) {
+        const std::string     text = schema.dump();
+        server_http_res       response;
+        const pyorch_exchange exchange = { "", text.data(), text.size(), "", 0, 0, 0, &response };
+        response.status                = 0;
+        check(user, &exchange);
+        if (response.status != 0) {
+            throw std::invalid_argument(response.data);
+        }
+    };
+}
+
 void pyorch_server_set_limits(double head, double body) { connections().limit(head, body); }
 
 void pyorch_server_set_devices(int32_t n, void * const * of_others) {
@@ -236,13 +295,17 @@ int32_t pyorch_server_run(int32_t argc, char ** argv) {
     llama_server_hooks.connection = [](int socket, int state) {
         connections().tell(socket, (Connections::State) state);
     };
-    llama_server_hooks.lost = is_lost;
+    llama_server_hooks.lost         = is_lost;
+    llama_server_hooks.request      = on_request;
+    json_schema_incomplete          = on_incomplete;
+    llama_server_hooks.refuse_fatal = [](bool on) { pyorch_refuse_fatal_errors(on); };
     connections().accept();
     ends_answers                       = false;
     const int                   status = llama_server(argc, argv);
     std::lock_guard<std::mutex> lock(serving);
     http                       = nullptr;
     llama_server_hooks.context = nullptr;
+    common_chat_schema_check   = [](const common_json &) {};
     routes.clear();
     devices.clear();
     return status;

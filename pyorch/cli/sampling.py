@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyorch.cli.numbers import number, whole
 from pyorch.errors import PyorchError
 from pyorch.files import reading
+from pyorch.llama.schemas import check_schema, grammar_of
 
 if TYPE_CHECKING:
     from pyorch.llama.model import Model
@@ -54,7 +51,7 @@ def sampling(args: argparse.Namespace, model: Model) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         keyword: getattr(args, name.replace("-", "_")) for name, (keyword, *_) in SAMPLING.items()
     }
-    gbnf = _gbnf(args)
+    gbnf = args.grammar if args.json_schema is None else grammar_of(args.json_schema)
     if gbnf is not None:
         chosen["grammar"] = _grammar(gbnf, args, model)
     return chosen
@@ -67,19 +64,9 @@ def check_sampling(args: argparse.Namespace) -> None:
         args.grammar = _text(args.grammar, "grammar")
     if args.json_schema is not None:
         args.json_schema = _text(args.json_schema, "JSON schema")
-        _check_json(args.json_schema)
-
-
-def _gbnf(args: argparse.Namespace) -> str | None:
-    if args.json_schema is None:
-        return args.grammar
-    from llama_cpp.llama_grammar import json_schema_to_gbnf
-
-    try:
-        return json_schema_to_gbnf(args.json_schema)
-    except Exception as error:  # whatever the converter of llama_cpp stumbles over
-        said = str(error) or type(error).__name__
-        raise PyorchError(f"the JSON schema cannot be made a grammar: {said}") from None
+        check_schema(args.json_schema)
+        if not isinstance(json.loads(args.json_schema), (dict, bool)):
+            raise PyorchError("the JSON schema is not an object")
 
 
 def _grammar(gbnf: str, args: argparse.Namespace, model: Model) -> Any:
@@ -87,35 +74,13 @@ def _grammar(gbnf: str, args: argparse.Namespace, model: Model) -> Any:
     import llama_cpp.llama_cpp as llama
     from llama_cpp.llama_grammar import LlamaGrammar
 
-    from pyorch.llama import logs
-
-    logs.forget_errors()
     vocab = llama.llama_model_get_vocab(model.llama.model)
-    with _caught_stderr() as said:
-        sampler = llama.llama_sampler_init_grammar(vocab, gbnf.encode(), _ROOT)
-    if not sampler:
+    try:
+        llama.llama_sampler_free(llama.llama_sampler_init_grammar(vocab, gbnf.encode(), _ROOT))
+    except PyorchError as error:
         what = "grammar" if args.grammar is not None else "grammar of the JSON schema"
-        why = said[0].removeprefix("parse: error parsing grammar: ") if said else logs.last_error()
-        raise PyorchError(f"the {what} is not understood: {why}")
-    llama.llama_sampler_free(sampler)
+        raise PyorchError(f"the {what} is not understood: {error}") from None
     return LlamaGrammar.from_string(gbnf)
-
-
-@contextlib.contextmanager
-def _caught_stderr() -> Iterator[list[str]]:
-    """The lines that C code writes to stderr inside, when it is over."""
-    lines: list[str] = []
-    sys.stderr.flush()
-    with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield lines
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            file.seek(0)
-            lines += [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
 
 
 def _text(given: str, what: str) -> str:
@@ -127,12 +92,3 @@ def _text(given: str, what: str) -> str:
     if not given.strip():
         raise PyorchError(f"the {what} is empty")
     return given
-
-
-def _check_json(text: str) -> None:
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PyorchError(f"the JSON schema is not JSON: {error}") from None
-    if not isinstance(schema, (dict, bool)):
-        raise PyorchError("the JSON schema is not an object")

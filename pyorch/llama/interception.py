@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import os
@@ -22,11 +23,12 @@ import llama_cpp.llama_chat_format as llama_chat_format
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
-from pyorch.library.bindings import check, ffi, lib
+from pyorch.library.bindings import call, check, ffi, lib
 from pyorch.llama import cores, logs, measure
 from pyorch.llama.context_plan import check_context, check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import decoding, find, is_forked, loading, lock, models
 from pyorch.llama.originals import original, replace
+from pyorch.llama.schemas import check_grammar
 from pyorch.runtime import fatal
 from pyorch.runtime.callbacks import raise_held
 from pyorch.runtime.engine import FORKED
@@ -235,6 +237,26 @@ def _tokenize(self: internals.LlamaModel, text: bytes, add_bos: bool, special: b
     raise PyorchError(f"llama.cpp cannot tokenize a text of {len(text)} bytes")
 
 
+def _init_grammar(
+    init: Any, vocab: int, grammar: bytes, root: bytes, patterns: Any = (), n_patterns: int = 0, tokens: Any = (),
+    n_tokens: int = 0, *, lazy: bool = False,
+) -> Any:
+    """llama_sampler_init_grammar, and with triggers llama_sampler_init_grammar_lazy_patterns. PyorchError where
+    llama.cpp would end the process, or give NULL."""
+    check_grammar(grammar.decode(errors="replace"))
+    texts = [ffi.new("char[]", patterns[i]) for i in range(n_patterns)]
+    sampler = call(lib.pyorch_init_grammar, ffi.cast("void *", vocab), grammar, root, int(lazy),
+                   ffi.new("const char *[]", texts), n_patterns,
+                   ffi.new("int32_t[]", [tokens[i] for i in range(n_tokens)]), n_tokens, out="void *")
+    return ctypes.cast(int(ffi.cast("uintptr_t", sampler[0])), init.restype)
+
+
+def _sample(_: Callable, sampler: Any, context: int, index: int) -> int:
+    """llama_sampler_sample. PyorchError where a grammar allows no token of the model, or takes too long."""
+    address = ctypes.cast(sampler, ctypes.c_void_p).value
+    return call(lib.pyorch_sample, ffi.cast("void *", address), ffi.cast("void *", context), index, out="int32_t")[0]
+
+
 def _raise_decode_errors(method: Callable) -> Callable:
     """A decode that the engine failed raises the engine's sentence, not only llama.cpp's status."""
 
@@ -351,6 +373,9 @@ def _install() -> None:
     replace("llama_init_from_model", _init_context)
     replace("llama_free", _free_context)
     replace("llama_adapter_lora_init", _init_adapter)
+    replace("llama_sampler_init_grammar", _init_grammar)
+    replace("llama_sampler_init_grammar_lazy_patterns", functools.partial(_init_grammar, lazy=True))
+    replace("llama_sampler_sample", _sample)
     internals.LlamaModel.tokenize = _tokenize  # type: ignore[method-assign]
     llama_chat_format.Jinja2ChatFormatter = ChatTemplate  # type: ignore[misc]
     llama_cpp.Llama._create_completion = _end_with_the_context(  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import os
 import re
@@ -26,6 +27,7 @@ from pyorch.llama.layer import Layer, ResidencyView
 from pyorch.llama.managed import ManagedModel, find
 from pyorch.llama.measure import WIDE_UBATCH
 from pyorch.llama.model_stats import ModelStats
+from pyorch.llama.schemas import grammar_of
 from pyorch.runtime import fatal
 from pyorch.runtime.callbacks import Source
 from pyorch.runtime.model_map import ModelMap
@@ -138,8 +140,12 @@ class Model:
     def chat(self, messages: Sequence[dict[str, str]], **sampling: Any) -> Iterator[str]:
         """Answers a conversation ({"role": ..., "content": ...}) with the model's own template, piece by piece.
 
-        `sampling` goes to llama_cpp.Llama.create_chat_completion. Raises as generate() does.
+        `sampling` goes to llama_cpp.Llama.create_chat_completion. Raises as generate() does, and PyorchError for a
+        schema of "response_format" that cannot be made a grammar.
         """
+        form = sampling.get("response_format")
+        if isinstance(form, dict) and "schema" in form:  # llama_cpp takes any JSON where it cannot convert the schema
+            grammar_of(json.dumps(form["schema"]))
         try:
             for chunk in self._step_by_step(self.llama.create_chat_completion(list(messages), stream=True, **sampling)):
                 yield chunk["choices"][0]["delta"].get("content") or ""

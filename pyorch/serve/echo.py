@@ -11,10 +11,12 @@ computes it: attention in 32 bits throughout.
 
 from __future__ import annotations
 
+import bisect
+import codecs
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,22 +39,25 @@ _ROUND = 256  # tokens of a context
 
 @dataclass(frozen=True)
 class _Asked:
-    """n_top: alternatives of each token, None without logprobs. max_tokens: generated after the prompt, greedily."""
+    """n_top: alternatives of each token, None without logprobs. max_tokens: generated after the prompt, greedily, until
+    one of stop comes."""
 
     prompts: list[list[int]]
     max_tokens: int
     n_top: int | None
+    stop: list[str]
 
 
 class Echo:
     """Answers completions that ask for an echo, and leaves others to llama-server.
 
-    context: the server's llama_context *, 0 while its model is not loaded.
+    context: the server's llama_context *, 0 while its model is not loaded. name: of the model, for users.
     """
 
-    def __init__(self, managed: ManagedModel, context: Callable[[], int]) -> None:
+    def __init__(self, managed: ManagedModel, context: Callable[[], int], name: str) -> None:
         self._managed = managed
         self._context = context
+        self._name = name
         self._computing = threading.Lock()
         self._needed: dict[int, int] = {}  # bytes of a context, by its tokens
 
@@ -91,7 +96,7 @@ class Echo:
         n_generated = sum(choice.pop("n_generated") for choice in choices)
         return as_json({
             "id": f"cmpl-{time.time_ns():x}", "object": "text_completion", "created": int(time.time()),
-            "model": body.get("model") or self._managed.path, "choices": choices,
+            "model": body.get("model") or self._name, "choices": choices,
             "usage": {"prompt_tokens": n_prompt, "completion_tokens": n_generated,
                       "total_tokens": n_prompt + n_generated},
         })
@@ -129,7 +134,14 @@ def _read(body: dict[str, Any], vocabulary: Vocabulary) -> _Asked:
                           '"max_tokens": 0')
     wanted = body.get("logprobs")
     n_top = None if wanted is None or wanted is False else 1 if wanted is True else _whole(body, "logprobs", 0, MAX_TOP)
-    return _Asked(_prompts(body.get("prompt"), vocabulary), max_tokens, n_top)
+    return _Asked(_prompts(body.get("prompt"), vocabulary), max_tokens, n_top, _stop(body.get("stop")))
+
+
+def _stop(given: Any) -> list[str]:
+    words = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise PyorchError('"stop" must be a text or a list of texts')
+    return [word for word in words if word]
 
 
 def _whole(body: dict[str, Any], name: str, default: int, most: int) -> int:
@@ -167,18 +179,52 @@ def _choice(
         rows = context.decode(prompt[begin : begin + n_batch])
         values.add(rows, prompt[begin + 1 : begin + 1 + len(rows)])
     row, reason = rows[-1], "length"
+    text = _Text(map(vocabulary.piece, prompt))
+    begin, end = len(text.text), None
     for _ in range(asked.max_tokens):
         token = int(row.argmax())
         values.add(row[None], [token])
         tokens.append(token)
-        if vocabulary.is_end(token):
+        text.add(vocabulary.piece(token))
+        end = min((at for word in asked.stop if (at := text.text.find(word, begin)) >= 0), default=None)
+        if end is not None or vocabulary.is_end(token):
             reason = "stop"
             break
         if len(tokens) < len(prompt) + asked.max_tokens:
             row = context.decode([token])[0]
-    pieces = [vocabulary.piece(token) for token in tokens]
-    return {"text": b"".join(pieces).decode(errors="replace"), "index": index, "finish_reason": reason,
-            "logprobs": values.as_logprobs(vocabulary, tokens, pieces), "n_generated": len(tokens) - len(prompt)}
+    n_generated = len(tokens) - len(prompt)
+    if end is None:
+        text.finish()
+    else:  # what stopped it is no part of the answer
+        text.cut(end, len(prompt))
+    return {"text": text.text, "index": index, "finish_reason": reason,
+            "logprobs": values.as_logprobs(vocabulary, tokens[: len(text.pieces)], text), "n_generated": n_generated}
+
+
+class _Text:
+    """What tokens stand for, and where in that each begins, in characters. A token may begin inside a character."""
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self.text = ""
+        self.pieces: list[bytes] = []
+        self.offsets: list[int] = []
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for piece in pieces:
+            self.add(piece)
+
+    def add(self, piece: bytes) -> None:
+        self.pieces.append(piece)
+        self.offsets.append(len(self.text))
+        self.text += self._decoder.decode(piece)
+
+    def finish(self) -> None:
+        """Nothing follows, not even the rest of a character."""
+        self.text += self._decoder.decode(b"", final=True)
+
+    def cut(self, end: int, n_least: int) -> None:
+        """Leaves so many characters, and the tokens that begin in them; n_least of these in any case."""
+        n_tokens = max(n_least, bisect.bisect_left(self.offsets, end))
+        self.text, self.pieces, self.offsets = self.text[:end], self.pieces[:n_tokens], self.offsets[:n_tokens]
 
 
 class _Values:
@@ -199,11 +245,10 @@ class _Values:
             best = np.argpartition(-values, min(self._n_top, len(values) - 1))[: self._n_top]
             self._top.append([(int(i), float(values[i])) for i in best[np.argsort(-values[best], kind="stable")]])
 
-    def as_logprobs(self, vocabulary: Vocabulary, tokens: Sequence[int], pieces: Sequence[bytes]) -> dict | None:
+    def as_logprobs(self, vocabulary: Vocabulary, tokens: Sequence[int], text: _Text) -> dict | None:
+        """tokens: of the text, which may be fewer than were added."""
         if self._n_top is None:
             return None
-        texts = [piece.decode(errors="replace") for piece in pieces]
-        lengths = np.cumsum([0, *map(len, texts)])
         top: list[dict[str, float] | None] = [None]
         for token, value, best in zip(tokens[1:], self._of_token, self._top):
             named = {vocabulary.piece(token).decode(errors="replace"): value}  # the token itself is always there
@@ -211,5 +256,6 @@ class _Values:
                 name = vocabulary.piece(other).decode(errors="replace")
                 named[name] = max(likelihood, named.get(name, likelihood))
             top.append(named)
-        return {"tokens": texts, "token_logprobs": [None, *self._of_token], "top_logprobs": top,
-                "text_offset": lengths[:-1].tolist()}
+        return {"tokens": [piece.decode(errors="replace") for piece in text.pieces],
+                "token_logprobs": [None, *self._of_token[: len(tokens) - 1]], "top_logprobs": top,
+                "text_offset": text.offsets}

@@ -38,9 +38,9 @@ class Option:
 
 MODEL = Option(("-m", "--model", "-mu", "--model-url", "-hf", "-hfr", "--hf-repo", "-dr", "--docker-repo",
                 "--models-dir", "--models-preset"))
+ALIAS = Option(("-a", "--alias"), "LLAMA_ARG_ALIAS")
 HOST = Option(("--host",), "LLAMA_ARG_HOST")
 PORT = Option(("--port",), "LLAMA_ARG_PORT")
-ALIAS = Option(("-a", "--alias"), "LLAMA_ARG_ALIAS")
 CTX_SIZE = Option(("-c", "--ctx-size"), "LLAMA_ARG_CTX_SIZE")
 BATCH = Option(("-b", "--batch-size"), "LLAMA_ARG_BATCH")
 UBATCH = Option(("-ub", "--ubatch-size"), "LLAMA_ARG_UBATCH")
@@ -55,6 +55,7 @@ KV_UNIFIED = Option(("-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"), "LLA
 CACHE_TYPE_K = Option(("-ctk", "--cache-type-k"), "LLAMA_ARG_CACHE_TYPE_K")
 CACHE_TYPE_V = Option(("-ctv", "--cache-type-v"), "LLAMA_ARG_CACHE_TYPE_V")
 CACHE_RAM = Option(("-cram", "--cache-ram"), "LLAMA_ARG_CACHE_RAM")
+SWA_FULL = Option(("--swa-full",), "LLAMA_ARG_SWA_FULL")
 LOAD_MODE = Option(("-lm", "--load-mode"), "LLAMA_ARG_LOAD_MODE")
 FIT = Option(("-fit", "--fit"), "LLAMA_ARG_FIT")
 WARMUP = Option(("--warmup", "--no-warmup"))

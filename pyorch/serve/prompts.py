@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import llama_cpp
+import llama_cpp.llama_cpp as llama
 
 from pyorch import _libs
 from pyorch.errors import PyorchError
@@ -31,7 +32,7 @@ from pyorch.files import check_free_space, replace
 from pyorch.llama.managed import ManagedModel
 from pyorch.runtime import disk, fatal, kept
 from pyorch.serve import llama_server, routes
-from pyorch.serve.library import lib
+from pyorch.serve.library import lib, served_context
 from pyorch.serve.llama_server import Flags
 from pyorch.serve.routes import Answer, Request, Routes, refusal
 from pyorch.settings.option import texts
@@ -59,6 +60,7 @@ class Prompts:
 
     def __init__(self, record: ManagedModel, server: Flags, limit: int) -> None:
         self._record, self._limit, self._n_slots = record, limit, server.n_slots
+        self._has_whole_windows = server.has(llama_server.SWA_FULL)
         self._directory: Path | None = None
         self._lock = threading.Lock()
         self._files: dict[int, Path] = {}  # of what slots held when they were read or written last
@@ -82,7 +84,7 @@ class Prompts:
 
     def restore(self) -> None:
         """Fills the slots of a server that has not answered yet."""
-        if self._directory is None:
+        if self._directory is None or self._forgets():
             return
         with contextlib.suppress(OSError), _locked(self._directory.parent):
             for slot, file in enumerate(_newest(self._directory.glob("*.kv"))[: self._n_slots]):
@@ -100,7 +102,7 @@ class Prompts:
 
     def keep(self) -> None:
         """Writes what slots hold that compute nothing. No error where it cannot."""
-        if self._directory is None or self._was_lossy():
+        if self._directory is None or self._was_lossy() or self._forgets():
             return
         with self._lock, contextlib.suppress(OSError, PyorchError), _locked(self._directory.parent):
             self._directory.mkdir(parents=True, exist_ok=True)  # another server may have removed it
@@ -122,6 +124,19 @@ class Prompts:
                 finally:
                     part.unlink(missing_ok=True)
             self._prune()
+
+    def _forgets(self) -> bool:
+        """Whether the memory of a text holds only its end: the state of a recurrent layer, or a window of tokens.
+
+        A slot holds a text and its answer, so another prompt with the same beginning would be computed again.
+        """
+        context = served_context()
+        if not context:
+            return True
+        model = llama.llama_get_model(context)
+        window = 0 if self._has_whole_windows else llama.llama_model_n_swa(model)
+        return (llama.llama_model_is_recurrent(model) or llama.llama_model_is_hybrid(model)
+                or 0 < window < llama.llama_n_ctx_seq(context))
 
     def _was_lossy(self) -> bool:
         """Settings can change while it serves."""

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 # What a layer has of its own, in pyorch.runtime.statistics.Stats.
 LAYER_COUNTS = [number.name for number in numbers("pyorch_stats") if is_of_layers(number.part)]
 
+_EVICTION_SECONDS = 30.0  # a disk that does not answer keeps no client longer
+
 _DIGITS = bytes.maketrans(bytes(range(32)), b"0123456789abcdefghijklmnopqrstuv")
 
 
@@ -78,7 +80,15 @@ class Residency:
             return refusal(400, f"the body is no JSON object with some of {', '.join(self._changes())}")
         with self._changing:
             self.change(body)
+            if "budget" in body:
+                self._wait_for_eviction()
         return as_json(self.state())
+
+    def _wait_for_eviction(self) -> None:
+        """Experts of a layer that is computed stay until it is, also above a budget that became less."""
+        due = time.monotonic() + _EVICTION_SECONDS
+        while (stats := self.engine.stats()).used_bytes > stats.budget_bytes and time.monotonic() < due:
+            time.sleep(0.002)
 
     def state(self) -> dict[str, Any]:
         """One reading of all layers; see docs/serving.md."""

@@ -91,6 +91,11 @@ def own(path: str, parameters: str = "", body: str = "", seconds: float = 60.0) 
 Handler = Callable[[Request], "Answer | None"]
 
 
+def first_answer(*handlers: Handler) -> Handler:
+    """Asks one after the other, until one answers."""
+    return lambda request: next(filter(None, (handler(request) for handler in handlers)), None)
+
+
 class Routes:
     """Routes of ours, for the server that runs next. Must outlive it.
 
@@ -107,6 +112,18 @@ class Routes:
             lib.pyorch_server_make_public(f"{prefix}{path}".encode())
         self._handlers: list[Handler] = []
         self._callback = ffi.callback("pyorch_answer_fn", self._answer)
+
+    def check_schemas(self, check: Callable[[bytes], None]) -> None:
+        """From now on a JSON schema for which it raises PyorchError is refused, wherever a request has it."""
+        def refuse(request: Request) -> Answer | None:
+            try:
+                check(request.body)
+            except PyorchError as error:
+                return Answer(str(error), TEXT, 400)
+            return None
+
+        self._handlers.append(refuse)
+        lib.pyorch_server_check_schemas(self._callback, ffi.cast("void *", len(self._handlers) - 1))
 
     def add(
         self, method: str, path: str, handler: Handler, public: bool = False, when: int = lib.PYORCH_SERVER_BEHIND

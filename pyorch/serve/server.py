@@ -19,6 +19,7 @@ from pyorch.errors import PyorchError, one_line
 from pyorch.llama import cores, device, logs, measure
 from pyorch.llama.context_plan import check_context, check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import ManagedModel, loading
+from pyorch.llama.schemas import check_schema
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
@@ -32,7 +33,7 @@ from pyorch.serve.llama_server import Flags, Root
 from pyorch.serve.metrics import Metrics
 from pyorch.serve.prompts import Prompts
 from pyorch.serve.residency import Residency
-from pyorch.serve.routes import Answer, Request, Routes, as_json, own
+from pyorch.serve.routes import Answer, Request, Routes, as_json, first_answer, own
 from pyorch.serve.vocabulary import TokenizerRoutes
 from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.device import NONE
@@ -92,6 +93,8 @@ def serve(
     given.arguments += ("-m", path)
     root = given.root
     given.add_defaults()
+    # llama-server would show the path. A comma parts two names.
+    given.default(llama_server.ALIAS, "--alias", os.path.basename(path).replace(",", "_"))
     given.default(llama_server.CTX_SIZE, "-c", 4096)
     with Ending(grace) as ending, contextlib.ExitStack() as connections:
         began_again = False
@@ -140,18 +143,21 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
     routes.add("GET", "/residency", residency.get)
     routes.add("POST", "/residency", residency.post)
     routes.add("GET", "/metrics", Metrics(record).get)
-    routes.add("POST", "/v1/completions", Echo(record, served_context).post, when=lib.PYORCH_SERVER_FIRST)
-    aliases = [*filter(None, server.value(llama_server.ALIAS).split(","))]
-    for name in aliases or dict.fromkeys((record.path, os.path.basename(record.path))):  # the path is a pattern
+    routes.check_schemas(check_schema)
+    aliases = [*filter(None, server.value(llama_server.ALIAS).split(","))] or [os.path.basename(record.path)]
+    for name in aliases:  # the path is a pattern
         routes.add("GET", "/v1/models/" + re.sub(r"([][.^$|(){}*+?\\])", r"\\\1", name), _model)
+    echo = Echo(record, served_context, aliases[0])
     tokenizer = TokenizerRoutes(served_context)
     routes.add("GET", "/tokenizer_info", tokenizer.info)
     routes.add("POST", "/tokenize", tokenizer.tokenize, when=lib.PYORCH_SERVER_FIRST)
     routes.add("POST", "/detokenize", tokenizer.detokenize)
     for path in PATHS:
         routes.add("POST", path, explained(record), when=lib.PYORCH_SERVER_FAILED)
-    for path in tools.PATHS:
-        routes.add("POST", path, tools.require_template, when=lib.PYORCH_SERVER_FIRST)
+    for path in PATHS:
+        handlers = [tools.check_grammars, *([tools.require_template] if path in tools.PATHS else []),
+                    *([echo.post] if path == "/v1/completions" else [])]
+        routes.add("POST", path, first_answer(*handlers), when=lib.PYORCH_SERVER_FIRST)
     pages.add_to(routes, bool(server.api_keys), root)
     return routes
 

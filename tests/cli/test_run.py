@@ -65,6 +65,12 @@ def test_a_json_schema_is_obeyed(small_moe: Path, capsys: pytest.CaptureFixture[
     ("--json-schema", "{", "the JSON schema is not JSON"),
     ("--json-schema", "[]", "the JSON schema is not an object"),
     ("--json-schema", '{"$ref": "#/none"}', "the JSON schema cannot be made a grammar"),
+    ("--json-schema", '{"type": "string", "pattern": "^[z-a]$"}', "the range z-a ends below its beginning"),
+    ("--json-schema", '{"type": "string", "pattern": "abc"}', "the JSON schema cannot be made a grammar: Pattern must"),
+    ("--json-schema", '{"type": "array", "minItems": 3, "maxItems": 2}', "the JSON schema allows nothing"),
+    ("--json-schema", '{"items": ' * 900 + "{}" + "}" * 900, "nested more than 100 levels deep"),
+    ("--grammar", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000, "nested more than 500 levels deep"),
+    ("--grammar", "root ::= [z-a]", "the range z-a ends below its beginning"),
 ])
 def test_what_is_no_grammar_is_one_sentence(small_moe: Path, option: str, given: str, said: str, capfd) -> None:
     assert main(["run", str(small_moe), "-p", "x", *FEW, option, given]) == 2

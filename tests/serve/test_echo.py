@@ -79,6 +79,38 @@ def test_the_form_is_that_of_older_completions(server: ServerProcess):
     assert all(top[token] == max(top.values()) for token, top in generated), "temperature 0"
 
 
+@pytest.mark.parametrize("prompt", ["Größe = 1\n日本語", "né 🙂🙂 à", "x"])
+def test_offsets_are_of_the_text_that_is_returned(server: ServerProcess, prompt: str):
+    choice, = echo(server, prompt)
+    _, tokens = ask(server, "/tokenize", {"content": prompt, "with_pieces": True})
+    pieces = [piece["piece"] for piece in tokens["tokens"]]
+    whole = [piece.encode() if isinstance(piece, str) else bytes(piece) for piece in pieces]
+    assert choice["text"] == prompt and b"".join(whole) == prompt.encode()
+    begins = [sum(map(len, whole[:i])) for i in range(len(whole))]
+    # The character in which, or with which, a token begins.
+    expected = [len(prompt.encode()[:begin].decode(errors="ignore")) for begin in begins]
+    assert choice["logprobs"]["text_offset"] == expected and max(expected) < len(prompt)
+
+
+def test_a_stop_ends_the_text_and_is_no_part_of_it(server: ServerProcess):
+    options = {"max_tokens": 24, "temperature": 0, "logprobs": 0}
+    whole, = echo(server, PROMPT, **options)
+    generated = whole["text"].removeprefix(PROMPT)
+    stop = generated[len(generated) // 2 :][:3]
+    expected = PROMPT + generated[: generated.index(stop)]
+    for given in (stop, ["never said", stop], [stop, stop[:2]]):
+        choice, = echo(server, PROMPT, **options, stop=given)
+        logprobs, text = choice["logprobs"], choice["text"]
+        assert choice["finish_reason"] == "stop" and expected.startswith(text) and text.startswith(PROMPT)
+        assert text == expected or isinstance(given, list)
+        assert {len(values) for values in logprobs.values()} == {len(logprobs["tokens"])}
+        assert max(logprobs["text_offset"]) < len(text)
+    never, = echo(server, PROMPT, **options, stop=["", "never said"])
+    assert never == whole
+    in_prompt, = echo(server, PROMPT, **options, stop=PROMPT[:4])
+    assert in_prompt["text"].startswith(PROMPT)
+
+
 def test_several_prompts_are_answered_in_order(server: ServerProcess):
     texts = ["import os", "def add(a, b):"]
     choices = echo(server, texts)
@@ -98,6 +130,7 @@ def test_without_logprobs_only_the_text_comes(server: ServerProcess):
     ({"prompt": "x", "max_tokens": 9}, "generated at temperature 0 only"),
     ({"prompt": "x", "stream": True}, '"stream" does not go with "echo"'),
     ({"prompt": "x", "logprobs": -1}, '"logprobs" is -1, and must be a whole number from 0 to 100'),
+    ({"prompt": "x", "stop": 3}, '"stop" must be a text or a list of texts'),
     ({"prompt": "import os\n" * 2000}, "start the server with a larger --ctx"),
     ({"prompt": "\ud800"}, "half of a surrogate pair"),
 ])
@@ -116,7 +149,7 @@ def test_under_the_automatic_budget_experts_make_room_only_where_memory_lacks(st
 def test_experts_give_back_what_a_context_lacks_and_keep_the_least(small_moe: Path, monkeypatch: pytest.MonkeyPatch):
     with load(small_moe, n_ctx=64, n_threads=1) as model:
         managed, engine = find(model.llama.model), model.engine
-        judge, before = Echo(managed, lambda: 0), engine.stats()
+        judge, before = Echo(managed, lambda: 0, "a model"), engine.stats()
         needed = judge.measure(256)
         assert managed.plan.automatic and needed > 0
         for lacking, left in ((4096, before.budget_bytes - 4096), (before.budget_bytes, managed.map.info.floor_bytes)):

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from architectures import Zoo
 from processes import HANG_SECONDS
 from servers import ServerProcess
+
+from pyorch.serve.prompts import LEAST_TOKENS
 
 TEXT = (Path(__file__).parents[2] / "pyorch/sizes.py").read_text()[:1500]
 
@@ -39,9 +42,9 @@ def serve(start, model: Path) -> Serve:
                                    "60%", "--threads", "1", *options])
 
 
-def complete(server: ServerProcess) -> tuple[str, int, int]:
-    """What follows TEXT; how many of its tokens were computed, and how many were there."""
-    body = json.dumps({"prompt": TEXT, "n_predict": 12, "temperature": 0}).encode()
+def complete(server: ServerProcess, text: str = TEXT) -> tuple[str, int, int]:
+    """What follows the text; how many of its tokens were computed, and how many were there."""
+    body = json.dumps({"prompt": text, "n_predict": 12, "temperature": 0}).encode()
     request = urllib.request.Request(server.url + "/completion", body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
         said = json.load(answer)
@@ -125,6 +128,20 @@ def test_a_file_that_ends_its_server_is_tried_once(serve: Serve, prompts: Path) 
     assert complete(server)[1] == n_tokens
     server.stop()
     assert [file.suffix for file in prompts.glob("*/*")] == [".kv"]
+
+
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-next"])
+def test_a_memory_that_forgets_is_not_kept_and_nothing_is_claimed(start, zoo: Zoo, name: str, prompts: Path) -> None:
+    """A window of tokens, and recurrent layers: the same prompt would be computed again."""
+    command = [sys.executable, "-m", "pyorch", "serve", str(zoo.path(name, "F32")), "--port", "0", "--budget", "60%",
+               "--threads", "1"]
+    server = start(command)
+    text, n_tokens, _ = complete(server, TEXT[:200])  # their contexts are short
+    assert n_tokens > LEAST_TOKENS and server.stop()[0] == 0
+    assert not list(prompts.glob("*/*.kv"))
+    server = start(command)
+    assert "of the last time" not in server.log.read_text()
+    assert complete(server, TEXT[:200]) == (text, n_tokens, 0)
 
 
 def test_all_files_stay_under_the_limit(serve: Serve, prompts: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
@@ -12,7 +13,7 @@ import pytest
 from models import PROMPT
 from processes import HANG_SECONDS
 from prometheus_client.parser import text_string_to_metric_families
-from servers import ServerProcess, pyorch_serve
+from servers import ServerProcess, faulty_serve, pyorch_serve, wait_until
 
 from pyorch.library.bindings import lib
 
@@ -101,6 +102,27 @@ def test_settings_change_while_it_runs(server: ServerProcess):
                    prefetch=before["prefetch"])
     assert not any(int(flags, 16) & lib.PYORCH_PINNED for layer in state["layers"] for flags in layer["states"])
     assert state["settings"] == before and state["totals"]["used_bytes"] <= before["budget"]
+
+
+def test_a_lower_budget_is_answered_when_experts_have_left(start, small_moe: Path, tmp_path: Path):
+    """A prompt waits for the disk, and holds the experts of its layer and of the next one."""
+    fault = tmp_path / "fault"
+    server = start(faulty_serve(small_moe, fault))
+    change(server, budget="100%")
+    fault.write_text("slow")
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            prompt = pool.submit(server.complete, PROMPT * 10, 1)
+            wait_until(lambda: fault.with_suffix(".reached").exists() or prompt.done())
+            least = residency(server)["settings"]["least_budget"]
+            changed = pool.submit(change, server, budget=least)
+            wait_until(lambda: residency(server)["settings"]["budget"] == least)
+            held = residency(server)["totals"]
+            assert held["used_bytes"] > held["budget_bytes"], "else the answer need not wait"
+        finally:
+            fault.unlink()
+        totals = changed.result()["totals"]
+        assert totals["used_bytes"] <= totals["budget_bytes"] == least and prompt.exception() is None
 
 
 def test_it_says_how_many_slots_suit_the_budget(server: ServerProcess):

@@ -19,7 +19,7 @@ from buddy_lists import random_buddies
 from ggufs import write_moe_model
 from models import PROMPT, small_model
 from processes import pyorch
-from servers import WHOLE_PROMPT, ServerProcess, Stream, faulty_serve, pyorch_serve, wait_until
+from servers import TEMPLATE_WITH_TOOLS, WHOLE_PROMPT, ServerProcess, Stream, faulty_serve, pyorch_serve, wait_until
 
 from pyorch.cli import main
 from pyorch.runtime.model_map import ModelMap
@@ -31,7 +31,7 @@ from pyorch.sizes import MiB
 @pytest.fixture(scope="module")
 def server(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
     # Two threads: what is answered beside others is computed as by most users.
-    command = pyorch_serve(small_moe, "--budget", "40%", "--threads", "2", "--", "--slots")
+    command = pyorch_serve(small_moe, "--budget", "40%", "--threads", "2", "--", "--slots", "--context-shift")
     server = ServerProcess(command, tmp_path_factory.mktemp("server") / "log")
     yield server
     server.process.kill()
@@ -58,6 +58,14 @@ def test_it_starts_without_what_only_requests_and_other_commands_need(start, sma
     assert imported & heavy == set()
 
 
+def test_users_are_told_the_models_name_and_not_its_path(server: ServerProcess):
+    name = "small-moe.gguf"
+    assert [model.id for model in server.client.models.list()] == [name]
+    assert server.client.completions.create(model="", prompt=PROMPT, max_tokens=1).model == name
+    status, echoed = server.post("/v1/completions", {"prompt": PROMPT, "echo": True, "max_tokens": 0})
+    assert status == 200 and json.loads(echoed)["model"] == name
+
+
 def test_chat_is_answered(server: ServerProcess):
     messages = [{"role": "user", "content": "def add(a, b):"}]
     answer = server.client.chat.completions.create(model="", messages=messages, max_tokens=8, temperature=0)
@@ -66,14 +74,6 @@ def test_chat_is_answered(server: ServerProcess):
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {
     "type": "object", "properties": {}, "additionalProperties": False}}}
-TEMPLATE_WITH_TOOLS = """{% if tools %}<|im_start|>system
-<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools><|im_end|>
-{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 
 
 def test_a_tool_call_that_is_required_of_a_template_without_tools_is_refused(server: ServerProcess):
@@ -88,6 +88,29 @@ def test_a_tool_call_that_is_required_of_a_template_without_tools_is_refused(ser
                 ask(choice, stream)
             assert refusal.value.status_code == 400
     assert ask("auto").choices[0].message.content
+
+
+FLAT_TOOL = {"type": "function", "name": "add", "parameters": TOOL["function"]["parameters"]}
+CLAUDE_TOOL = {"name": "add", "input_schema": TOOL["function"]["parameters"]}
+
+
+@pytest.mark.parametrize(("path", "tool", "choice", "status"), [
+    ("/v1/responses", FLAT_TOOL, "required", 400),
+    ("/responses", FLAT_TOOL, {"type": "function", "name": "add"}, 400),
+    ("/v1/responses", FLAT_TOOL, {"type": "allowed_tools", "mode": "required", "tools": []}, 400),
+    ("/v1/responses", FLAT_TOOL, "auto", 200),
+    ("/v1/messages", CLAUDE_TOOL, {"type": "any"}, 400),
+    ("/v1/messages", CLAUDE_TOOL, {"type": "tool", "name": "add"}, 400),
+    ("/v1/messages", CLAUDE_TOOL, {"type": "auto"}, 200),
+    ("/v1/messages", CLAUDE_TOOL, {"type": "none"}, 200),
+])
+def test_a_forced_tool_call_is_refused_by_each_api_with_tools(
+    server: ServerProcess, path: str, tool: dict, choice: object, status: int
+):
+    body = {"messages": [{"role": "user", "content": PROMPT}], "input": PROMPT, "max_tokens": 2, "max_output_tokens": 2,
+            "tools": [tool], "tool_choice": choice}
+    found, text = server.post(path, body)
+    assert found == status and ("chat template of this model knows no tools" in text) == (status == 400), text
 
 
 def test_a_tool_call_that_is_required_of_a_template_with_tools_is_not_refused(start, small_moe: Path, tmp_path: Path):
@@ -152,6 +175,16 @@ def test_eight_requests_at_once_are_all_answered(server: ServerProcess):
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(server.complete, prompts))
     assert all(answers)
+
+
+def test_a_request_whose_client_left_ends_whoever_asks_for_something_else(server: ServerProcess):
+    """It has no end, and the slots are looked at until it has one."""
+    body = json.dumps({"prompt": PROMPT, "n_predict": -1, "ignore_eos": True}).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"POST /completion HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+                           b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        wait_until(lambda: any(slot["is_processing"] for slot in server.get("/slots")))
+    wait_until(lambda: not any(slot["is_processing"] for slot in server.get("/slots")))
 
 
 def test_cancelled_stream_frees_its_slot(server: ServerProcess):

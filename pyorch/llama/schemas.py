@@ -1,0 +1,188 @@
+"""Grammars and JSON schemas that clients and users send: which ones llama.cpp is given.
+
+llama.cpp reads a grammar by recursion. It converts a schema by recursion, too, in a time that grows with the cube of an
+object's optional properties, and tries each alternative at each token. So both have limits, and neither may contradict
+itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pyorch.errors import PyorchError
+
+MAX_NESTING = 100
+MAX_SCHEMAS = 10_000  # a schema counts for each type that it lists
+MAX_ALTERNATIVES = 1_000  # of an "enum", "anyOf", "oneOf" or "type"
+MAX_OPTIONAL = 500  # properties of an object
+MAX_NAME = 1_000  # characters of a property's name
+MAX_GRAMMAR = 1 << 20  # bytes
+MAX_RULES = 10_000
+MAX_PARENTHESES = 500  # in one another
+
+_BOUNDS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"),
+           ("minContains", "maxContains"), ("minimum", "maximum"))
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+# A part may lack its end: then it reaches to the end of the text, which is read once.
+_PARTS = re.compile(r'"(?:\\.|[^"\\])*"?|(?P<characters>\[(?:\\.|[^\]\\])*\]?)|#[^\n]*|(?P<sign>[()]|::=)', re.DOTALL)
+_RANGE = re.compile(r"(\\.|[^\\])(?:-(\\.|[^\\]))?", re.DOTALL)
+
+
+def check_grammar(text: str) -> None:
+    """Raises PyorchError for a grammar, as GBNF, that is too large or too deep for llama.cpp, or has an empty range."""
+    n_bytes = len(text.encode(errors="replace"))
+    if n_bytes > MAX_GRAMMAR:
+        raise PyorchError(f"a grammar of {n_bytes} bytes is too large: {MAX_GRAMMAR} are allowed")
+    n_rules = depth = 0
+    for part in _PARTS.finditer(text):
+        if part["characters"]:
+            check_ranges(part["characters"])
+        sign = part["sign"]
+        n_rules += sign == "::="
+        depth += (sign == "(") - (sign == ")")
+        if n_rules > MAX_RULES:
+            raise PyorchError(f"the grammar has more than {MAX_RULES} rules")
+        if depth > MAX_PARENTHESES:
+            raise PyorchError(f"the parentheses of the grammar are nested more than {MAX_PARENTHESES} levels deep")
+
+
+def check_ranges(text: str) -> None:
+    """Raises PyorchError if a character class of a grammar or a pattern has a range that ends below its beginning."""
+    for characters in re.findall(r"\[(?:\\.|[^\]\\])*\]?", text, re.DOTALL):
+        for first, last in _RANGE.findall(characters.strip("[]").removeprefix("^")):
+            if len(first) == len(last) == 1 and last < first:
+                raise PyorchError(f"the range {first}-{last} ends below its beginning")
+
+
+def check_schema(text: str | bytes) -> None:
+    """Raises PyorchError for a schema, as JSON, that allows nothing or costs too much."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PyorchError(f"the JSON schema is not JSON: {error}") from None
+    _Walk(schema).visit(schema, "#", 1, 0)
+
+
+def grammar_of(schema: str) -> str:
+    """The grammar, as GBNF, of a schema, as JSON, for llama_cpp. PyorchError where it has none."""
+    from llama_cpp.llama_grammar import json_schema_to_gbnf  # takes a tenth of a second
+
+    check_schema(schema)
+    try:
+        return json_schema_to_gbnf(schema)
+    except Exception as error:  # whatever the converter of llama_cpp stumbles over
+        said = str(error) or type(error).__name__
+        raise PyorchError(f"the JSON schema cannot be made a grammar: {said}") from None
+
+
+class _Walk:
+    """Through one schema; root: all of it."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._n_schemas = 0
+
+    def visit(self, schema: Any, place: str, copies: int, depth: int) -> None:
+        """copies: how often llama.cpp converts the schema at this place, which it does for each type of a list."""
+        if depth > MAX_NESTING:
+            raise PyorchError(f"the JSON schema is nested more than {MAX_NESTING} levels deep")
+        if not isinstance(schema, dict):
+            return
+        types = schema.get("type")
+        if isinstance(types, list):
+            copies *= max(1, len(types))
+        self._n_schemas += copies
+        if self._n_schemas > MAX_SCHEMAS:
+            raise PyorchError(f"the JSON schema has more than {MAX_SCHEMAS} parts: leave out what it need not say")
+        if isinstance(pattern := schema.get("pattern"), str):
+            check_ranges(pattern)
+        _check_bounds(schema, place)
+        _check_size(schema, place)
+        self._check_reference(schema, place)
+        for name, inner in _children(schema):
+            self.visit(inner, f"{place}/{name}", copies, depth + 1)
+
+    def _check_reference(self, schema: dict[str, Any], place: str) -> None:
+        """Of "$ref" that leads to "$ref" only, without end."""
+        seen: set[str] = set()
+        while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
+            if len(reference) > MAX_NAME:
+                raise PyorchError(f"the JSON schema has, at {_short(place)}, a $ref of {len(reference)} characters, "
+                                  f"and {MAX_NAME} are allowed")
+            if reference in seen:
+                raise PyorchError(f'the JSON schema has, at {_short(place)}, a $ref that leads back to itself: '
+                                  f'"{_short(reference)}"')
+            seen.add(reference)
+            schema = self._at(reference)
+
+    def _at(self, reference: str) -> Any:
+        """What a reference names; None for nothing."""
+        found = self._root
+        for name in reference.removeprefix("#/").split("/"):
+            if isinstance(found, dict):
+                found = found.get(name)
+            elif isinstance(found, list) and name.isdigit() and int(name) < len(found):
+                found = found[int(name)]
+            else:
+                return None
+        return found
+
+
+def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            yield from ((f"{key}/{i}", inner) for i, inner in enumerate(schema[key]))
+    for key in _ONE:
+        if isinstance(schema.get(key), dict):
+            yield key, schema[key]
+    for key in _NAMED:
+        if isinstance(schema.get(key), dict):
+            yield from ((f"{key}/{name}", inner) for name, inner in schema[key].items())
+
+
+def _check_bounds(schema: dict[str, Any], place: str) -> None:
+    pairs = [(*names, False) for names in _BOUNDS]
+    pairs += [("exclusiveMinimum", "maximum", True), ("minimum", "exclusiveMaximum", True),
+              ("exclusiveMinimum", "exclusiveMaximum", True)]
+    for least, most, is_open in pairs:
+        low, high = schema.get(least), schema.get(most)
+        if not _is_number(low) or not _is_number(high):
+            continue
+        if low > high or (is_open and low == high):
+            raise PyorchError(f"the JSON schema allows nothing at {_short(place)}: {least} is {low}, and {most} is "
+                              f"{high}")
+
+
+def _check_size(schema: dict[str, Any], place: str) -> None:
+    for key in ("enum", "anyOf", "oneOf", "allOf", "type"):
+        if isinstance(schema.get(key), list) and len(schema[key]) > MAX_ALTERNATIVES:
+            raise PyorchError(f'the JSON schema has, at {_short(place)}, "{key}" with {len(schema[key])} values, and '
+                              f"{MAX_ALTERNATIVES} are allowed")
+    properties = schema.get("properties")
+    if not isinstance(properties, dict):
+        return
+    required = schema.get("required")
+    n_optional = len(properties.keys() - {name for name in required if isinstance(name, str)}
+                     if isinstance(required, list) else properties)
+    if n_optional > MAX_OPTIONAL:
+        raise PyorchError(f"the JSON schema has, at {_short(place)}, {n_optional} properties that are not required, "
+                          f"and {MAX_OPTIONAL} are allowed")
+    longest = max(map(len, properties), default=0)
+    if longest > MAX_NAME:
+        raise PyorchError(f"the JSON schema has, at {_short(place)}, a property whose name has {longest} characters, "
+                          f"and {MAX_NAME} are allowed")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:100]}..."
