@@ -26,6 +26,9 @@ from pyorch.serve.address import Address
 from pyorch.settings.budget import Budget
 
 _ERROR = re.compile(r"pyorch: error: (.*)")
+_ERROR_OF_LLAMA = re.compile(r"[0-9.]+ E (?:srv |cmn )? *(.*)")  # as llama-server logs it, behind the time
+
+_SILENT = "it ended without a word"
 
 
 @dataclass
@@ -223,7 +226,7 @@ class Models:
                 with self._changed:
                     if self.ending.is_set():
                         raise PyorchError("the server ends")
-                    model.port, model.said = 0, "it ended without a word"
+                    model.port, model.said = 0, _SILENT
                     # In a group of its own: Ctrl-C in a terminal is for this process, which ends the others.
                     process = model.process = subprocess.Popen(
                         self._command(model.name, model.path, announces), stdin=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -313,7 +316,8 @@ def _end(name: str, process: subprocess.Popen, why: str) -> None:
 def _pass_on(model: Model, lines: Iterator[str]) -> None:
     """What the process of a model says goes where ours does, but its address, which is not ours."""
     for line in lines:
-        error = _ERROR.match(line)
+        # The first line of llama-server has the cause; those behind say which functions failed with it.
+        error = _ERROR.match(line) or (model.said == _SILENT and _ERROR_OF_LLAMA.match(line))
         model.said = error[1] if error else model.said
         if not line.startswith("pyorch: serving ") and "API for programs at" not in line:
             say(f"{model.name}: {line.rstrip().removeprefix('pyorch: ')}")

@@ -365,6 +365,8 @@ class Reply:
 
     def end(self, reason: str = "") -> Json:
         """The last line. reason: of an answer without text."""
+        if self._path in _EMBEDS:  # nothing was asked but to load or to unload the model
+            return self._embeddings({})
         usage, timings = self._last.get("usage", {}), self._last.get("timings", {})
         line = self._line("", "") | {
             "done": True, "done_reason": reason or {"length": "length"}.get(self._reason, "stop"),

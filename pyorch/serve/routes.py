@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -131,7 +132,7 @@ class Routes:
         """public: needs no API key. when: see pyorch_server_when."""
         number = ffi.cast("void *", len(self._handlers))
         self._handlers.append(handler)
-        lib.pyorch_server_add_route(method.encode(), path.encode(), when, self._callback, number)
+        lib.pyorch_server_add_route(method.encode(), os.fsencode(path), when, self._callback, number)
         if public:
             lib.pyorch_server_make_public(f"{self._prefix}{path}".encode())
 

@@ -152,7 +152,7 @@ def read(
                           "make it again")
     if contents.get(_FINGERPRINT) != fingerprint(model_map):
         raise FormatError(f"{path} belongs to another model than {model_map.path}: its fingerprint differs; "
-                          "make it again for this model")
+                          "make it again for this model, with --force")
     sums = contents.get(_CHECKSUMS)
     if sums is not None and sums != [checksum(array) for array in arrays.values()]:
         raise FormatError(f"{path} is damaged, its numbers are not those that were written: make it again")

@@ -21,6 +21,7 @@ import anthropic
 import huggingface_hub.constants
 import ollama
 import pytest
+from ggufs import write_adapter
 from models import PROMPT
 from processes import HANG_SECONDS, pyorch, python
 from prometheus_client.parser import text_string_to_metric_families
@@ -238,6 +239,21 @@ def test_a_name_with_line_ends_is_served_and_new_files_are_found(start, small_mo
     log = server.log.read_text()
     assert all(line.startswith("pyorch: ") for line in log.splitlines()) and "\x1b" not in log
     assert r"loaded a\nb\x1b[2J in " in log
+
+
+def test_a_model_whose_name_is_no_text_is_served(start, small_moe: Path, tmp_path: Path):
+    os.link(small_moe, os.fsencode(tmp_path) + b"/a\xff.gguf")
+    server = start(serve_models(tmp_path))
+    assert server.get("/tokenizer_info")["eos_token"] and list(states(server).values()) == ["loaded"]
+
+
+def test_a_refusal_has_the_reason_of_llama_server(start, small_moe: Path, tmp_path: Path):
+    adapter = tmp_path / "adapter"
+    write_adapter(adapter, small_moe, "_exps", n_expert=32)
+    os.link(small_moe, tmp_path / "small.gguf")
+    server = start(serve_models(tmp_path, "--", "--lora", str(adapter)))
+    with pytest.raises(server.error, match=r"could not be loaded: .*ffn_down_exps.* incorrect shape"):
+        complete(server, "small")
 
 
 def test_tokens_are_asked_for_without_a_model(several: ServerProcess):

@@ -198,6 +198,9 @@ def test_thoughts_infill_and_embeddings_are_honoured(start, tmp_path: Path):
         assert made["prompt_eval_count"] == plain.usage.prompt_tokens > 0
     short, = ask_as_ollama(server, "/api/embed", {"model": "thinker", "input": "ab", "dimensions": 8})
     assert len(short["embeddings"][0]) == 8 and math.hypot(*short["embeddings"][0]) == pytest.approx(1)
+    for path, form in (("/api/embed", {"input": []}), ("/api/embeddings", {"prompt": ""})):
+        none, = ask_as_ollama(server, path, {"model": "thinker"} | form)
+        assert (none["embeddings"] if path == "/api/embed" else none["embedding"]) == []
     old, = ask_as_ollama(server, "/api/embeddings", {"model": "thinker", "prompt": "ab"})
     assert old["embedding"] == pytest.approx(ask_as_ollama(
         server, "/api/embed", {"model": "thinker", "input": "ab"})[0]["embeddings"][0])
