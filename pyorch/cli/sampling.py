@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from pyorch.cli.numbers import number, whole
 from pyorch.errors import PyorchError
 from pyorch.files import reading
-from pyorch.llama.schemas import check_schema, grammar_of
 
 if TYPE_CHECKING:
     from pyorch.llama.model import Model
@@ -51,7 +50,11 @@ def sampling(args: argparse.Namespace, model: Model) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         keyword: getattr(args, name.replace("-", "_")) for name, (keyword, *_) in SAMPLING.items()
     }
-    gbnf = args.grammar if args.json_schema is None else grammar_of(args.json_schema)
+    gbnf = args.grammar
+    if args.json_schema is not None:
+        from pyorch.llama.schemas import grammar_of
+
+        gbnf = grammar_of(args.json_schema)
     if gbnf is not None:
         chosen["grammar"] = _grammar(gbnf, args, model)
     return chosen
@@ -63,6 +66,8 @@ def check_sampling(args: argparse.Namespace) -> None:
     if args.grammar is not None:
         args.grammar = _text(args.grammar, "grammar")
     if args.json_schema is not None:
+        from pyorch.llama.schemas import check_schema
+
         args.json_schema = _text(args.json_schema, "JSON schema")
         check_schema(args.json_schema)
         if not isinstance(json.loads(args.json_schema), (dict, bool)):
