@@ -711,6 +711,7 @@ typedef struct pyorch_substitution {
     int32_t  order;         // pyorch_substitute_order: in which the absent experts of a token are treated
     int32_t  on_miss;       // pyorch_on_miss, for what the gates allow but no buddy covers
     double   tau;           // none where the token activating entropy is at most this (below 0: off)
+    double   temperature;   // of the probabilities that tau and gamma go by, 1: as they are
     double   gamma;         // none where the two largest probabilities differ by at least this (above 1: off)
     double   beta;          // none where at least this share of the requested experts is absent (above 1: off)
     uint64_t seed;          // of random substitution

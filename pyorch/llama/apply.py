@@ -120,7 +120,7 @@ def apply_substitution(
     given = {
         "prefill": settings.prefill, "max_per_token": settings.rho, "max_all_layers": settings.rho_token,
         "seed": settings.seed, "sacred": settings.sacred, "among": settings.among, "beta": settings.beta,
-        "bonus": settings.bonus, "max_weight": settings.max_weight,
+        "bonus": settings.bonus, "max_weight": settings.max_weight, "temperature": settings.temperature,
         "tau": _threshold(settings.tau, layer, "tae_percentiles"),
         "gamma": _threshold(settings.gamma, layer, "margin_percentiles"),
         **{field: choices.substitution(name)[getattr(settings, name)].value for field, name in (

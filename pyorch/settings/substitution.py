@@ -87,7 +87,8 @@ class Substitution:
         None, _number, "a number", plain="coverage", group=LOSSY, default_text="the sidecar's",
         help="an expert's buddies are those peers it is oftenest selected with that make up this share of all (eq. 5)")
     k: int | None = option(
-        None, _count, _COUNT, plain="max_buddies", group=LOSSY, help="most buddies of an expert")
+        None, _count, _COUNT, plain="max_buddies", group=LOSSY,
+        help="most buddies of an expert that are tried (H of algorithm 1)")
     rho: int | None = option(
         None, _count, _COUNT, plain="max_replaced", group=LOSSY,
         help="most experts of a token that are replaced or left out in a layer")
@@ -99,6 +100,10 @@ class Substitution:
         None, _number_or_percentile, _THRESHOLD, plain="min_entropy", group=LOSSY,
         help="nothing is replaced for a token of whose experts the router is sure: whose entropy (eq. 1) is not above "
              "this; p15 is what 15 % of the tokens of the trace were not above")
+    temperature: float = option(
+        1.0, _number, "a number", group=LOSSY,
+        help="of the router's probabilities that min_entropy and max_lead compare with numbers: above 1 the router "
+             "seems less sure of its experts")
     gamma: float | Percentile | None = option(
         None, _number_or_percentile, _THRESHOLD, plain="max_lead", group=LOSSY,
         help="nothing is replaced for a token whose likeliest expert leads the second by this much or more")
@@ -156,7 +161,7 @@ class Substitution:
                 "max_replaced=3"
             )
         known, values = options(cls), {}
-        plain = {option.plain: name for name, option in known.items() if option.plain}
+        plain = {option.plain: name for name, option in known.items() if option.plain} | {"H": "k"}
         first, _, rest = text.partition(",")
         word, colon, bound = (part.strip() for part in first.partition(":"))
         again = next((key for item in rest.split(",") if (key := _KEY_END.split(item)[0].strip()) in PRESETS), None)
@@ -229,6 +234,8 @@ def _check(settings: Substitution) -> None:
         if value is not None and value < 1:
             off = f"none, without {', '.join(PRESETS)}" if name == "sacred" else "no limit"
             raise PyorchError(f"lossy setting {_plain(name)}={value} is below 1: leave it out for {off}")
+    if not settings.temperature > 0:
+        raise PyorchError(f"lossy setting temperature={settings.temperature:g} is not above 0")
     for name in ("beta", "bonus", "max_weight", "seed"):
         value = getattr(settings, name)
         if value is not None and not value >= 0:
@@ -240,6 +247,9 @@ def _check(settings: Substitution) -> None:
         value = getattr(settings, name)
         if isinstance(value, Percentile) and not 0 <= value.percent <= 100:
             raise PyorchError(f"lossy setting {_plain(name)}={value} is not a percentile from p0 to p100")
+        if isinstance(value, Percentile) and settings.temperature != 1:
+            raise PyorchError(f"lossy setting {_plain(name)}={value} is a percentile of probabilities at temperature "
+                              f"1: give a number with temperature={settings.temperature:g}")
 
 
 def _plain(name: str) -> str:

@@ -72,6 +72,8 @@ def reference(
         if not missing:
             continue
         p = [raw(t, e) for e in before]
+        if lossy.temperature != 1:  # softmax(z / T), restricted to the selected
+            p = [math.exp(float(routing.logits[t, e] - routing.logits[t].max()) / lossy.temperature) for e in before]
         total = 0.0
         for x in p:
             total += x
@@ -122,7 +124,7 @@ def reference(
                     ):
                         pick = free[0]
                 elif lossy.mode == "buddies":
-                    for r, j in enumerate(lists.ids[e].tolist()):
+                    for r, j in enumerate(lists.ids[e].tolist()[: lossy.k]):  # H of algorithm 1
                         if j >= 0 and resident[j] and j not in taken:
                             pick, pick_rank = j, r
                             break
@@ -186,6 +188,8 @@ def settings_that_can_be(**settings) -> Substitution:
     """Without what does not go together: were it refused, hardly any mode but one would be tried."""
     if settings.get("mode") != "cache":
         settings.pop("among", None), settings.pop("bonus", None)
+    if isinstance(settings.get("tau"), Percentile):
+        settings.pop("temperature", None)
     return Substitution(**settings)
 
 
@@ -198,6 +202,8 @@ SETTINGS = st.builds(
     bonus=st.sampled_from([None, 0.0, 0.5]),
     rho=st.sampled_from([None, 1, 2, 3]),
     tau=st.sampled_from([None, None, 0.5, 0.9, 0.97, Percentile(90)]),
+    temperature=st.sampled_from([1.0, 0.8, 1.2]),
+    k=st.sampled_from([None, None, 1, 3]),
     gamma=st.sampled_from([None, None, 0.05, 0.3]),
     beta=st.sampled_from([None, None, 0.0, 0.4, 0.6, 1.0]),
     order=st.sampled_from(["rank", "weight"]),
@@ -504,7 +510,8 @@ def test_random_substitutes_differ_by_seed_only(small_moe: Path):
 
 @pytest.mark.parametrize("text", [
     "max_replaced=0", "min_entropy=px", "foo=1", "max_absent=nan", "miss=auto", "max_replaced=1,rho=2", "coverage=2",
-    "max_buddies", "max_lead=p101", "temperature=2", "weight=fitted",
+    "max_buddies", "max_lead=p101", "temperature=0", "weight=fitted", "max_buddies=3,H=2",
+    "min_entropy=p5,temperature=2",
 ])
 def test_settings_that_mean_nothing_are_refused_by_their_plain_name(text: str):
     by_symbol = text.replace("max_replaced", "rho").replace("min_entropy", "tau").replace("coverage", "alpha")
@@ -515,7 +522,7 @@ def test_settings_that_mean_nothing_are_refused_by_their_plain_name(text: str):
 
 @pytest.mark.parametrize("text", [
     "buddies", "coverage=0.95,max_buddies=16,max_replaced=3,min_entropy=p15", "mode=random,seed=4",
-    "min_entropy=0.5,prefill=1",
+    "min_entropy=0.5,prefill=1", "min_entropy=0.5,temperature=1.2",
 ])
 def test_settings_can_be_written_and_read_again(text: str):
     assert str(Substitution.parse(text)) == text

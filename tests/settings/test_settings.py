@@ -264,6 +264,7 @@ def test_settings_of_buddies_have_plain_names() -> None:
              "max_absent=0.4")
     assert Substitution.parse(plain) == Substitution.parse(
         "alpha=0.9,k=4,rho=2,rho_token=9,tau=p15,gamma=0.5,beta=0.4")
+    assert Substitution.parse("H=4") == Substitution.parse("max_buddies=4")
     printed = str(Substitution.parse(plain))
     assert Substitution.parse(printed) == Substitution.parse(plain)
     names = ({part.partition("=")[0] for part in text.split(",")} for text in (printed, plain))

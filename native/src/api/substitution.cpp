@@ -13,8 +13,8 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
         checked_choice(PYORCH_CHOICES_SUBSTITUTE_ORDER, s.order);
         checked_choice(PYORCH_CHOICES_ON_MISS, s.on_miss);
         if (s.max_per_token < 0 || s.max_all_layers < 0 || s.sacred < 0 || s.among < 0 || !(s.bonus >= 0) ||
-            !(s.max_weight >= 0)) {
-            throw Failure(PYORCH_INVALID, "a substitution has no negative limit or bonus");
+            !(s.max_weight >= 0) || !(s.temperature > 0)) {
+            throw Failure(PYORCH_INVALID, "a substitution has a temperature above 0, and no negative limit or bonus");
         }
         engine->routing.substitutions.set(engine->table.layer_index(il), s);
     });

@@ -13,6 +13,7 @@ const pyorch_substitution pyorch_default_substitution = [] {
     constexpr double    never    = std::numeric_limits<double>::infinity();
     pyorch_substitution settings = {};
     settings.tau                 = -never;
+    settings.temperature         = 1;
     settings.gamma               = never;
     settings.beta                = never;
     settings.bonus               = never;

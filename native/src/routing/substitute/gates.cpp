@@ -12,14 +12,16 @@ struct Sensitivity {
     double margin;  // of the two largest probabilities
 };
 
-// Of the renormalized probabilities of the selected experts.
-Sensitivity sensitivity(const RoutedBatch & batch, int t, const int32_t * experts) {
+// Of the renormalized probabilities of the selected experts. Those of a temperature T are their powers of 1 / T, as
+// exp(z)^(1/T) is exp(z / T).
+Sensitivity sensitivity(const RoutedBatch & batch, int t, const int32_t * experts, double temperature) {
     const RawWeights                 raw(batch, t);
     thread_local std::vector<double> p;
     p.resize(batch.n_used);
     double sum = 0;
     for (int s = 0; s < batch.n_used; ++s) {
         p[s] = raw.of(experts[s]);
+        p[s] = temperature == 1 ? p[s] : std::pow(p[s], 1 / temperature);
         sum += p[s];
     }
     double entropy = 0;
@@ -62,7 +64,8 @@ Gates::Gates(const pyorch_substitution & settings, const RoutedBatch & batch, co
 } // the distribution gate (eq. 2)
 
 Refusal Gates::refuses_token(int t, const int32_t * experts) const {
-    const Sensitivity token = has_sensitivity_gates(settings) ? sensitivity(batch, t, experts) : Sensitivity{ 1, 0 };
+    const Sensitivity token =
+        has_sensitivity_gates(settings) ? sensitivity(batch, t, experts, settings.temperature) : Sensitivity{ 1, 0 };
     return token.entropy <= settings.tau ? &pyorch_substitution_counts::refused_tae :
         token.margin >= settings.gamma   ? &pyorch_substitution_counts::refused_margin :
         crowded                          ? &pyorch_substitution_counts::refused_distribution :
