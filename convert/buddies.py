@@ -1,9 +1,10 @@
-"""Buddy lists from a trace: which experts are selected together (BuddyMoE, section 3).
+"""Buddy lists from a trace: which experts are selected together, or compute alike (BuddyMoE, section 3).
 
-Co-activation (eq. 4): M(i, j) counts the tokens that select both i and j; 1 is added to every pair (Laplace
-smoothing), and q(j|i) = M(i, j) / sum of M(i, j') over all j' but i. Of equal peers the one that the trace selected
-more often comes first, as it is more likely to be resident. An expert that the trace never selected has nothing of its
-own to go by: its list holds the most selected experts.
+Co-activation (eq. 4): M(i, j) counts the tokens that select both i and j, each as 1 or as the smaller of the two
+probabilities; epsilon is added to every pair (Laplace smoothing), and q(j|i) = M(i, j) / sum of M(i, j') over all j'
+but i. By outputs, a peer's score is its mean cosine with the expert on the trace's router inputs, instead of q or times
+q. Of equal peers the one that the trace selected more often comes first, as it is more likely to be resident. An expert
+that the trace never selected has no counts of its own: its list holds the most selected experts.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pyorch.convert import expert_outputs
+from pyorch.convert.output_similarity import RouterInputs, compare
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.buddies import N_PERCENTILES, Buddies, LayerBuddies
@@ -25,9 +28,10 @@ from pyorch.traces.routing_statistics import (
     token_activating_entropy,
 )
 
-OnProgress = Callable[[str, int, int], None]  # "counting", done, total
+OnProgress = Callable[[str, int, int], None]  # "counting" or "comparing", done, total
 
-SMOOTHING = 1.0  # epsilon of eq. 4
+WEIGHTINGS = ("binary", "probability")
+SIMILARITIES = ("coactivation", "output", "both")
 
 RECORDS_AT_ONCE = 1 << 13
 
@@ -36,14 +40,30 @@ RECORDS_AT_ONCE = 1 << 13
 class Settings:
     """How lists are made. Raises PyorchError for values that cannot be."""
 
-    alpha: float = 0.95  # eq. 5
+    alpha: tuple[float, ...] = (0.95,)  # eq. 5, spread evenly over the layers and linear between them
     k_max: int = 16
+    weighting: str = "binary"  # or "probability": a token counts as the smaller of the two
+    smoothing: float = 1.0  # epsilon
+    warm_up: int = 0  # token t of a request counts as (t + 1) / (warm_up + 1), at most as 1
+    similarity: str = "coactivation"
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha <= 1:
-            raise PyorchError(f"coverage {self.alpha:g} is not in (0, 1]")
+        for name, names in (("weighting", WEIGHTINGS), ("similarity", SIMILARITIES)):
+            if getattr(self, name) not in names:
+                raise PyorchError(f'{name} {getattr(self, name)} is not known: use {" or ".join(names)}')
+        for alpha in self.alpha:
+            if not 0 < alpha <= 1:
+                raise PyorchError(f"coverage {alpha:g} is not in (0, 1]")
+        if not 0 <= self.smoothing < float("inf"):
+            raise PyorchError(f"smoothing {self.smoothing:g} is not a number of 0 or more")
+        if self.warm_up < 0:
+            raise PyorchError(f"warm-up {self.warm_up} is below 0")
         if self.k_max < 1:
             raise PyorchError(f"k-max {self.k_max} is below 1: a list holds at least one buddy")
+
+    def alphas(self, n_layers: int) -> np.ndarray:
+        """float64[n_layers]: the schedule over depth. As many values as layers are one for each layer."""
+        return np.interp(np.linspace(0, 1, n_layers), np.linspace(0, 1, len(self.alpha)), self.alpha)
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,7 @@ class ListSizes:
     """How long the lists of a layer are that its alpha gives, cap included."""
 
     il: int
+    alpha: float
     n_active: int  # experts that the trace selected
     counts: tuple[int, ...]  # [n]: experts with n buddies, from 0 to k_max
     mean: float
@@ -81,17 +102,31 @@ def build(
 ) -> Built:
     """Makes the buddy lists of a model from a trace of it.
 
-    Raises FormatError where the trace is of another model, or damaged, and PyorchError where it is empty.
+    Raises:
+        FormatError: The trace is of another model, or damaged.
+        PyorchError: The trace is empty. Or outputs are to be compared, and the trace has no router inputs, or pyorch
+            does not know how the model's experts compute.
     """
     check(model_map, trace)
-    layers, sizes = {}, []
-    for layer, counted in zip(model_map.layers, count(trace, on_progress)):
-        layers[layer.il] = lists_of(layer.il, counted, conditional(counted.coactivations), settings.k_max)
-        sizes.append(list_sizes(layers[layer.il], settings.alpha))
-    return Built(Buddies(layers, dict.fromkeys(layers, settings.alpha), len(trace)), tuple(sizes))
+    inputs = router_inputs(model_map, trace) if settings.similarity != "coactivation" else None
+    layers, sizes, n = {}, [], len(model_map.layers)
+    alphas = dict(zip((layer.il for layer in model_map.layers), settings.alphas(n).tolist()))
+    for done, (layer, counted) in enumerate(zip(model_map.layers, count(trace, settings, on_progress))):
+        scores = conditional(counted.coactivations, settings.smoothing)
+        if inputs is not None:
+            if on_progress is not None:
+                on_progress("comparing", done, n)
+            experts = expert_outputs.LayerExperts(model_map, layer.il)
+            scores = by_outputs(scores, compare(experts, *inputs.layer(layer.il, layer.n_expert)).cosine,
+                                settings.similarity)
+        layers[layer.il] = lists_of(layer.il, counted, scores, settings.k_max)
+        sizes.append(list_sizes(layers[layer.il], alphas[layer.il]))
+    return Built(Buddies(layers, alphas, len(trace)), tuple(sizes))
 
 
-def count(trace: Trace, on_progress: OnProgress | None = None) -> list[LayerCounts]:
+def count(
+    trace: Trace, settings: Settings = Settings(), on_progress: OnProgress | None = None
+) -> list[LayerCounts]:
     """What the trace says about each of its layers. Reads it once. FormatError if it names unknown experts."""
     header, n = trace.header, len(trace)
     n_layers, n_expert = len(header.layers), header.n_expert
@@ -106,22 +141,41 @@ def count(trace: Trace, on_progress: OnProgress | None = None) -> list[LayerCoun
         experts, probs = records["experts"], records["probs"]
         if experts.max() >= n_expert:
             raise FormatError(f"{trace.path} is damaged: it names expert {experts.max()} of {n_expert}")
+        weights = np.minimum((records["position"] + 1.0) / (settings.warm_up + 1), 1) if settings.warm_up else None
         for at in range(n_layers):
             p = renormalized(probs[:, at])
             activations[at] += activation_counts(experts[:, at], n_expert)
-            pairs[at] += coactivation(experts[:, at], n_expert)
+            pairs[at] += coactivation(
+                experts[:, at], n_expert, p if settings.weighting == "probability" else None, weights)
             tae[at, rows], margins[at, rows] = token_activating_entropy(p), margin(p)
     return [LayerCounts(activations[at].astype(np.int64), pairs[at], tae[at], margins[at]) for at in range(n_layers)]
 
 
-def conditional(coactivations: np.ndarray) -> np.ndarray:
-    """q(j|i) of eq. 4, float64[n_expert, n_expert]: row i sums to 1.
+def conditional(coactivations: np.ndarray, smoothing: float = Settings.smoothing) -> np.ndarray:
+    """q(j|i) of eq. 4, float64[n_expert, n_expert]: row i sums to 1, or is 0 if nothing was counted for i.
 
-    coactivations: M(i, j) of two experts or more; the diagonal does not count.
+    Args:
+        coactivations: M(i, j) of two experts or more; the diagonal does not count.
+        smoothing: epsilon, which is added to every pair.
     """
-    smoothed = coactivations + SMOOTHING
-    np.fill_diagonal(smoothed, 0)
-    return smoothed / smoothed.sum(axis=1, keepdims=True)
+    return _shares(coactivations + smoothing)
+
+
+def by_outputs(q: np.ndarray, cosine: np.ndarray, similarity: str) -> np.ndarray:
+    """The scores by the mean cosines of outputs, below 0 as 0: alone ("output"), or times q ("both").
+
+    Both arguments and the result are float[n_expert, n_expert]. Rows of the result sum to 1. An expert that has no peer
+    with a positive score keeps its row of q.
+    """
+    alike = np.maximum(cosine.astype(np.float64), 0)
+    scores = _shares(alike if similarity == "output" else alike * q)
+    return np.where(scores.any(axis=1, keepdims=True), scores, q)
+
+
+def _shares(values: np.ndarray) -> np.ndarray:
+    values = np.where(np.eye(len(values), dtype=bool), 0, values)
+    sums = values.sum(axis=1, keepdims=True)
+    return np.divide(values, sums, out=np.zeros_like(values), where=sums > 0)
 
 
 def list_sizes(layer: LayerBuddies, cft_alpha: float) -> ListSizes:
@@ -131,7 +185,7 @@ def list_sizes(layer: LayerBuddies, cft_alpha: float) -> ListSizes:
     there = lengths > 0
     k_max = layer.ids.shape[1]
     return ListSizes(
-        layer.il, int((layer.activations > 0).sum()),
+        layer.il, cft_alpha, int((layer.activations > 0).sum()),
         tuple(np.bincount(lengths, minlength=k_max + 1).tolist()), float(lengths.mean()),
         int(((lengths == k_max) & (covered < cft_alpha - 1e-6)).sum()),
         float(covered[there].mean()) if there.any() else 0.0,
@@ -142,6 +196,16 @@ def check(model_map: ModelMap, trace: Trace) -> None:
     if not model_map.layers:
         raise PyorchError(f"{model_map.path} has no routed experts, so none can have a buddy")
     trace.check(model_map)
+
+
+def router_inputs(model_map: ModelMap, trace: Trace) -> RouterInputs:
+    """What outputs are compared on. PyorchError if there are no inputs, or the experts' formula is not known."""
+    expert_outputs.check_known(model_map)
+    inputs = RouterInputs(trace)
+    if not len(inputs):
+        raise PyorchError(f"{trace.path} has no router inputs to compare outputs on: record it with `pyorch profile "
+                          "--inputs 512`")
+    return inputs
 
 
 def lists_of(il: int, counted: LayerCounts, scores: np.ndarray, k_max: int) -> LayerBuddies:

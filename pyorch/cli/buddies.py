@@ -14,7 +14,7 @@ from pyorch.cli.tables import Table
 if TYPE_CHECKING:
     from pyorch.convert.buddies import Built
 
-EXAMPLE = "pyorch buddies olmoe.gguf --trace olmoe.trace --coverage 0.95"
+EXAMPLE = "pyorch buddies olmoe.gguf --trace olmoe.trace --coverage 0.95:0.8"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +26,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE",
                         help="a trace that pyorch profile recorded")
-    parser.add_argument("--coverage", "--alpha", dest="alpha", type=float, default=0.95, metavar="SHARE",
+    parser.add_argument("--coverage", "--alpha", dest="alpha", type=_alphas, default=(0.95,), metavar="SHARE[:SHARE]",
                         help="a list holds the fewest experts that make up this share of all that the router selects "
-                             "together with its own (default: %(default)s)")
+                             "together with its own; 0.95:0.8 falls evenly from the first layer to the last, and more "
+                             "shares are spread evenly over the layers, one for each if there are as many "
+                             "(default: 0.95)")
     parser.add_argument("--k-max", type=int, default=16, metavar="K",
                         help="a list holds at most K buddies (default: %(default)s)")
+    parser.add_argument("--weighting", choices=("binary", "probability"), default="binary",
+                        help="a token that selects two experts counts as 1 (binary), or as the smaller of their "
+                             "probabilities (probability) (default: %(default)s)")
+    parser.add_argument("--smoothing", type=float, default=1.0, metavar="COUNT",
+                        help="COUNT is added to the count of each two experts, so that a short trace says less "
+                             "(default: %(default)g)")
+    parser.add_argument("--warm-up", type=int, default=0, metavar="TOKENS",
+                        help="the first TOKENS tokens of a request count less; their weight rises evenly to 1 "
+                             "(default: %(default)s)")
+    parser.add_argument("--similarity", choices=("coactivation", "output", "both"), default="coactivation",
+                        help="which experts are buddies: those selected for the same tokens (coactivation), those that "
+                             "compute similar outputs (output), or by the product of the two scores (both); the last "
+                             "two need a trace of pyorch profile --inputs 512 (default: %(default)s)")
     add_output_options(parser, "MODEL.buddies.gguf beside the model")
 
 
@@ -39,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.sidecars import container, packs
     from pyorch.traces.file import Trace
 
-    settings = Settings(args.alpha, args.k_max)
+    settings = Settings(args.alpha, args.k_max, args.weighting, args.smoothing, args.warm_up, args.similarity)
     path = (args.output or container.default_path(args.model, "buddies")).absolute()
     check_output(path, args.model, [args.trace], force=args.force,
                  is_own=partial(container.is_sidecar_of, kind="buddies"))
@@ -51,17 +66,24 @@ def run(args: argparse.Namespace) -> int:
                   lambda: _parts(path, built))
 
 
+def _alphas(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(":")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'"{text}" is no share such as 0.95, nor several such as 0.95:0.8') from None
+
+
 def _parts(path: Path, built: Built) -> list[str | Table]:
     rows = []
     for size in built.sizes:
         lengths = [n for n, count in enumerate(size.counts) for _ in range(count)]
         rows.append((
-            str(size.il), f"{size.n_active}/{len(lengths)}", f"{size.mean:.1f}", str(lengths[0]),
+            str(size.il), f"{size.alpha:.3g}", f"{size.n_active}/{len(lengths)}", f"{size.mean:.1f}", str(lengths[0]),
             str(lengths[len(lengths) // 2]), str(lengths[-1]), str(size.capped), f"{size.covered:.0%}",
         ))
     return [
         f"{path}: {len(built.sizes)} layers, by {built.buddies.n_tokens} tokens",
         "",
-        Table(("layer", "active experts", "mean", "min", "median", "max", "at k-max", "covered"), rows,
+        Table(("layer", "coverage", "active experts", "mean", "min", "median", "max", "at k-max", "covered"), rows,
               title="buddies of an expert"),
     ]

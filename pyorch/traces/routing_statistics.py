@@ -16,13 +16,26 @@ def activation_counts(experts: np.ndarray, n_expert: int) -> np.ndarray:
     return np.bincount(experts.ravel(), minlength=n_expert).astype(np.float64)
 
 
-def coactivation(experts: np.ndarray, n_expert: int) -> np.ndarray:
-    """How often two experts were selected for the same token, M(i, j) of BuddyMoE's eq. 4: symmetric
-    float64[n_expert, n_expert], diagonal zero."""
+def coactivation(
+    experts: np.ndarray, n_expert: int, probs: np.ndarray | None = None, token_weights: np.ndarray | None = None
+) -> np.ndarray:
+    """How often two experts were selected for the same token, M(i, j) of BuddyMoE's eq. 4.
+
+    Args:
+        probs: A token counts as the smaller probability of the two experts (section 3.3). None: it counts as 1.
+        token_weights: float64[n_tokens], factors of what each token counts as. None: all are 1.
+
+    Returns:
+        A symmetric float64[n_expert, n_expert], whose diagonal is zero.
+    """
     pairs = np.zeros(n_expert * n_expert)
     ids = experts.astype(np.int64)
     for a, b in itertools.combinations(range(experts.shape[1]), 2):
-        pairs += np.bincount(ids[:, a] * n_expert + ids[:, b], minlength=n_expert * n_expert)
+        weights = token_weights
+        if probs is not None:
+            smaller = np.minimum(probs[:, a], probs[:, b])
+            weights = smaller if weights is None else smaller * weights
+        pairs += np.bincount(ids[:, a] * n_expert + ids[:, b], weights, n_expert * n_expert)
     square = pairs.reshape(n_expert, n_expert)
     return square + square.T
 

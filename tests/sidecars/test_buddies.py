@@ -80,29 +80,51 @@ def layer_of(q_of_peers: np.ndarray, activations: np.ndarray, k_max: int) -> Lay
 # Counting
 
 
-@settings(max_examples=25)
-@given(n=st.integers(1, 60), n_expert=st.integers(3, 9), k=st.integers(1, 3), seed=st.integers(0, 1000))
-def test_counts_are_those_of_a_plain_loop(n: int, n_expert: int, k: int, seed: int) -> None:
+@settings(max_examples=40)
+@given(n=st.integers(1, 60), n_expert=st.integers(3, 9), k=st.integers(1, 3), seed=st.integers(0, 1000),
+       weighting=st.sampled_from(["binary", "probability"]), warm_up=st.sampled_from([0, 1, 5]))
+def test_counts_are_those_of_a_plain_loop(
+    n: int, n_expert: int, k: int, seed: int, weighting: str, warm_up: int
+) -> None:
+    """M(i, j) of section 3.3: each token counts as 1, or as min(p_i, p_j), and less in the first steps of a request."""
     with tempfile.TemporaryDirectory() as directory:
         trace = small_trace(directory, n, n_expert, k, seed)
-        counted = lists.count(trace)
+        counted = lists.count(trace, Settings(weighting=weighting, warm_up=warm_up))
     for n, layer in enumerate(counted):
         activations = [0] * n_expert
         pairs = np.zeros((n_expert, n_expert))
         for record in trace.records:
             ids = record["experts"][n].tolist()
+            p = record["probs"][n].astype(float)
+            p = dict(zip(ids, p / p.sum()))
+            step = min(1, (int(record["position"]) + 1) / (warm_up + 1))
             for i in ids:
                 activations[i] += 1
                 for j in ids:
-                    pairs[i, j] += i != j
+                    pairs[i, j] += (i != j) * step * (1 if weighting == "binary" else min(p[i], p[j]))
         assert layer.activations.tolist() == activations
-        assert np.array_equal(layer.coactivations, pairs)
+        np.testing.assert_allclose(layer.coactivations, pairs, rtol=1e-6)
+        if weighting == "binary" and not warm_up:
+            assert np.array_equal(layer.coactivations, pairs), "whole numbers"
 
 
 def test_q_is_the_share_of_each_peer_and_smoothing_counts_for_every_pair() -> None:
     m = np.array([[0, 3, 1], [3, 0, 0], [1, 0, 0]], float)
     np.testing.assert_allclose(lists.conditional(m), [[0, 4 / 6, 2 / 6], [4 / 5, 0, 1 / 5], [2 / 3, 1 / 3, 0]])
     assert m[0, 0] == 0, "the counts themselves stay"
+    np.testing.assert_allclose(lists.conditional(m, 0), [[0, 3 / 4, 1 / 4], [1, 0, 0], [1, 0, 0]])
+    np.testing.assert_allclose(lists.conditional(m, 0.5)[1], [3.5 / 4, 0, 0.5 / 4])
+    assert not lists.conditional(np.zeros((3, 3)), 0).any(), "no counts, no shares"
+
+
+def test_what_is_counted_and_added_is_what_the_lists_are_made_of(model_map: ModelMap, trace_path: Path) -> None:
+    trace = Trace(trace_path)
+    default = build(model_map, trace).buddies.layers[2].q
+    for changed in (Settings(weighting="probability"), Settings(smoothing=0.01), Settings(warm_up=9)):
+        q = lists.conditional(lists.count(trace, changed)[2].coactivations, changed.smoothing)
+        layer = build(model_map, trace, changed).buddies.layers[2]
+        np.testing.assert_allclose(layer.q, -np.sort(-q, axis=1)[:, :16], rtol=1e-6)
+        assert not np.allclose(layer.q, default, rtol=1e-3)
 
 
 def test_a_trace_that_is_read_in_pieces_counts_the_same(trace_path: Path, monkeypatch) -> None:
@@ -145,11 +167,58 @@ def test_a_list_is_the_shortest_that_reaches_alpha(
 
 
 def test_no_list_is_longer_than_k_max(model_map: ModelMap, trace_path: Path) -> None:
-    built = build(model_map, Trace(trace_path), Settings(alpha=1.0, k_max=5))
+    built = build(model_map, Trace(trace_path), Settings(alpha=(1.0,), k_max=5))
     for il, layer in built.buddies.layers.items():
         assert layer.ids.shape == (64, 5) and (layer.lengths == 5).all()
         assert built.sizes[il].counts == (0, 0, 0, 0, 0, 64) and built.sizes[il].capped == 64
         assert (layer.cut(built.buddies.alpha[il], 3).lengths == 3).all()
+
+
+@pytest.mark.parametrize("alpha, expected", [
+    ((0.9,), [0.9] * 8), ((0.9, 0.2), [0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]),
+    (tuple(np.linspace(0.1, 0.8, 8)[::-1] ** 2), np.linspace(0.1, 0.8, 8)[::-1] ** 2),  # one for each layer
+])
+def test_alpha_follows_a_schedule_over_the_layers(
+    model_map: ModelMap, trace_path: Path, alpha: tuple[float, ...], expected: list[float]
+) -> None:
+    built = build(model_map, Trace(trace_path), Settings(alpha=alpha))
+    assert list(built.buddies.alpha.values()) == pytest.approx(list(expected))
+    for il, size in enumerate(built.sizes):
+        layer = built.buddies.layers[il]
+        assert size.alpha == pytest.approx(expected[il])
+        assert sum(size.counts) == 64 and size.mean == layer.cut(expected[il]).lengths.mean()
+
+
+def test_lists_by_outputs_rank_peers_by_the_cosine_of_what_experts_compute(
+    model_map: ModelMap, trace_path: Path
+) -> None:
+    trace = Trace(trace_path)
+    rows, inputs = trace.inputs
+    il, q = 4, lists.conditional(lists.count(trace)[4].coactivations)
+    experts = LayerExperts(model_map, il)
+    outputs = np.stack([experts.outputs(e, inputs[:, il].astype(np.float32)) for e in range(64)]).astype(float)
+    outputs /= np.linalg.norm(outputs, axis=2, keepdims=True)
+    chosen = trace.records["experts"][rows][:, il]
+    by = {name: build(model_map, trace, Settings(k_max=63, similarity=name)).buddies.layers[il]
+          for name in ("coactivation", "output", "both")}
+    for i in (0, 7, 40, 63):
+        samples = (chosen == i).any(axis=1)
+        samples = samples if samples.sum() >= 8 else np.ones(len(samples), bool)
+        cosine = np.maximum(np.einsum("jnd,nd->j", outputs[:, samples], outputs[i, samples]) / samples.sum(), 0)
+        cosine[i] = 0
+        for name, scores in (("output", cosine), ("both", cosine * q[i]), ("coactivation", q[i])):
+            found = by[name]
+            order = found.ids[i]
+            np.testing.assert_allclose(found.q[i], scores[order] / scores.sum(), rtol=1e-2, atol=1e-4)
+            assert sorted(order) == [j for j in range(64) if j != i]
+    assert (by["output"].ids[:, 0] != by["coactivation"].ids[:, 0]).any()
+
+
+def test_an_expert_that_computes_like_no_other_keeps_its_counts() -> None:
+    q = np.array([[0, 0.7, 0.3], [0.5, 0, 0.5], [0.6, 0.4, 0]])
+    cosine = np.array([[1, -0.2, 0], [0.1, 1, 0.3], [0, 0.5, 1]])
+    np.testing.assert_allclose(lists.by_outputs(q, cosine, "output"), [q[0], [0.25, 0, 0.75], [0, 1, 0]])
+    np.testing.assert_allclose(lists.by_outputs(q, cosine, "both"), [q[0], [0.25, 0, 0.75], [0, 1, 0]])
 
 
 def test_every_expert_has_a_buddy_however_small_alpha_is(model_map: ModelMap, trace_path: Path) -> None:
@@ -220,7 +289,7 @@ def test_an_architecture_that_is_not_known_is_refused(model_map: ModelMap, monke
 
 @pytest.fixture(scope="module")
 def buddies(model_map: ModelMap, trace_path: Path) -> Buddies:
-    return build(model_map, Trace(trace_path), Settings(0.9)).buddies
+    return build(model_map, Trace(trace_path), Settings((0.9,))).buddies
 
 
 def test_what_is_written_is_read(buddies: Buddies, model_map: ModelMap, tmp_path: Path) -> None:
@@ -310,6 +379,9 @@ def test_the_command_writes_the_sidecar_beside_the_model(
 @pytest.mark.parametrize("options, sentence", [
     (["--alpha", "0"], "coverage 0 is not in (0, 1]"),
     (["--k-max", "0"], "k-max 0 is below 1: a list holds at least one buddy"),
+    (["--coverage", "0.9:1.5"], "coverage 1.5 is not in (0, 1]"),
+    (["--smoothing", "-1"], "smoothing -1 is not a number of 0 or more"),
+    (["--warm-up", "-1"], "warm-up -1 is below 0"),
 ])
 def test_options_that_cannot_be_are_refused(
     small_moe: Path, trace_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
@@ -324,6 +396,9 @@ def test_traces_that_do_not_do_are_refused(model_map: ModelMap, trace_path: Path
     write_trace(path, dataclasses.replace(header, fingerprint="0" * 64), 10, np.ones(64))
     with pytest.raises(FormatError, match="recorded with another model"):
         build(model_map, Trace(path))
+    write_trace(path, dataclasses.replace(header, n_inputs=0), 10, np.ones(64))
+    with pytest.raises(PyorchError, match="no router inputs to compare outputs on: record it with `pyorch profile"):
+        build(model_map, Trace(path), Settings(similarity="both"))
     write_trace(path, header, 10, np.ones(64))
     path.write_bytes(path.read_bytes()[:4200])  # the header and a part of a record
     with pytest.raises(PyorchError, match="holds no tokens"):

@@ -18,12 +18,11 @@ from pyorch.cli.options import add_model, print_json
 from pyorch.cli.progress import Progress
 from pyorch.cli.tables import Table, show
 from pyorch.convert import expert_outputs
-from pyorch.convert.buddies import check, conditional, count
-from pyorch.errors import PyorchError
+from pyorch.convert.buddies import check, conditional, count, router_inputs
+from pyorch.convert.output_similarity import OutputSimilarity, compare
 from pyorch.sidecars import packs
 from pyorch.traces.file import Trace
 from scripts.papers import program
-from scripts.papers.buddymoe.outputs import OutputSimilarity, RouterInputs, compare
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -71,10 +70,8 @@ def _run(args: argparse.Namespace) -> int:
     agreements, cosines = [], {}
     with packs.open_model(args.model) as model_map, Progress() as progress:
         check(model_map, trace)
-        expert_outputs.check_known(model_map)
-        if not len(trace.inputs[0]):
-            raise PyorchError(f"{trace.path} has no router inputs to compare outputs on: record it with --inputs 512")
-        counts, inputs = count(trace, on_progress=progress.update), RouterInputs(trace)
+        inputs = router_inputs(model_map, trace)
+        counts = count(trace, on_progress=progress.update)
         for done, (layer, counted) in enumerate(zip(model_map.layers, counts)):
             progress.update("comparing", done, len(counts))
             experts = expert_outputs.LayerExperts(model_map, layer.il)

@@ -11,9 +11,10 @@ import pytest
 from models import CHECKPOINT
 
 from pyorch.cli import main as pyorch
+from pyorch.convert import output_similarity as outputs
 from pyorch.convert.expert_outputs import LayerExperts
 from pyorch.runtime.model_map import ModelMap
-from scripts.papers.buddymoe import outputs, over_time, similarity, trace_stats
+from scripts.papers.buddymoe import over_time, similarity, trace_stats
 
 TEXT = CHECKPOINT / "text-test.txt"
 
