@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
 import numpy as np
 import pytest
 from devices import DeviceProcess
@@ -108,6 +109,19 @@ def _with_few_words(shape: Shape) -> Shape:
     tensors = [replace(tensor, shape=(512, tensor.shape[1]), n_bytes=tensor.n_bytes // tensor.shape[0] * 512)
                if tensor.name in ("token_embd.weight", "output.weight") else tensor for tensor in shape.tensors]
     return replace(shape, tensors=tuple(tensors))
+
+
+def test_an_array_of_a_model_that_has_as_many_layers_is_not_cut(tmp_path: Path) -> None:
+    path, probe = tmp_path / "model.gguf", tmp_path / "probe.gguf"
+    write_moe_model(path, n_layer=4)
+    with ModelMap(path) as model_map:
+        shape = read_shape(model_map)
+    array, whole = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32
+    added = [(f"dots1.{name}", [11, 11, 10, 0], array, whole) for name in ("rope.dimension_sections", "some.layers")]
+    write_probe(replace(shape, metadata=(*shape.metadata, *added)), probe, 2)
+    fields = gguf.GGUFReader(probe).fields
+    assert fields["dots1.rope.dimension_sections"].contents() == [11, 11, 10, 0]
+    assert fields["dots1.some.layers"].contents() == [11, 11]
 
 
 def test_a_whole_model_is_computed_as_its_parts_say(tmp_path: Path) -> None:
