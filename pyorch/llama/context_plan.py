@@ -62,7 +62,7 @@ def check_context(managed: ManagedModel, params: llama.llama_context_params, wid
     params = llama.llama_context_params.from_buffer_copy(params)
     if managed.plan.automatic and widen:
         params.n_ubatch = min(params.n_ubatch, LEAST_UBATCH)
-    if n_ctx * _most_bytes(managed.map, params) < left:
+    if _most_bytes(managed.map, n_ctx, params.n_ubatch) < left:
         return
     capture = managed.engine.capture() if managed.engine is not None else contextlib.nullcontext()
     with capture, measure.twin(managed.path, managed.params) as twin:
@@ -93,11 +93,11 @@ def _dense_to_come(managed: ManagedModel) -> int:
     return host_dense_bytes(managed.map, managed.devices, managed.params) if mapped else 0
 
 
-def _most_bytes(model_map: ModelMap, params: llama.llama_context_params) -> int:
-    """More than a token of context takes, known without a look at llama.cpp: keys and values in F32, and attention to
-    the token from each head and each token of a ubatch."""
+def _most_bytes(model_map: ModelMap, n_ctx: int, n_ubatch: int) -> int:
+    """More bytes than a context takes, known without llama.cpp: keys, values and states at twice their size, and the
+    attention of each head and each token of a ubatch to each token."""
     n_head = max((model_map.hparam("attention.head_count", 1, il) for il in range(model_map.info.n_layers)), default=1)
-    return 2 * model_map.kv_bytes(1) + 4 * n_head * params.n_ubatch + measure.CELL_BYTES
+    return 2 * model_map.kv_bytes(n_ctx) + n_ctx * (4 * n_head * n_ubatch + measure.CELL_BYTES)
 
 
 def plan_context(
