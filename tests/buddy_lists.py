@@ -40,3 +40,15 @@ def complete_buddies(k_max: int = K_MAX) -> Buddies:
             il, ids.astype(np.int32), q.astype(np.float32), rng.integers(1, 1000, N_EXPERT), percentiles, percentiles,
         )
     return Buddies(layers, dict.fromkeys(layers, 1.0), 1000)
+
+
+def buddies_with_far_ones_first(far: dict[int, np.ndarray]) -> Buddies:
+    """All peers of each expert, those of far, bool[N_EXPERT], first: they are a bit more similar than the others."""
+    layers = {}
+    for il, of_layer in far.items():
+        order = np.argsort(~of_layer, kind="stable")
+        ids = np.stack([order[order != e] for e in range(N_EXPERT)]).astype(np.int32)
+        percentiles = np.linspace(0, 1, 101).astype(np.float32)
+        layers[il] = LayerBuddies(il, ids, np.where(of_layer[ids], 0.01, 0.008).astype(np.float32),
+                                  np.ones(N_EXPERT, np.int64), percentiles, percentiles)
+    return Buddies(layers, dict.fromkeys(layers, 1.0), 1000)

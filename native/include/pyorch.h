@@ -48,7 +48,7 @@ typedef enum pyorch_status {
 const char * pyorch_last_error(void);
 
 // The calls and structs that a program was compiled with: a library of another number does not fit.
-enum { PYORCH_ABI = 6 };
+enum { PYORCH_ABI = 7 };
 
 int32_t      pyorch_abi(void);     // the PYORCH_ABI that the library was compiled with
 const char * pyorch_version(void); // "1.2.3"
@@ -705,19 +705,23 @@ typedef enum pyorch_on_miss {
 // How a layer treats absent experts, by BuddyMoE's gates in their order. Each can be off.
 // What others stand in for is read when nothing else is wanted, where eviction values it higher than what must go.
 typedef struct pyorch_substitution {
-    int32_t  mode;          // pyorch_substitute_mode
-    int32_t  prefill;       // nonzero: also in ubatches with several tokens of a sequence
-    int32_t  max_per_token; // slots of a token in this layer that get another expert or lose theirs, 0: no limit
-    int32_t  order;         // pyorch_substitute_order: in which the absent experts of a token are treated
-    int32_t  on_miss;       // pyorch_on_miss, for what the gates allow but no buddy covers
-    double   tau;           // none where the token activating entropy is at most this (below 0: off)
-    double   temperature;   // of the probabilities that tau and gamma go by, 1: as they are
-    double   gamma;         // none where the two largest probabilities differ by at least this (above 1: off)
-    double   beta;          // none where at least this share of the requested experts is absent (above 1: off)
-    uint64_t seed;          // of random substitution
-    int32_t  sacred; // so many of a token's experts, those of the highest weight, are never replaced nor left out
-    int32_t  among;  // PYORCH_SUBSTITUTE_CACHE: only of so many that the router ranks highest, 0: of all
-    double   bonus;  // PYORCH_SUBSTITUTE_CACHE: none whose logit is lower by more than this
+    int32_t mode;          // pyorch_substitute_mode
+    int32_t prefill;       // nonzero: also in ubatches with several tokens of a sequence
+    int32_t max_per_token; // slots of a token in this layer that get another expert or lose theirs, 0: no limit
+    int32_t order;         // pyorch_substitute_order: in which the absent experts of a token are treated
+    int32_t on_miss;       // pyorch_on_miss, for what the gates allow but no buddy covers
+    double  tau;           // none where the token activating entropy is at most this (below 0: off)
+    double  temperature;   // of the probabilities that tau and gamma go by, 1: as they are
+    double  gamma;         // none where the two largest probabilities differ by at least this (above 1: off)
+    double  beta;          // none where at least this share of the requested experts is absent (above 1: off)
+    double  eta;           // of the router's logit in a buddy's priority, 0: it does not count
+    double  kappa;         // of the hops to a buddy in its priority, 0 to 0.5: from what computes the layer (a device
+                           // where there is one) to host memory, and to another server
+    double   reuse;        // factor of a buddy's priority for each token of the ubatch that got it, 0 to 1
+    uint64_t seed;         // of random substitution
+    int32_t  sacred;       // so many of a token's experts, those of the highest weight, are never replaced nor left out
+    int32_t  among;        // PYORCH_SUBSTITUTE_CACHE: only of so many that the router ranks highest, 0: of all
+    double   bonus;        // PYORCH_SUBSTITUTE_CACHE: none whose logit is lower by more than this
     int32_t  max_all_layers; // as max_per_token, of all layers of a token together, in their order, 0: no limit
     double   max_weight; // none of this weight or more, as a multiple of what an expert of a token weighs on average:
                          // of all tokens and layers it was applied to since one was set (infinite: off)
@@ -728,9 +732,10 @@ extern const pyorch_substitution pyorch_default_substitution;
 
 pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const pyorch_substitution * substitution);
 
-// ids: [n_expert][k_max], best first; -1 after the last. PYORCH_INVALID for ids that do not exist.
+// ids: [n_expert][k_max], best first; -1 after the last. q: their similarities, of which priorities are made.
+// PYORCH_INVALID for ids that do not exist.
 pyorch_status pyorch_set_buddies(
-    pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const int32_t * ids);
+    pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const int32_t * ids, const float * q);
 
 // Counters of ubatches that substitution may touch. A slot is one of the n_expert_used of a token.
 typedef struct pyorch_substitution_counts {

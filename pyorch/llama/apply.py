@@ -116,11 +116,12 @@ def apply_substitution(
     layer = buddies.layers[il] if buddies is not None else None
     if settings.mode == "buddies":
         lists = layer.cut(buddies.alpha[il] if settings.alpha is None else settings.alpha, settings.k)
-        engine.set_buddies(il, lists.ids)
+        engine.set_buddies(il, lists.ids, lists.q)
     given = {
         "prefill": settings.prefill, "max_per_token": settings.rho, "max_all_layers": settings.rho_token,
         "seed": settings.seed, "sacred": settings.sacred, "among": settings.among, "beta": settings.beta,
         "bonus": settings.bonus, "max_weight": settings.max_weight, "temperature": settings.temperature,
+        "eta": settings.eta, "kappa": settings.kappa, "reuse": settings.reuse,
         "tau": _threshold(settings.tau, layer, "tae_percentiles"),
         "gamma": _threshold(settings.gamma, layer, "margin_percentiles"),
         **{field: choices.substitution(name)[getattr(settings, name)].value for field, name in (

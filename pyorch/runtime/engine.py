@@ -391,9 +391,12 @@ class Engine:
         counts = call(lib.pyorch_get_substitution_counts, self.handle, il, out="pyorch_substitution_counts")
         return read(SubstitutionStats, counts)
 
-    def set_buddies(self, il: int, ids: np.ndarray) -> None:
-        """The buddies of each expert of a layer, best first: ids int32[n_expert, k_max], -1 after the last."""
-        check(lib.pyorch_set_buddies(self.handle, il, *ids.shape, array("int32_t", ids)))
+    def set_buddies(self, il: int, ids: np.ndarray, q: np.ndarray) -> None:
+        """The buddies of each expert of a layer, best first: ids int32[n_expert, k_max], -1 after the last, and their
+        similarities float32[n_expert, k_max] (eq. 4 of BuddyMoE)."""
+        if q.shape != ids.shape:
+            raise PyorchError(f"buddies of the shape {list(ids.shape)} have similarities of {list(q.shape)}")
+        check(lib.pyorch_set_buddies(self.handle, il, *ids.shape, array("int32_t", ids), array("float", q)))
 
     def set_ghosts(self, il: int, rank: np.ndarray, mean: np.ndarray, down: np.ndarray, up: np.ndarray) -> None:
         """What estimates the outputs of a layer's experts, as pyorch.sidecars.ghosts.LayerGhosts has it. PyorchError

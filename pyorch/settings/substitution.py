@@ -110,6 +110,16 @@ class Substitution:
     beta: float | None = option(
         None, _number, "a number", plain="max_absent", group=LOSSY,
         help="nothing is replaced in a batch of whose experts this share or more is absent (eq. 2)")
+    eta: float = option(
+        0.0, _number, "a number", plain="by_logit", group=LOSSY,
+        help="how much the router's logit of a buddy raises its priority (eq. 3)")
+    kappa: float = option(
+        0.0, _number, "a number", plain="by_hops", group=LOSSY,
+        help="how much each hop to a buddy, from a device to host memory or from there to another server, lowers its "
+             "priority (eq. 3)")
+    reuse: float = option(
+        1.0, _number, "a number", group=LOSSY,
+        help="factor of a buddy's priority for each token of the ubatch that it was chosen for")
     order: str = option(
         "rank", str, "a word", group=LOSSY,
         help="which of a token's absent experts are replaced first: by the router's rank (rank), or the lowest weight "
@@ -236,7 +246,11 @@ def _check(settings: Substitution) -> None:
             raise PyorchError(f"lossy setting {_plain(name)}={value} is below 1: leave it out for {off}")
     if not settings.temperature > 0:
         raise PyorchError(f"lossy setting temperature={settings.temperature:g} is not above 0")
-    for name in ("beta", "bonus", "max_weight", "seed"):
+    for name, most, why in (("kappa", 0.5, "another server may be two hops away, and no priority is negative"),
+                            ("reuse", 1.0, "it discounts a buddy that was chosen before")):
+        if getattr(settings, name) > most:
+            raise PyorchError(f"lossy setting {_plain(name)}={getattr(settings, name):g} is above {most:g}: {why}")
+    for name in ("beta", "eta", "kappa", "reuse", "bonus", "max_weight", "seed"):
         value = getattr(settings, name)
         if value is not None and not value >= 0:
             raise PyorchError(f"lossy setting {_plain(name)}={value:g} is negative")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from buddy_lists import random_buddies
+from buddy_lists import buddies_with_far_ones_first, random_buddies
 from devices import CountingWire, DeviceProcess
 from ghost_layers import N_EXPERT, random_ghosts
 from models import assert_same_bits, small_model
@@ -120,3 +120,24 @@ def test_lossy_settings_ask_a_device_for_what_they_go_by(
         assert model.engine.substitution_stats().substituted > 0
     wire.stop()
     process.stop()
+
+
+def test_a_buddy_in_host_memory_is_a_hop_from_a_device(
+    small_moe: Path, device: DeviceProcess, prompt_tokens: list[int]
+) -> None:
+    """hop(j) of BuddyMoE's eq. 3: a setting makes a similar buddy on the device better than a more similar one here."""
+    with small_model(small_moe, "50%", prefetch="none", device=device.name, vram_budget="30%") as model, \
+            Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        context.decode(prompt_tokens[:40])
+        ranks = []
+        for by_hops in (0, 0.5):
+            model.reset_stats()
+            for token in prompt_tokens[40:50]:
+                model.engine.wait_idle()
+                far = {il: ~model.engine.residency(il).on_device for il in model.layers}
+                for il in model.layers:
+                    apply_substitution(model.engine, il, Substitution(kappa=by_hops), buddies_with_far_ones_first(far))
+                context.decode([token])
+            counts = model.engine.substitution_stats()
+            ranks.append(counts.rank_sum / counts.substituted)
+        assert ranks[0] < 25 and ranks[1] > 35, ranks

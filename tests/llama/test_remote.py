@@ -14,6 +14,7 @@ import llama_cpp.llama_cpp as llama_cpp
 import numpy as np
 import pytest
 from architectures import NAMES, types_of
+from buddy_lists import N_EXPERT, buddies_with_far_ones_first
 from ggufs import write_adapter
 from models import assert_same_bits, small_model
 from processes import HANG_SECONDS
@@ -21,11 +22,13 @@ from processes import HANG_SECONDS
 import pyorch
 from pyorch.convert.share import share_for, write_share
 from pyorch.errors import FormatError, PyorchError
+from pyorch.llama.apply import apply_substitution
 from pyorch.llama.context import Context, log_softmax
 from pyorch.llama.model import Model
 from pyorch.runtime.disk import measure_bandwidth
 from pyorch.runtime.engine import HERE
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.substitution import Substitution
 from pyorch.sidecars import packs
 from pyorch.sidecars.container import fingerprint
 
@@ -424,6 +427,26 @@ def test_what_lies_elsewhere_is_not_read_ahead(small_moe, prompt_tokens):
             client.engine.wait_idle()
             assert client.engine.stats().loads == 0
             assert server.engine.stats().loads > 0
+
+
+def test_a_buddy_that_another_server_computes_is_a_hop_away(small_moe, prompt_tokens):
+    """hop(j) of BuddyMoE's eq. 3: a setting makes a similar buddy here better than a more similar one there."""
+    far = np.arange(N_EXPERT) < 32
+    with load(small_moe, "25%", prefetch="none") as client, load(small_moe, "floor") as server, \
+            joined(client, server) as peer, Context(client.llama.model, n_ctx=128, n_threads=1) as context:
+        for il in client.layers:
+            client.engine.set_placement(il, np.where(far, peer, HERE))
+        context.decode(prompt_tokens[:40])  # experts that no server computes become resident
+        buddies, ranks = buddies_with_far_ones_first(dict.fromkeys(client.layers, far)), []
+        for by_hops in (0, 0.3):
+            for il in client.layers:
+                apply_substitution(client.engine, il, Substitution(kappa=by_hops), buddies)
+            client.reset_stats()
+            for token in prompt_tokens[40:50]:
+                context.decode([token])
+            counts = client.engine.substitution_stats()
+            ranks.append(counts.rank_sum / counts.substituted)
+        assert ranks[0] < 12 and ranks[1] >= 32
 
 
 def test_bad_arguments_are_sentences(small_moe):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import struct
@@ -46,7 +47,7 @@ def reference(
     lossy: Substitution, lists: LayerBuddies, routing: Routing, resident, normalized: bool, softmax_selected: bool,
     ghosts: LayerGhosts | None = None,
 ):
-    """BuddyMoE section 3.1 and algorithm 1, token by token in plain Python."""
+    """BuddyMoE section 3.1 and algorithm 1, token by token in plain Python. resident: 0, or 1 + the hops."""
     experts, weights = routing.experts.copy(), routing.weights.copy()
     counts = dict.fromkeys(SubstitutionStats.__dataclass_fields__, 0)
     n_tokens, n_used = experts.shape
@@ -57,6 +58,7 @@ def reference(
     crowded = lossy.beta is not None and len(absent) / len(requested) >= lossy.beta
     estimated: set[tuple[int, int]] = set()  # slots that ghosts compute
     own = lossy.mode == "cache"
+    given_before: collections.Counter[int] = collections.Counter()  # to other tokens of the batch
     mean_weight = 0.0
     for weight in routing.weights.ravel().tolist():
         mean_weight += weight
@@ -124,10 +126,17 @@ def reference(
                     ):
                         pick = free[0]
                 elif lossy.mode == "buddies":
-                    for r, j in enumerate(lists.ids[e].tolist()[: lossy.k]):  # H of algorithm 1
+                    z = routing.logits[t].astype(float)
+                    psi = {}  # eq. 3, of the first H of the list (algorithm 1)
+                    for r, j in enumerate(lists.ids[e].tolist()[: lossy.k]):
                         if j >= 0 and resident[j] and j not in taken:
-                            pick, pick_rank = j, r
-                            break
+                            z_hat, hop = (z[j] - z.min()) / (z.max() - z.min()), int(resident[j]) - 1
+                            psi[r] = float(lists.q[e, r]) * (1 + lossy.eta * z_hat) * (1 - lossy.kappa * hop)
+                            psi[r] *= lossy.reuse ** given_before[j]
+                    if psi:
+                        pick_rank = max(psi, key=psi.__getitem__)
+                        pick = int(lists.ids[e, pick_rank])
+                        given_before[pick] += 1
                 if pick is None:
                     counts["refused_buddies"] += 1
                     if lossy.miss == "ghost" and ghosts.rank[e] >= 0:
@@ -204,6 +213,9 @@ SETTINGS = st.builds(
     tau=st.sampled_from([None, None, 0.5, 0.9, 0.97, Percentile(90)]),
     temperature=st.sampled_from([1.0, 0.8, 1.2]),
     k=st.sampled_from([None, None, 1, 3]),
+    eta=st.sampled_from([0.0, 0.0, 0.5]),
+    kappa=st.sampled_from([0.0, 0.0, 0.3, 0.5]),
+    reuse=st.sampled_from([1.0, 1.0, 0.5]),
     gamma=st.sampled_from([None, None, 0.05, 0.3]),
     beta=st.sampled_from([None, None, 0.0, 0.4, 0.6, 1.0]),
     order=st.sampled_from(["rank", "weight"]),
@@ -230,7 +242,7 @@ def test_every_gate_and_choice_equals_the_reference(
     buddies = random_buddies(seed % 7)
     il = int(rng.integers(N_LAYERS))
     routing = random_routing(rng, n_tokens, n_used, il, softmax_selected)
-    resident = rng.random(N_EXPERT) < rate
+    resident = ((rng.random(N_EXPERT) < rate) * rng.integers(1, 4, N_EXPERT)).astype(np.uint8)
     ghosts = random_ghosts(seed % 5)
     ghosts.apply(model.engine, il)
     apply_substitution(model.engine, il, gates, buddies)
@@ -271,6 +283,32 @@ def test_gates_include_their_bounds(model, n_used: int):
     assert done(f"mode=random,gamma={int(n_used == 1)}").refused_margin == n_used
     assert done("mode=random,beta=1").refused_distribution == n_used
     assert done("mode=cache,bonus=0").substituted == n_used, "none is lower by more than nothing"
+
+
+def test_a_buddy_is_chosen_by_its_priority(model):
+    """Eq. 3 by hand: q (1 + eta z) (1 - kappa hop), times reuse for each token that got the buddy before."""
+    ids, q = np.full((N_EXPERT, 3), -1, np.int32), np.zeros((N_EXPERT, 3), np.float32)
+    ids[9], q[9] = (1, 2, 3), (0.5, 0.4, 0.1)
+    model.engine.set_buddies(0, ids, q)
+    logits = np.zeros((4, N_EXPERT), np.float32)
+    logits[:, 5], logits[:, 2], logits[:, 3] = -1, 1, 0.5  # normalized: 0, 1, 0.75, and 0.5 of the others
+    nine = np.full((4, 1), 9, np.int32)
+    routing = Routing(0, 0, True, nine, np.ones((4, 1), np.float32), logits, logits, np.empty((4, 0), np.float32))
+    near, far = np.ones(N_EXPERT, np.uint8), np.ones(N_EXPERT, np.uint8)
+    near[9], far[9], far[1] = 0, 0, 3  # two hops to expert 1
+    for places, changed, chosen in (
+        (near, {}, [1, 1, 1, 1]),
+        (near, {"eta": 0.5}, [1, 1, 1, 1]),  # 0.5 * 1.25 = 0.625, 0.4 * 1.5 = 0.6
+        (near, {"eta": 1.0}, [2, 2, 2, 2]),  # 0.5 * 1.5 = 0.75, 0.4 * 2 = 0.8
+        (near, {"reuse": 0.5}, [1, 2, 1, 2]),  # 0.5, 0.4; 0.25, 0.4; 0.25, 0.2; 0.125, 0.2
+        (far, {}, [1, 1, 1, 1]),
+        (far, {"kappa": 0.05}, [1, 1, 1, 1]),  # 0.5 * 0.9 = 0.45, 0.4
+        (far, {"kappa": 0.2}, [2, 2, 2, 2]),  # 0.5 * 0.6 = 0.3, 0.4
+        (far, {"kappa": 0.5, "reuse": 0.0}, [2, 3, 1, 1]),
+    ):
+        model.engine.set_substitution(0, {"mode": 1, **changed})
+        experts, _, _ = parts.substitute(model.engine, routing, places)
+        assert experts[:, 0].tolist() == chosen, changed
 
 
 def test_of_equal_weights_the_first_of_the_router_is_sacred(model):
@@ -511,7 +549,7 @@ def test_random_substitutes_differ_by_seed_only(small_moe: Path):
 @pytest.mark.parametrize("text", [
     "max_replaced=0", "min_entropy=px", "foo=1", "max_absent=nan", "miss=auto", "max_replaced=1,rho=2", "coverage=2",
     "max_buddies", "max_lead=p101", "temperature=0", "weight=fitted", "max_buddies=3,H=2",
-    "min_entropy=p5,temperature=2",
+    "min_entropy=p5,temperature=2", "by_logit=-1", "by_hops=0.6", "reuse=1.5", "reuse=-1",
 ])
 def test_settings_that_mean_nothing_are_refused_by_their_plain_name(text: str):
     by_symbol = text.replace("max_replaced", "rho").replace("min_entropy", "tau").replace("coverage", "alpha")
@@ -523,6 +561,7 @@ def test_settings_that_mean_nothing_are_refused_by_their_plain_name(text: str):
 @pytest.mark.parametrize("text", [
     "buddies", "coverage=0.95,max_buddies=16,max_replaced=3,min_entropy=p15", "mode=random,seed=4",
     "min_entropy=0.5,prefill=1", "min_entropy=0.5,temperature=1.2",
+    "by_logit=0.5,by_hops=0.3,reuse=0.5",
 ])
 def test_settings_can_be_written_and_read_again(text: str):
     assert str(Substitution.parse(text)) == text
@@ -534,7 +573,9 @@ def test_buddies_that_do_not_exist_are_refused(small_moe: Path):
     with pyorch.load(small_moe, budget="100%", n_ctx=256) as model:
         bad = np.zeros((N_EXPERT, 2), np.int32)
         with pytest.raises(pyorch.PyorchError, match="expert 0 of layer 0 cannot have expert 0"):
-            model.engine.set_buddies(0, bad)
+            model.engine.set_buddies(0, bad, bad.astype(np.float32))
+        with pytest.raises(pyorch.PyorchError, match="have similarities of"):
+            model.engine.set_buddies(0, bad, np.ones(2, np.float32))
         with pytest.raises(pyorch.PyorchError, match="64 experts"):
             model.engine.set_cache(0, np.ones(3, bool))
 

@@ -13,15 +13,17 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
         checked_choice(PYORCH_CHOICES_SUBSTITUTE_ORDER, s.order);
         checked_choice(PYORCH_CHOICES_ON_MISS, s.on_miss);
         if (s.max_per_token < 0 || s.max_all_layers < 0 || s.sacred < 0 || s.among < 0 || !(s.bonus >= 0) ||
-            !(s.max_weight >= 0) || !(s.temperature > 0)) {
-            throw Failure(PYORCH_INVALID, "a substitution has a temperature above 0, and no negative limit or bonus");
+            !(s.max_weight >= 0) || !(s.temperature > 0) || !(s.eta >= 0) || !(s.kappa >= 0 && s.kappa <= 0.5) ||
+            !(s.reuse >= 0 && s.reuse <= 1)) {
+            throw Failure(PYORCH_INVALID,
+                "a substitution has a temperature above 0, a kappa up to 0.5, a reuse up to 1, and nothing negative");
         }
         engine->routing.substitutions.set(engine->table.layer_index(il), s);
     });
 }
 
 pyorch_status pyorch_set_buddies(
-    pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const int32_t * ids) {
+    pyorch_engine * engine, int32_t il, int32_t n_expert, int32_t k_max, const int32_t * ids, const float * q) {
     return guarded_outside_callbacks(__func__, [&] {
         const int layer = engine->table.layer_index(il);
         check_experts(engine, layer, n_expert);
@@ -38,6 +40,7 @@ pyorch_status pyorch_set_buddies(
         BuddyLists lists;
         lists.k_max = k_max;
         lists.ids.assign(ids, ids + size);
+        lists.q.assign(q, q + size);
         engine->routing.substitutions.set_buddies(layer, std::move(lists));
     });
 }

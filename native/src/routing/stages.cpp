@@ -107,11 +107,23 @@ void substitute(Context & context, RoutedBatch & batch) {
     } else {
         routing.table.resident(batch.layer, resident, &loading);
     }
+    // 1 + the hops from what computes the layer: its device where it has one, host memory, another server.
+    thread_local std::vector<uint8_t> there;
     if (batch.on_device) {
-        routing.device->mark(batch.layer, resident);
+        there.assign(batch.n_expert, 0);
+        routing.device->mark(batch.layer, there);
+        std::transform(resident.begin(), resident.end(), there.begin(), resident.begin(),
+            [](uint8_t in_memory, uint8_t on_device) { return on_device ? 1 :
+                                                           in_memory    ? 2 :
+                                                                          0; });
     }
     if (routing.remote.active() && batch.portable) {
-        routing.remote.mark(batch.layer, resident);
+        there.assign(batch.n_expert, 0);
+        routing.remote.mark(batch.layer, there);
+        std::transform(
+            resident.begin(), resident.end(), there.begin(), resident.begin(), [&](uint8_t here, uint8_t at_peer) {
+                return here ? here : at_peer ? 2 + batch.on_device : 0;
+            });
     }
     batch.changed = context.changed_of(batch.n_tokens);
     routing.substitutions.apply(batch, resident.data(), loading.data());

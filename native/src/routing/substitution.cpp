@@ -16,6 +16,7 @@ const pyorch_substitution pyorch_default_substitution = [] {
     settings.temperature         = 1;
     settings.gamma               = never;
     settings.beta                = never;
+    settings.reuse               = 1;
     settings.bonus               = never;
     settings.max_weight          = never;
     return settings;
@@ -127,7 +128,8 @@ static uint64_t count_on_their_way(const RoutedBatch & batch, const uint8_t * lo
 
 static Substitutions::Seen seen_by(const pyorch_substitution & settings) {
     const bool ranks = settings.mode == PYORCH_SUBSTITUTE_CACHE;
-    return { has_sensitivity_gates(settings) || ranks || settings.mode == PYORCH_SUBSTITUTE_RANDOM, ranks,
+    return { has_sensitivity_gates(settings) || ranks || settings.mode == PYORCH_SUBSTITUTE_RANDOM,
+        ranks || (settings.mode == PYORCH_SUBSTITUTE_BUDDIES && settings.eta != 0),
         settings.on_miss == PYORCH_MISS_GHOST };
 }
 
@@ -154,7 +156,7 @@ void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const u
     const uint8_t *      cache = l.cache.empty() ? resident : l.cache.data();
     std::vector<uint8_t> there(cache, cache + batch.n_expert);
     for (int id = 0; id < (int) batch.guessed.size(); ++id) {
-        there[id] = there[id] || !batch.guessed[id] ? there[id] : 1;
+        there[id] = there[id] || !batch.guessed[id] ? there[id] : 1 + batch.on_device;
     }
     mean_weight.add(batch);
     pyorch_substitution_counts counts =

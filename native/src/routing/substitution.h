@@ -2,7 +2,8 @@
 //
 // Between router and experts, token by token, the gates in the paper's order: token activating entropy
 // (eq. 1) and probability margin, the share of absent experts in the micro-batch (eq. 2; substitute/gates.h), the order
-// of its slots (substitute/order.h), then the choice of a buddy (substitute/choose.h), and what that makes of its weights (substitute/account.h). Nothing here knows of llama.cpp or of the residency table: what is
+// of its slots (substitute/order.h), then the choice of a buddy by priority (eq. 3; substitute/choose.h), and what that
+// makes of its weights (substitute/account.h). Nothing here knows of llama.cpp or of the residency table: what is
 // resident comes in as a mask, so the same routing with the same mask always ends alike.
 
 #pragma once
@@ -20,7 +21,8 @@
 
 namespace pyorch {
 
-// resident: [n_expert], nonzero for those that are, or that another server computes. Returns what was done.
+// resident: [n_expert], 0 for absent experts; else 1 + the hops to the expert, which another server may compute. Returns
+// what was done.
 // mean_weight: of an expert of a token. ghosts: null where there are none, and then none computes.
 pyorch_substitution_counts substitute(const pyorch_substitution & settings, double mean_weight,
     const BuddyLists & lists, const GhostLayer * ghosts, RoutedBatch & batch, const uint8_t * resident);

@@ -163,7 +163,7 @@ static void make_calls(calls * c) {
     FORBIDDEN(pyorch_set_observer, (engine, NULL, NULL));
     FORBIDDEN(pyorch_set_history, (engine, NULL));
     FORBIDDEN(pyorch_set_substitution, (engine, c->il, &substitution));
-    FORBIDDEN(pyorch_set_buddies, (engine, c->il, c->n_expert, 1, &expert));
+    FORBIDDEN(pyorch_set_buddies, (engine, c->il, c->n_expert, 1, &expert, &value));
     FORBIDDEN(pyorch_set_cache, (engine, c->il, NULL, 0));
     FORBIDDEN(pyorch_replay, (engine, &recording, &replay, &result, 0, 0, NULL, NULL, NULL));
 #undef FORBIDDEN

@@ -19,13 +19,20 @@ uint64_t mix(uint64_t x) { // splitmix64
 
 Chooser::Chooser(const pyorch_substitution & settings, const BuddyLists & lists, const RoutedBatch & batch,
     const uint8_t * resident) :
-        settings(settings), lists(lists), batch(batch), resident(resident), taken(batch.n_expert) {}
+        settings(settings), lists(lists), batch(batch), resident(resident), taken(batch.n_expert),
+        n_chosen(batch.n_expert) {}
 
 void Chooser::begin(int token, const int32_t * experts) {
     t = token;
     std::fill(taken.begin(), taken.end(), 0);
     for (int s = 0; s < batch.n_used; ++s) {
         taken[experts[s]] = 1;
+    }
+    if (settings.mode == PYORCH_SUBSTITUTE_BUDDIES && settings.eta != 0) {
+        const float * z    = batch.logits + (size_t) t * batch.n_expert;
+        const auto    ends = std::minmax_element(z, z + batch.n_expert);
+        low                = *ends.first;
+        span               = *ends.second - low;
     }
 }
 
@@ -37,14 +44,28 @@ int Chooser::find(int expert, int & rank) const {
                                                         -1;
 }
 
+// Psi, eq. 3. Algorithm 1 never gives a token an expert twice: the discount of reuse spreads the tokens of a batch.
+double Chooser::priority(int buddy, double q) const {
+    const double z   = span > 0 ? (batch.logits[(size_t) t * batch.n_expert + buddy] - low) / span : 0;
+    const int    hop = resident[buddy] - 1;
+    return q * (1 + settings.eta * z) * (1 - settings.kappa * hop) * std::pow(settings.reuse, n_chosen[buddy]);
+}
+
+// Of equal priorities the more similar buddy. With the default settings the priority is q.
 int Chooser::choose_buddy(int expert, int & rank) const {
-    const int32_t * ids = lists.ids.data() + (size_t) expert * lists.k_max;
-    for (rank = 0; rank < lists.k_max && ids[rank] >= 0; ++rank) {
-        if (free(ids[rank])) {
-            return ids[rank];
+    const size_t list = (size_t) expert * lists.k_max;
+    int          best = -1;
+    double       most = 0;
+    for (int r = 0; r < lists.k_max && lists.ids[list + r] >= 0; ++r) {
+        const int    buddy = lists.ids[list + r];
+        const double psi   = free(buddy) ? priority(buddy, lists.q[list + r]) : 0;
+        if (free(buddy) && (best < 0 || psi > most)) {
+            best = buddy;
+            most = psi;
+            rank = r;
         }
     }
-    return -1;
+    return best;
 }
 
 // By what the router ranks an expert for this token: logits tell apart what gating rounds to the same probability.

@@ -1,4 +1,4 @@
-// Which expert stands in for an absent one: its most similar buddy (BuddyMoE, eq. 4), or what baselines take.
+// Which expert stands in for an absent one: a buddy by priority (BuddyMoE, eq. 3), or what baselines take.
 
 #pragma once
 
@@ -14,6 +14,7 @@ namespace pyorch {
 struct BuddyLists {
     int                  k_max = 0;
     std::vector<int32_t> ids; // [n_expert][k_max], -1 after the last
+    std::vector<float>   q;   // [n_expert][k_max] (eq. 4)
 };
 
 // Chooses substitutes for the tokens of a batch, one after the other.
@@ -29,7 +30,10 @@ public:
     int find(int expert, int & rank) const;
 
     // It stands in for an expert of the token.
-    void take(int substitute) { taken[substitute] = 1; }
+    void take(int substitute) {
+        taken[substitute] = 1;
+        ++n_chosen[substitute];
+    }
 
 private:
     const pyorch_substitution & settings;
@@ -38,13 +42,17 @@ private:
     const uint8_t *             resident;
 
     int                  t = 0;
-    std::vector<uint8_t> taken; // by this token
+    std::vector<uint8_t> taken;    // by this token
+    std::vector<int>     n_chosen; // by tokens of this batch
+    double               low  = 0; // of the token's logits, with eta
+    double               span = 0; // from there to the highest
 
-    bool  free(int expert) const { return resident[expert] && !taken[expert]; }
-    int   choose_buddy(int expert, int & rank) const;
-    float score(int expert) const;
-    int   choose_ranked(int expert) const;
-    int   choose_random(int expert) const;
+    bool   free(int expert) const { return resident[expert] && !taken[expert]; }
+    double priority(int buddy, double q) const;
+    int    choose_buddy(int expert, int & rank) const;
+    float  score(int expert) const;
+    int    choose_ranked(int expert) const;
+    int    choose_random(int expert) const;
 };
 
 } // namespace pyorch
