@@ -48,7 +48,7 @@ typedef enum pyorch_status {
 const char * pyorch_last_error(void);
 
 // The calls and structs that a program was compiled with: a library of another number does not fit.
-enum { PYORCH_ABI = 7 };
+enum { PYORCH_ABI = 8 };
 
 int32_t      pyorch_abi(void);     // the PYORCH_ABI that the library was compiled with
 const char * pyorch_version(void); // "1.2.3"
@@ -714,6 +714,7 @@ typedef struct pyorch_substitution {
     double  temperature;   // of the probabilities that tau and gamma go by, 1: as they are
     double  gamma;         // none where the two largest probabilities differ by at least this (above 1: off)
     double  beta;          // none where at least this share of the requested experts is absent (above 1: off)
+    double  read_budget;   // above 0: beta adapts, so that an ubatch waits for so many bytes of experts on average
     double  eta;           // of the router's logit in a buddy's priority, 0: it does not count
     double  kappa;         // of the hops to a buddy in its priority, 0 to 0.5: from what computes the layer (a device
                            // where there is one) to host memory, and to another server

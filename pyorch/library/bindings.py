@@ -15,7 +15,7 @@ from pyorch import _libs
 from pyorch.errors import BudgetError, FormatError, OutOfMemoryError, PyorchError
 from pyorch.library.numerics import np
 
-ABI = 7  # PYORCH_ABI of the headers that this package is written for
+ABI = 8  # PYORCH_ABI of the headers that this package is written for
 
 
 def declared(library: str) -> Any:

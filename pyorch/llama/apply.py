@@ -121,7 +121,7 @@ def apply_substitution(
         "prefill": settings.prefill, "max_per_token": settings.rho, "max_all_layers": settings.rho_token,
         "seed": settings.seed, "sacred": settings.sacred, "among": settings.among, "beta": settings.beta,
         "bonus": settings.bonus, "max_weight": settings.max_weight, "temperature": settings.temperature,
-        "eta": settings.eta, "kappa": settings.kappa, "reuse": settings.reuse,
+        "read_budget": settings.read_budget, "eta": settings.eta, "kappa": settings.kappa, "reuse": settings.reuse,
         "tau": _threshold(settings.tau, layer, "tae_percentiles"),
         "gamma": _threshold(settings.gamma, layer, "margin_percentiles"),
         **{field: choices.substitution(name)[getattr(settings, name)].value for field, name in (

@@ -16,6 +16,7 @@ from typing import Any
 from pyorch.errors import PyorchError
 from pyorch.library import choices
 from pyorch.settings.option import LOSSY, flag, option, options, texts
+from pyorch.sizes import Amount
 
 # By what they do: wait for a token's heavy experts, and leave out the other absent ones, or let their ghosts or
 # buddies stand in. Little that needs no file loses less for what it reads than heaviest, and ghosts lose half of that
@@ -47,6 +48,13 @@ def _number(given: Any) -> float:
     if not math.isfinite(value):
         raise ValueError(given)
     return value
+
+
+def _bytes(given: Any) -> int:
+    amount = Amount.parse(given)
+    if not amount.n_bytes:
+        raise ValueError(given)
+    return amount.n_bytes
 
 
 def _whole(most: int) -> Callable[[Any], int]:
@@ -110,6 +118,10 @@ class Substitution:
     beta: float | None = option(
         None, _number, "a number", plain="max_absent", group=LOSSY,
         help="nothing is replaced in a batch of whose experts this share or more is absent (eq. 2)")
+    read_budget: int | None = option(
+        None, _bytes, "a size above 0, such as 40MiB", group=LOSSY,
+        help="max_absent adapts, so that a batch waits for so many bytes of experts, in all layers together and on "
+             "average")
     eta: float = option(
         0.0, _number, "a number", plain="by_logit", group=LOSSY,
         help="how much the router's logit of a buddy raises its priority (eq. 3)")
@@ -257,6 +269,8 @@ def _check(settings: Substitution) -> None:
     for name in ("among", "bonus"):
         if getattr(settings, name) is not None and settings.mode != "cache":
             raise PyorchError(f"lossy setting {name} is for mode=cache, not for mode={settings.mode}")
+    if settings.beta is not None and settings.read_budget is not None:
+        raise PyorchError("lossy settings max_absent and read_budget exclude each other: read_budget sets max_absent")
     for name in ("tau", "gamma"):
         value = getattr(settings, name)
         if isinstance(value, Percentile) and not 0 <= value.percent <= 100:

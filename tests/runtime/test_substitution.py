@@ -536,6 +536,37 @@ def test_a_limit_over_all_layers_is_used_up_by_the_first_of_them(small_moe: Path
         assert most * (len(tokens) - 1) <= counts.substituted + counts.dropped <= most * len(tokens)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.4, 2])
+def test_beta_adapts_to_the_bytes_that_are_read(small_moe: Path, share: float):
+    """Section 3.1, "adaptive beta based on a running bandwidth meter", against a reference for each layer."""
+    text = (Path(__file__).parents[1] / "fixtures" / "small-moe" / "text-test.txt").read_text()
+    with pyorch.load(small_moe, budget="100%", prefetch="none", n_ctx=512, n_threads=1) as model:
+        expert_bytes = [layer.expert_bytes for layer in model.map.layers]
+        absent_bytes = 3 * sum(expert_bytes)  # about what a token asks for of the half that is absent
+        budget = round(share * absent_bytes)
+        model.substitute(Substitution(mode="none", miss="drop", read_budget=budget))
+        model.set_cache({il: np.arange(N_EXPERT) % 2 == 0 for il in range(N_LAYERS)})
+        tokens = model.llama.tokenize(text.encode(), add_bos=False)[:300]
+        beta, mean_bytes, read = [0.0] * N_LAYERS, [0.0] * N_LAYERS, []
+        with Context(model.llama.model, n_ctx=512, n_threads=1) as context:
+            for token in tokens:
+                model.reset_stats()
+                context.decode([token])
+                read.append(0)
+                for il in range(N_LAYERS):
+                    counts = model.engine.substitution_stats(il)
+                    refused = counts.absent > 0 and counts.absent / 6 >= beta[il]
+                    assert counts.refused_distribution == (counts.absent if refused else 0)
+                    assert counts.avoided == counts.dropped == (0 if refused else counts.absent)
+                    n_bytes = (counts.absent - counts.avoided) * expert_bytes[il]
+                    mean_bytes[il] += 0.05 * (n_bytes - mean_bytes[il])
+                    beta[il] += 0.01 if mean_bytes[il] > budget / N_LAYERS else -0.01
+                    beta[il] = min(max(beta[il], 0.0), 1.01)
+                    read[-1] += n_bytes
+    assert np.mean(read[100:]) < 1.25 * budget, "and so what is read comes to the budget"
+    assert share < 1 or max(beta) == 0, "a budget that is never reached changes nothing"
+
+
 def test_random_substitutes_differ_by_seed_only(small_moe: Path):
     def logits(seed: int) -> bytes:
         with pyorch.load(small_moe, budget="100%", n_ctx=256, n_threads=1) as model:
@@ -550,6 +581,7 @@ def test_random_substitutes_differ_by_seed_only(small_moe: Path):
     "max_replaced=0", "min_entropy=px", "foo=1", "max_absent=nan", "miss=auto", "max_replaced=1,rho=2", "coverage=2",
     "max_buddies", "max_lead=p101", "temperature=0", "weight=fitted", "max_buddies=3,H=2",
     "min_entropy=p5,temperature=2", "by_logit=-1", "by_hops=0.6", "reuse=1.5", "reuse=-1",
+    "read_budget=0", "read_budget=10%", "read_budget=-1", "max_absent=0.5,read_budget=1MiB",
 ])
 def test_settings_that_mean_nothing_are_refused_by_their_plain_name(text: str):
     by_symbol = text.replace("max_replaced", "rho").replace("min_entropy", "tau").replace("coverage", "alpha")
@@ -561,7 +593,7 @@ def test_settings_that_mean_nothing_are_refused_by_their_plain_name(text: str):
 @pytest.mark.parametrize("text", [
     "buddies", "coverage=0.95,max_buddies=16,max_replaced=3,min_entropy=p15", "mode=random,seed=4",
     "min_entropy=0.5,prefill=1", "min_entropy=0.5,temperature=1.2",
-    "by_logit=0.5,by_hops=0.3,reuse=0.5",
+    "read_budget=41943040,by_logit=0.5,by_hops=0.3,reuse=0.5",
 ])
 def test_settings_can_be_written_and_read_again(text: str):
     assert str(Substitution.parse(text)) == text

@@ -13,8 +13,8 @@ pyorch_status pyorch_set_substitution(pyorch_engine * engine, int32_t il, const 
         checked_choice(PYORCH_CHOICES_SUBSTITUTE_ORDER, s.order);
         checked_choice(PYORCH_CHOICES_ON_MISS, s.on_miss);
         if (s.max_per_token < 0 || s.max_all_layers < 0 || s.sacred < 0 || s.among < 0 || !(s.bonus >= 0) ||
-            !(s.max_weight >= 0) || !(s.temperature > 0) || !(s.eta >= 0) || !(s.kappa >= 0 && s.kappa <= 0.5) ||
-            !(s.reuse >= 0 && s.reuse <= 1)) {
+            !(s.max_weight >= 0) || !(s.temperature > 0) || !(s.read_budget >= 0) || !(s.eta >= 0) ||
+            !(s.kappa >= 0 && s.kappa <= 0.5) || !(s.reuse >= 0 && s.reuse <= 1)) {
             throw Failure(PYORCH_INVALID,
                 "a substitution has a temperature above 0, a kappa up to 0.5, a reuse up to 1, and nothing negative");
         }

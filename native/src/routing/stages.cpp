@@ -126,7 +126,8 @@ void substitute(Context & context, RoutedBatch & batch) {
             });
     }
     batch.changed = context.changed_of(batch.n_tokens);
-    routing.substitutions.apply(batch, resident.data(), loading.data());
+    routing.substitutions.apply(
+        batch, resident.data(), loading.data(), routing.table.map.layers[batch.layer].expert_bytes());
     vacate(batch, resident);
 }
 

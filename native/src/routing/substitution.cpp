@@ -75,12 +75,24 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, doub
     return counts;
 }
 
+double AdaptiveBeta::next(double bytes_read, double budget) {
+    static constexpr double FADE = 0.05; // slow against the luck of one token, quick against a change of the subject
+    static constexpr double STEP = 0.01;
+    mean_bytes += FADE * (bytes_read - mean_bytes);
+    beta = std::clamp(beta + (mean_bytes > budget ? STEP : -STEP), 0.0, 1 + STEP); // above 1 the gate is always open
+    return beta;
+}
+
 void Substitutions::set(int layer, const pyorch_substitution & settings) {
     std::lock_guard<std::mutex> lock(mutex);
     Layer &                     l = layers[layer];
     l.settings                    = settings;
-    mean_weight                   = {};
-    const bool off                = settings.mode == PYORCH_SUBSTITUTE_NONE && settings.on_miss == PYORCH_MISS_FETCH;
+    l.adaptive                    = {};
+    if (settings.read_budget > 0) {
+        l.settings.beta = 0;
+    }
+    mean_weight    = {};
+    const bool off = settings.mode == PYORCH_SUBSTITUTE_NONE && settings.on_miss == PYORCH_MISS_FETCH;
     l.active.store(off ? NEVER : settings.prefill ? ALWAYS : DECODE, std::memory_order_relaxed);
 }
 
@@ -143,7 +155,8 @@ Substitutions::Seen Substitutions::seen() const {
     return seen;
 }
 
-void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading) {
+void Substitutions::apply(
+    RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading, uint64_t expert_bytes) {
     std::lock_guard<std::mutex> lock(mutex);
     Layer &                     l    = layers[batch.layer];
     const Seen                  seen = seen_by(l.settings);
@@ -163,6 +176,10 @@ void Substitutions::apply(RoutedBatch & batch, const uint8_t * resident, const u
         substitute(l.settings, mean_weight.value(), l.lists, batch.ghost_layer.get(), batch, there.data());
     counts.on_their_way = l.cache.empty() ? count_on_their_way(batch, loading) : 0;
     add_counts(l.counts, counts);
+    if (l.settings.read_budget > 0) {
+        const double bytes_read = (double) (counts.absent - counts.avoided) * (double) expert_bytes;
+        l.settings.beta         = l.adaptive.next(bytes_read, l.settings.read_budget / (double) layers.size());
+    }
 }
 
 pyorch_substitution_counts Substitutions::preview(RoutedBatch & batch, const uint8_t * resident) {

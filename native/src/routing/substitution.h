@@ -27,6 +27,18 @@ namespace pyorch {
 pyorch_substitution_counts substitute(const pyorch_substitution & settings, double mean_weight,
     const BuddyLists & lists, const GhostLayer * ghosts, RoutedBatch & batch, const uint8_t * resident);
 
+// Chooses beta (eq. 2) by what a layer waits for: while its ubatches read more than a budget on average, beta rises, and
+// more is replaced (section 3.1, "a running bandwidth meter").
+class AdaptiveBeta {
+public:
+    // An ubatch read so many bytes. Returns beta for the next one.
+    double next(double bytes_read, double budget);
+
+private:
+    double beta       = 0;
+    double mean_bytes = 0; // fades
+};
+
 // What the layers of one engine do with absent experts.
 class Substitutions {
 public:
@@ -64,10 +76,10 @@ public:
 
     // Nothing where the settings came after the graph was made, and it has not what they go by.
     // resident: the real residency, beside which what was forecast counts as there. loading: [n_expert], nonzero for
-    // those that are on their way.
-    void apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading);
+    // those that are on their way. expert_bytes: of one expert of the layer.
+    void apply(RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading, uint64_t expert_bytes);
 
-    // As apply, but counts nothing.
+    // As apply, but counts nothing, and beta stays.
     pyorch_substitution_counts preview(RoutedBatch & batch, const uint8_t * resident);
 
     pyorch_substitution_counts counts(int layer);
@@ -92,6 +104,7 @@ private:
         BuddyLists                        lists;
         std::shared_ptr<const GhostLayer> ghosts;
         std::vector<uint8_t>              cache;
+        AdaptiveBeta                      adaptive;
         pyorch_substitution_counts        counts = {};
     };
 
