@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pyorch.advise.estimates import Estimate, Estimator
 from pyorch.runtime.model_map import ModelMap
+from pyorch.sidecars.container import is_sidecar_of
 from pyorch.sizes import MiB
 
 # Of the bytes of experts in floats, what their lossless codec leaves (docs/packs.md). Quantized ones shrink by 3 to
@@ -41,7 +42,7 @@ def gains(
     repacking: as Machine.repacking().
     """
     fastest = estimator.fastest_seconds(base.vram_budget)
-    there = model_map.sidecars()
+    there = {kind for kind, path in model_map.sidecars().items() if is_sidecar_of(path, model_map, kind)}
     path = model_map.path
     types = {role.type.lower() for layer in model_map.layers for role in layer.roles}
     found = []

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pyorch.errors import FormatError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.beside import Sidecars
 from pyorch.traces.file import DECODE, PREFILL, Trace
@@ -36,7 +37,10 @@ def routing_of(model_map: ModelMap, trace: Trace | None) -> Routing:
     if trace is not None:
         recording = one_request(Recording.from_trace(trace, model_map), N_PROMPT, N_WARM + N_DECODED)
         return Routing(recording, f"{trace.path}, {len(trace)} tokens", True)
-    uses = Sidecars(model_map).uses()
+    try:
+        uses = Sidecars(model_map).uses()
+    except FormatError:  # of a former model of this name, or damaged: what is assumed instead is said
+        uses = None
     if uses is not None:
         return Routing(_made_up(model_map, _popularity_of(uses)),
                        "made up after the use counts beside the model, in no known order", False)

@@ -232,6 +232,7 @@ def _advise(
     from pyorch.llama.memory import memory_limit
     from pyorch.llama.plan import divided_budget
     from pyorch.sidecars.beside import Sidecars
+    from pyorch.sidecars.predictor import PredictorFile
     from pyorch.traces.file import Trace
 
     info = model_map.info
@@ -260,9 +261,14 @@ def _advise(
             as_option(rest_of_device(device, model_map, host_dense_bytes, n_context_bytes))
             for budget in wanted.budgets or ("auto",)]
     left = without if divides else rest_for_experts(info, memory, host_dense_bytes, n_host_bytes)
-    estimator = Estimator(model_map, routing, compute, disk.bytes_per_second, args.prompt_tokens,
-                          Sidecars(model_map).predictor, device and device.speed)
     notes = []
+    try:
+        predictor = Sidecars(model_map).predictor
+    except FormatError as error:
+        predictor = PredictorFile()
+        notes.append(f"{error}; until then experts are foreseen without it")
+    estimator = Estimator(model_map, routing, compute, disk.bytes_per_second, args.prompt_tokens, predictor,
+                          device and device.speed)
     if left is None:
         notes.append(f"the model does not fit into the memory that is free: even the fewest experts need "
                      f"{_missing(model_map, memory, host_dense_bytes + n_host_bytes)} more")

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(args.alpha, args.k_max, args.weighting, args.smoothing, args.warm_up, args.similarity)
     path = (args.output or container.default_path(args.model, "buddies")).absolute()
     check_output(path, args.model, [args.trace], force=args.force,
-                 is_own=partial(container.is_sidecar_of, kind="buddies"))
+                 is_own=partial(container.is_sidecar_of, kind="buddies"), by_default=args.output is None)
     with packs.open_model(args.model) as model_map:
         with Progress() as progress:
             built = build(model_map, Trace(args.trace), settings, progress.update)

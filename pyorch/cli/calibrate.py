@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
     output = args.output or container.default_path(args.model, KIND)
     check_output(output, args.model, args.data, force=args.force,
-                 is_own=partial(container.is_sidecar_of, kind=KIND))
+                 is_own=partial(container.is_sidecar_of, kind=KIND), by_default=args.output is None)
     with Progress(live=not args.verbose) as progress:
         calibrated = calibrate(
             args.model, args.data, args.tokens, on_progress=progress.update, verbose=args.verbose,

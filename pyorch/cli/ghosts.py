@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(n_bytes, args.rank, args.sacred)
     path = (args.output or container.default_path(args.model, "ghosts")).absolute()
     check_output(path, args.model, [args.trace], force=args.force,
-                 is_own=partial(container.is_sidecar_of, kind="ghosts"))
+                 is_own=partial(container.is_sidecar_of, kind="ghosts"), by_default=args.output is None)
     with packs.open_model(args.model) as model_map:
         with Progress() as progress:
             built = build(model_map, Trace(args.trace), settings, progress.update)

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
     path = (args.output or container.default_path(args.model, "maps")).absolute()
     check_output(path, args.model, [args.trace], force=args.force,
-                 is_own=partial(container.is_sidecar_of, kind="maps"))
+                 is_own=partial(container.is_sidecar_of, kind="maps"), by_default=args.output is None)
     with ModelMap(args.model) as model_map:
         trace = Trace(args.trace)
         with Progress() as progress:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from pyorch.runtime.model_map import ModelMap
 
 
+# Whether a file is one that a command wrote for this model; None: for any model.
+IsOwn = Callable[[Path, "ModelMap | None"], bool]
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     """Wraps descriptions, and leaves the example as it is."""
 
@@ -105,11 +109,14 @@ def add_output_options(
 ) -> None:
     """-o, --force and --json of a command that writes one file. default: where it writes without -o, for the help."""
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the file to write (default: {default})")
-    add_force(parser)
+    add_force(parser, f"{OWN}, or without -o for a former model of this name")
     parser.add_argument("--json", action="store_true", help=as_json)
 
 
-def add_force(parser: argparse.ArgumentParser, own: str = "one that this command wrote for this model") -> None:
+OWN = "one that this command wrote for this model"
+
+
+def add_force(parser: argparse.ArgumentParser, own: str = OWN) -> None:
     """--force of a command that writes files. own: the file that the command replaces without it, for the help; "" for
     none."""
     default = f"replace only {own}" if own else "refuse"
@@ -169,7 +176,7 @@ def check_readable(paths: Iterable[str | Path | None]) -> None:
 
 def check_output(
     output: Path, model: str | Path, sources: Iterable[str | Path | None] = (), *, force: bool,
-    is_own: Callable[[Path, ModelMap], bool] | None = None,
+    is_own: IsOwn | None = None, by_default: bool = False,
 ) -> None:
     """Checks the output of a command before the command begins.
 
@@ -178,7 +185,9 @@ def check_output(
         model: The model that is read for it.
         sources: Other files that are read for it. None is no file.
         force: Whether the user gave --force.
-        is_own: Whether a file is one that this command wrote for this model; None: the command knows none by its look.
+        is_own: See IsOwn; None: the command recognizes no file as its own.
+        by_default: Whether the output has the default name, which is made of the model's. There a file that this
+            command wrote for another model is of no use any more, and is replaced, too: a former model had that name.
 
     Raises:
         PyorchError: No file can be written there, or the file would replace one that is read, or, without force, one
@@ -191,20 +200,22 @@ def check_output(
     check_no_source(output, shards_of(model))
     check_no_source(output, [container.default_path(model, packs.KIND)], "the pack of the model")
     check_no_source(output, filter(None, sources), "a file that is read")
-    check_own(output, model, force, is_own)
+    check_own(output, model, force, is_own, by_default)
 
 
 def check_own(
-    output: Path, model: str | Path, force: bool, is_own: Callable[[Path, ModelMap], bool] | None = None
+    output: Path, model: str | Path, force: bool, is_own: IsOwn | None = None, by_default: bool = False
 ) -> None:
     """PyorchError where the output is a file that this command did not write for this model, unless force is given.
-    is_own: see check_output()."""
+    is_own, by_default: see check_output()."""
     from pyorch.runtime.model_map import ModelMap
 
     if force or not holds_anything(output):
         return
     if is_own is None:
         raise in_the_way(output)
+    if by_default and is_own(output, None):
+        return
     with ModelMap(model) as model_map:
         if not is_own(output, model_map):
             raise in_the_way(output, f", and pyorch did not write it for {model}")

@@ -100,7 +100,20 @@ def check_pack(output: Path, model: str | Path, force: bool) -> None:
     from pyorch.sidecars import container, packs
 
     check_no_source(output, shards_of(model))
+    if not force and (why := of_another(output, model)):
+        raise PyorchError(f"{why}: move it to its model, or give --force to replace it")
     check_own(output, model, force, partial(container.is_sidecar_of, kind=packs.KIND))
+
+
+def of_another(pack: Path, model: str | Path) -> str:
+    """Why a file is not replaced by the pack of a model unasked: it is the pack of another model. "" if it is not."""
+    from pyorch.runtime.model_map import ModelMap
+    from pyorch.sidecars import container, packs
+
+    with ModelMap(model) as model_map:
+        if not container.is_sidecar_of(pack, None, packs.KIND) or container.is_sidecar_of(pack, model_map, packs.KIND):
+            return ""
+    return f"{pack} is the pack of another model than {model}, and may be the only file with its experts"
 
 
 def _check_not_of_slim(output: Path) -> None:

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         raise PyorchError(f'forms "{args.forms}" are not understood: name some of {", ".join(POOLS)}, each once')
     output = args.output or plans.default_path(args.model)
     check_output(output, args.model, [args.trace], force=args.force,
-                 is_own=partial(json_file.is_written_for, kind=plans.KIND))
+                 is_own=partial(json_file.is_written_for, kind=plans.KIND), by_default=args.output is None)
     check_readable([args.trace])
     with (packs.open_model(args.model) as model_map, ModelMap(args.model) as plain_map, Progress() as progress):
         packs.require_compressed(model_map)

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 from pyorch.cli import run_command
 from pyorch.cli.numbers import number, whole
-from pyorch.cli.options import add_force, add_model, check_own, check_readable, print_json
+from pyorch.cli.options import OWN, add_force, add_model, check_own, check_readable, print_json
+from pyorch.cli.pack import of_another
 from pyorch.cli.settings import add_settings, given_settings
 from pyorch.cli.tables import show
 from pyorch.errors import FormatError, PyorchError
@@ -110,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", metavar="STEP,...", help="these steps alone, even where they would be skipped")
     parser.add_argument("--skip", metavar="STEP,...", help="all steps but these")
     parser.add_argument("--again", action="store_true", help="make anew what is there already")
-    add_force(parser)
+    add_force(parser, f"{OWN}, or for a former model of this name; no pack of another model")
     parser.add_argument("--keep-trace", action="store_true",
                         help="keep what profile records as MODEL.trace, which pyorch advise reads too "
                              "(default: deleted when all steps have read it)")
@@ -204,8 +205,10 @@ class _Preparation:
         from pyorch.traces.file import is_trace_of, part_path
 
         self._check_texts()
+        if "pack" in self._only and not self._args.force and (why := self._pack_of_another()):
+            raise PyorchError(why)
         if self._args.keep_trace or "profile" in self._only:
-            check_own(self._given, self._map.path, self._args.force, is_trace_of)
+            check_own(self._given, self._map.path, self._args.force, is_trace_of, by_default=True)
         for step in self._steps:
             if step.name != "profile" or "profile" in self._only:
                 if step.traced and not self._reason_to_skip(step):
@@ -241,10 +244,14 @@ class _Preparation:
             self._try(_PROFILE)
 
     def _try(self, step: Step) -> None:
+        from pyorch.traces.file import is_trace_of
+
         reason = self._reason_to_skip(step)
         if reason:
             self._done(step, THERE if reason == THERE else SKIPPED, "" if reason == THERE else reason)
             return
+        if step == _PROFILE and is_trace_of(self._own, None):
+            self._own.unlink()  # of a run that was interrupted, perhaps with a former model of this name
         words, describe = getattr(self, "_" + step.name.replace("-", "_"))()
         words = [step.name, _word(self._map.path), *words]
         if not self._args.json:
@@ -312,6 +319,8 @@ class _Preparation:
 
         if self._map.info.slim:
             return "a slim model has its experts in a pack"
+        if not self._args.force and (why := self._pack_of_another()):
+            return why
         types = {role.type.lower() for layer in self._map.layers for role in layer.roles}
         if not types <= _CODED:
             return "experts that are quantized do not shrink"
@@ -320,6 +329,10 @@ class _Preparation:
         except PyorchError as error:
             return str(error)
         return ""
+
+    def _pack_of_another(self) -> str:
+        why = of_another(self._beside("experts.gguf"), self._map.path)
+        return f"{why}: move it to its model, or give --force to replace it" if why else ""
 
     def _is_there(self, step: Step) -> bool:
         """Whether its file lies beside the model, is whole, and is this model's."""
@@ -346,8 +359,8 @@ class _Preparation:
 
     def _remove_damaged(self, step: Step) -> None:
         """Removes what cannot be read where this step and those to come will write: commands refuse a model with such a
-        file. Only what pyorch wrote for this model, unless --force is given. Not a pack: it is in nobody's way, and may
-        be the only copy of the experts."""
+        file. Only what pyorch wrote, for this model or a former one of its name, unless --force is given. Not a pack:
+        it is in nobody's way, and may be the only copy of the experts."""
         for other in self._steps[self._steps.index(step):] if step in self._steps else self._steps:
             path = self._beside(other.made) if other.made and other.name != "pack" else None
             if path is None or not path.is_file() or self._reason_to_skip(other):
@@ -355,7 +368,7 @@ class _Preparation:
             try:
                 _content(other, path, self._map)
             except FormatError:
-                if self._args.force or _is_own(other, path, self._map):
+                if self._args.force or _is_own(other, path):
                     path.unlink()
 
     def _failed(self, name: str) -> bool:
@@ -454,16 +467,16 @@ def _of_calibration(result: dict) -> str:
     )
 
 
-def _is_own(step: Step, path: Path, model_map: ModelMap) -> bool:
-    """Whether a file beside the model, which may be damaged, is one that the step wrote for this model."""
+def _is_own(step: Step, path: Path) -> bool:
+    """Whether a file beside the model, which may be damaged, is one that the step wrote, for whatever model."""
     from pyorch.sidecars import container, json_file
     from pyorch.sidecars.plan import KIND as PLAN
     from pyorch.sidecars.tuned_setting import KIND as TUNED
 
     kind = {"plan.json": PLAN, "tuned.json": TUNED}.get(step.made)
     if kind is not None:
-        return json_file.is_written_for(path, model_map, kind)
-    return container.is_sidecar_of(path, model_map, step.made.removesuffix(".gguf"))
+        return json_file.is_written_for(path, None, kind)
+    return container.is_sidecar_of(path, None, step.made.removesuffix(".gguf"))
 
 
 def _content(step: Step, path: Path, model_map: ModelMap) -> object | None:

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
     source = args.predictor_file or container.default_path(args.model, KIND)
     output = args.output or source
     check_output(output, args.model, args.data, force=args.force,
-                 is_own=partial(container.is_sidecar_of, kind=KIND))
+                 is_own=partial(container.is_sidecar_of, kind=KIND),
+                 by_default=args.output is args.predictor_file is None)
     for _ in read_documents(args.data):
         pass  # a mistake in the last line is found now, not after hours
     with ModelMap(args.model) as model_map:

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     output = args.output or default_path(args.model)
     check_output(output, args.model, args.data, force=args.force,
-                 is_own=partial(json_file.is_written_for, kind=KIND))
+                 is_own=partial(json_file.is_written_for, kind=KIND), by_default=args.output is None)
     min_accuracy = 0.95 if args.min_accuracy is None and args.max_kl is None else args.min_accuracy
     asked = question_arguments(args)
     if args.cache_rate:

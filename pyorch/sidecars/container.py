@@ -152,23 +152,25 @@ def read(
                           "make it again")
     if contents.get(_FINGERPRINT) != fingerprint(model_map):
         raise FormatError(f"{path} belongs to another model than {model_map.path}: its fingerprint differs; "
-                          "make it again for this model, with --force")
+                          "make it again for this model" + (", with --force" if kind == "experts" else ""))
     sums = contents.get(_CHECKSUMS)
     if sums is not None and sums != [checksum(array) for array in arrays.values()]:
         raise FormatError(f"{path} is damaged, its numbers are not those that were written: make it again")
     return {key.removeprefix(prefix): value for key, value in contents.items() if key.startswith(prefix)}, arrays
 
 
-def is_sidecar_of(path: str | os.PathLike[str], model_map: ModelMap, kind: str) -> bool:
+def is_sidecar_of(path: str | os.PathLike[str], model_map: ModelMap | None, kind: str) -> bool:
     """Whether a file begins as a sidecar of this kind and this model does: of any version, whole or damaged behind its
-    beginning."""
+    beginning. None: of any model."""
     try:
         with open(path, "rb") as file:
             begin = file.read(_BEGIN_BYTES)
     except OSError:
         return False
-    told = ((_KIND, kind), (_FINGERPRINT, fingerprint(model_map)))
-    return begin.startswith(b"GGUF") and all(_text(key) + _STRING + _text(value) in begin for key, value in told)
+    told = [_text(_KIND) + _STRING + _text(kind), _text(_FINGERPRINT) + _STRING]
+    if model_map is not None:
+        told.append(told.pop() + _text(fingerprint(model_map)))
+    return begin.startswith(b"GGUF") and all(words in begin for words in told)
 
 
 def _text(text: str) -> bytes:

@@ -145,10 +145,11 @@ class Trace:
         return self.header.layers.index(il)
 
 
-def is_trace_of(path: str | os.PathLike[str], model_map: ModelMap) -> bool:
-    """Whether a file is a trace of this model."""
+def is_trace_of(path: str | os.PathLike[str], model_map: ModelMap | None) -> bool:
+    """Whether a file is a trace of this model; None: of any model."""
     try:
-        return Trace(path).header.fingerprint == fingerprint(model_map)
+        found = Trace(path).header.fingerprint
+        return model_map is None or found == fingerprint(model_map)
     except FormatError:
         return False
 

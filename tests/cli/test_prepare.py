@@ -130,6 +130,40 @@ def test_files_that_pyorch_did_not_make_stay_unless_it_is_forced(
     assert trace.read_bytes() == b"of somebody else"
 
 
+def test_a_model_that_is_converted_anew_is_prepared_in_one_call(
+    small_moe: Path, small_moe_q4: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What lies beside it is of the model that had its name before. Its pack may be the only one with its experts."""
+    model = tmp_path / "model.gguf"
+    os.link(small_moe, model)
+    assert main(["pack", str(model), "--codec", "table"]) == 0
+    capsys.readouterr()
+    steps = prepare(capsys, model, *FEW, "--budget", "40%", "--with-lossy", "--keep-trace")
+    made = {name for name, step in steps.items() if step["state"] == MADE}
+    assert made == {"calibrate", "profile", "maps", "plan", "buddies", "ghosts"}
+    former = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "model.prepare.trace").write_bytes(former["model.trace"])  # a run that was killed
+    assert main(["convert", str(small_moe_q4), "-o", str(model), "--quantize", "F16", "--force"]) == 0
+    assert main(["advise", str(model), "--compute-ms", "5:2", "--read-bandwidth", "1000000000"]) == 0
+    assert "model.predictor.gguf belongs to another model" in " ".join(capsys.readouterr().out.split())
+    assert main(["prepare", str(model), *FEW, "--only", "calibrate,pack"]) == 2
+    assert "model.experts.gguf is the pack of another model" in capsys.readouterr().err
+    assert main(["pack", str(model)]) == 2
+    assert "model.experts.gguf is the pack of another model" in capsys.readouterr().err
+    assert {name: (tmp_path / name).read_bytes() for name in former if name != "model.gguf"} == {
+        name: content for name, content in former.items() if name != "model.gguf"}
+    steps = prepare(capsys, model, *FEW, "--budget", "40%", "--with-lossy", "--keep-trace")
+    assert {name for name, step in steps.items() if step["state"] == MADE} == {
+        "calibrate", "profile", "buddies", "ghosts"}
+    assert steps["pack"]["state"] == SKIPPED and "is the pack of another model" in steps["pack"]["brings"]
+    kept = {name for name in former if (tmp_path / name).read_bytes() == former[name]}
+    assert kept == {"model.experts.gguf", "model.maps.gguf", "model.plan.json"}
+    (tmp_path / "model.trace").unlink()
+    steps = prepare(capsys, model, *FEW, "--budget", "40%", "--only", "pack,maps,plan", "--force")
+    assert {name for name, step in steps.items() if step["state"] == MADE} == {
+        "profile", "pack", "maps", "plan"}
+
+
 def test_damaged_files_of_later_steps_do_not_keep_the_model_from_being_run(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
