@@ -195,11 +195,25 @@ void check_nesting(const std::string & json) {
 // the model, of which llama.cpp enforces the parts that it can.
 thread_local bool is_promised = false;
 
+// Whether llama-server would make a grammar of a request's tools: not if the answer has a schema of its own.
+bool has_hints_only(const std::string & json) {
+    if (json.find("tools") == std::string::npos) {
+        return false;
+    }
+    const auto body  = common_json::parse_no_throw(json);
+    const auto given = [&](const char * name) {
+        return body.is_object() && body.contains(name) && !body.at(name).empty();
+    };
+    const bool is_text = given("response_format") && body.at("response_format").is_object() &&
+        body.at("response_format").value("type", std::string()) == "text";
+    return given("tools") && (is_text || !given("response_format")) && !given("json_schema");
+}
+
 void on_request(const server_http_req & request) {
     connections().tell(-1, Connections::RECEIVED);
     llama_grammar_work(0); // what its schemas take
     check_nesting(request.body);
-    is_promised = request.body.find("\"tools\"") == std::string::npos;
+    is_promised = !has_hints_only(request.body);
 }
 
 void on_incomplete(std::string what) {

@@ -8,6 +8,7 @@ itself.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -19,12 +20,15 @@ MAX_SCHEMAS = 10_000  # a schema counts for each type that it lists
 MAX_ALTERNATIVES = 1_000  # of an "enum", "anyOf", "oneOf" or "type"
 MAX_OPTIONAL = 500  # properties of an object
 MAX_NAME = 1_000  # characters of a property's name
+MAX_COUNT = (1 << 31) - 1  # characters, items and the like: llama.cpp counts with 32 bits
 MAX_GRAMMAR = 1 << 20  # bytes
 MAX_RULES = 10_000
 MAX_PARENTHESES = 500  # in one another
 
-_BOUNDS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"),
-           ("minContains", "maxContains"), ("minimum", "maximum"))
+_COUNTS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"),
+           ("minContains", "maxContains"))
+_NUMBERS = (("minimum", "maximum"), ("exclusiveMinimum", "maximum"), ("minimum", "exclusiveMaximum"),
+            ("exclusiveMinimum", "exclusiveMaximum"))
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -32,7 +36,10 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 # A part may lack its end: then it reaches to the end of the text, which is read once.
 _PARTS = re.compile(r'"(?:\\.|[^"\\])*"?|(?P<characters>\[(?:\\.|[^\]\\])*\]?)|#[^\n]*|(?P<sign>[()]|::=)', re.DOTALL)
-_RANGE = re.compile(r"(\\.|[^\\])(?:-(\\.|[^\\]))?", re.DOTALL)
+_CLASS = re.compile(r"\\.|(\[(?:\\.|[^\]\\])*\]?)", re.DOTALL)
+_CODE = r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)|[^\\]"
+_RANGE = re.compile(f"({_CODE})(?:-({_CODE}))?", re.DOTALL)
+_ENDS = {"\\n": 10, "\\r": 13, "\\t": 9}
 
 
 def check_grammar(text: str) -> None:
@@ -55,10 +62,20 @@ def check_grammar(text: str) -> None:
 
 def check_ranges(text: str) -> None:
     """Raises PyorchError if a character class of a grammar or a pattern has a range that ends below its beginning."""
-    for characters in re.findall(r"\[(?:\\.|[^\]\\])*\]?", text, re.DOTALL):
-        for first, last in _RANGE.findall(characters.strip("[]").removeprefix("^")):
-            if len(first) == len(last) == 1 and last < first:
+    for characters in _CLASS.findall(text):
+        for first, last in _RANGE.findall(characters[1:].removesuffix("]").removeprefix("^")):
+            begin, end = _code(first), _code(last)
+            if begin is not None and end is not None and end < begin:
                 raise PyorchError(f"the range {first}-{last} ends below its beginning")
+
+
+def _code(character: str) -> int | None:
+    """Of a character of a class, which may be escaped; None for what is not one character, as \\d is not."""
+    if len(character) > 2:
+        return int(character[2:], 16)
+    if len(character) == 2 and (character[1].isalnum() or character in _ENDS):
+        return _ENDS.get(character)
+    return ord(character[-1]) if character else None
 
 
 def check_schema(text: str | bytes) -> None:
@@ -67,7 +84,7 @@ def check_schema(text: str | bytes) -> None:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PyorchError(f"the JSON schema is not JSON: {error}") from None
-    _Walk(schema).visit(schema, "#", 1, 0)
+    _Walk(schema).visit_all()
 
 
 def grammar_of(schema: str) -> str:
@@ -88,6 +105,17 @@ class _Walk:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._n_schemas = 0
+        self._visited: set[int] = set()  # ids
+        self._ending: set[str] = set()  # references that lead to a schema, or to nothing
+        self._referenced: list[tuple[str, Any]] = []
+
+    def visit_all(self) -> None:
+        """Also the schemas that only a reference leads to, which may be anywhere."""
+        self.visit(self._root, "#", 1, 0)
+        while self._referenced:
+            place, schema = self._referenced.pop()
+            if id(schema) not in self._visited:
+                self.visit(schema, place, 1, 0)
 
     def visit(self, schema: Any, place: str, copies: int, depth: int) -> None:
         """copies: how often llama.cpp converts the schema at this place, which it does for each type of a list."""
@@ -95,6 +123,7 @@ class _Walk:
             raise PyorchError(f"the JSON schema is nested more than {MAX_NESTING} levels deep")
         if not isinstance(schema, dict):
             return
+        self._visited.add(id(schema))
         types = schema.get("type")
         if isinstance(types, list):
             copies *= max(1, len(types))
@@ -112,7 +141,8 @@ class _Walk:
     def _check_reference(self, schema: dict[str, Any], place: str) -> None:
         """Of "$ref" that leads to "$ref" only, without end."""
         seen: set[str] = set()
-        while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
+        while (isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str)
+               and reference not in self._ending):
             if len(reference) > MAX_NAME:
                 raise PyorchError(f"the JSON schema has, at {_short(place)}, a $ref of {len(reference)} characters, "
                                   f"and {MAX_NAME} are allowed")
@@ -121,6 +151,8 @@ class _Walk:
                                   f'"{_short(reference)}"')
             seen.add(reference)
             schema = self._at(reference)
+            self._referenced.append((reference, schema))
+        self._ending |= seen
 
     def _at(self, reference: str) -> Any:
         """What a reference names; None for nothing."""
@@ -148,16 +180,30 @@ def _children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _check_bounds(schema: dict[str, Any], place: str) -> None:
-    pairs = [(*names, False) for names in _BOUNDS]
-    pairs += [("exclusiveMinimum", "maximum", True), ("minimum", "exclusiveMaximum", True),
-              ("exclusiveMinimum", "exclusiveMaximum", True)]
-    for least, most, is_open in pairs:
+    for name in (name for names in _COUNTS for name in names):
+        if _is_number(schema.get(name)) and schema[name] > MAX_COUNT:
+            raise PyorchError(f"the JSON schema has, at {_short(place)}, {name} {schema[name]}, and at most "
+                              f"{MAX_COUNT} is allowed")
+    for least, most in (*_COUNTS, *_NUMBERS):
+        is_open = "exclusive" in least + most
         low, high = schema.get(least), schema.get(most)
         if not _is_number(low) or not _is_number(high):
             continue
         if low > high or (is_open and low == high):
             raise PyorchError(f"the JSON schema allows nothing at {_short(place)}: {least} is {low}, and {most} is "
                               f"{high}")
+        if schema.get("type") == "integer" and _n_integers(low, high, least, most) < 1:
+            raise PyorchError(f"the JSON schema allows nothing at {_short(place)}: no integer is between {least} {low} "
+                              f"and {most} {high}")
+
+
+def _n_integers(low: float, high: float, least: str, most: str) -> float:
+    """How many are between two numbers, which need not be finite."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return math.inf
+    first = math.floor(low) + 1 if least == "exclusiveMinimum" else math.ceil(low)
+    last = math.ceil(high) - 1 if most == "exclusiveMaximum" else math.floor(high)
+    return last - first + 1
 
 
 def _check_size(schema: dict[str, Any], place: str) -> None:

@@ -154,8 +154,9 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
     routes.add("POST", "/detokenize", tokenizer.detokenize)
     for path in PATHS:
         routes.add("POST", path, explained(record), when=lib.PYORCH_SERVER_FAILED)
-    for path in PATHS:
-        handlers = [tools.check_grammars, *([tools.require_template] if path in tools.PATHS else []),
+    for path in (*PATHS, *tools.COUNTING_PATHS):
+        handlers = [tools.check_grammars, *([tools.require_functions] if path in tools.CHAT_PATHS else []),
+                    *([tools.require_template] if path in tools.PATHS else []),
                     *([echo.post] if path == "/v1/completions" else [])]
         routes.add("POST", path, first_answer(*handlers), when=lib.PYORCH_SERVER_FIRST)
     pages.add_to(routes, bool(server.api_keys), root)

@@ -1,4 +1,5 @@
-"""Requests that insist on a tool call of a model that cannot be asked for one, and grammars that are too much."""
+"""Requests that insist on a tool call of a model that cannot be asked for one, and grammars and schemas that are too
+much, or that llama-server would ignore."""
 
 from __future__ import annotations
 
@@ -14,13 +15,26 @@ from pyorch.serve.routes import Answer, Request, refusal
 # Of the three APIs with tools: OpenAI's chat completions and responses, and Anthropic's messages.
 PATHS = ("/v1/chat/completions", "/chat/completions", "/v1/responses", "/responses", "/v1/messages")
 
+# Of chat completions, whose tools are functions.
+CHAT_PATHS = ("/v1/chat/completions", "/chat/completions", "/apply-template", "/chat/completions/input_tokens",
+              "/v1/chat/completions/input_tokens")
+# Nothing is computed there, but grammars are made.
+COUNTING_PATHS = ("/apply-template", "/chat/completions/input_tokens", "/v1/chat/completions/input_tokens",
+                  "/responses/input_tokens", "/v1/responses/input_tokens", "/v1/messages/count_tokens")
+
 _FREE = (None, "auto", "none")  # of "tool_choice", as text or as the type, or mode, of an object
+
+_MAX_TOOLS = 1000  # their parser takes a time that grows with the square
 
 _PATTERNS = (2, 3)  # types of llama-server's grammar_triggers: regular expressions, tried at each token of an answer
 _MAX_TRIGGERS = 100
 _MAX_TRIGGER = 1000  # characters
 _LITERAL = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)  # an escaped character, or a class of characters
 _REPETITION = re.compile(r"[*+{]")
+_CHOICE = re.compile(r"\||(?<!\()\?")  # each may double the ways of reading a text
+_MAX_CHOICES = 10
+
+_WORDS = (b"grammar", b"tools", b"schema", b"response_format", b"output_", b"\\u")  # \u may stand for a letter of them
 
 
 def require_template(request: Request) -> Answer | None:
@@ -46,22 +60,64 @@ def _is_forced(choice: Any) -> bool:
 
 
 def check_grammars(request: Request) -> Answer | None:
-    """Refuses a grammar, a trigger of one, or a name of a tool that would take all time, or end llama-server.
+    """Refuses a grammar, a trigger of one, or tools that would take all time, or end llama-server; also a grammar or a
+    schema of a form that llama-server takes for none.
 
     Names of tools become names of rules. None: llama-server's answer stands, which may be another refusal.
     """
-    if not any(word in request.body for word in (b"grammar", b"tools", b"\\u")):  # \u may stand for a letter of them
+    if not any(word in request.body for word in _WORDS):
         return None
     body = request.json()
     if not isinstance(body, dict):
         return None
-    if isinstance(grammar := body.get("grammar"), str):
+    if isinstance(grammar := _of_kind(body, "grammar", str, "text"), str):
         check_grammar(grammar)
-    for tool in tools if isinstance(tools := body.get("tools"), list) else []:
+    _of_kind(body, "json_schema", dict, "an object")
+    _check_form(_of_kind(body, "response_format", dict, "an object"))
+    config = body.get("output_config")
+    if body.get("output_format") or (isinstance(config, dict) and config.get("format")):
+        raise PyorchError('"output_format", and "format" in "output_config", are not served here: give a schema as '
+                          '"response_format" to /v1/chat/completions')
+    tools = _of_kind(body, "tools", list, "a list") or []
+    if len(tools) > _MAX_TOOLS:
+        raise PyorchError(f'"tools" has {len(tools)} tools, and {_MAX_TOOLS} are allowed')
+    for tool in tools:
         _check_name(tool)
-    if isinstance(triggers := body.get("grammar_triggers"), list):
-        _check_triggers(triggers)
+    _check_triggers(_of_kind(body, "grammar_triggers", list, "a list") or [])
     return None
+
+
+def require_functions(request: Request) -> Answer | None:
+    """Refuses tools of chat completions that are no functions with a name: llama-server calls them its own error."""
+    body = request.json() if b"tools" in request.body else None
+    for tool in body.get("tools") or [] if isinstance(body, dict) else []:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise PyorchError(f'{json.dumps(tool)[:200]} is no tool: give {{"type": "function", "function": {{"name": '
+                              '"...", "parameters": {...}}}')
+    return None
+
+
+def _of_kind(body: dict[str, Any], name: str, kind: type, what: str) -> Any:
+    """Of a request, a part that may be left out."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, kind):
+        raise PyorchError(f'"{name}" is {json.dumps(value)[:200]}, and must be {what}')
+    return value
+
+
+def _check_form(form: dict[str, Any] | None) -> None:
+    """Of "response_format"."""
+    if form is None:
+        return
+    if not isinstance(kind := form.get("type"), str):
+        raise PyorchError(f'the "type" of "response_format" is {json.dumps(kind)[:200]}, and must be "text", '
+                          '"json_object" or "json_schema"')
+    holder = _of_kind(form, "json_schema", dict, "an object") if kind == "json_schema" else form
+    if holder is None:
+        raise PyorchError('"response_format" is "json_schema", and has no "json_schema": {"schema": {...}}')
+    if kind != "text":
+        _of_kind(holder, "schema", dict, "an object")
 
 
 def _check_name(tool: Any) -> None:
@@ -72,15 +128,25 @@ def _check_name(tool: Any) -> None:
 
 
 def _check_triggers(triggers: list[Any]) -> None:
-    """A regular expression that repeats something may take without end."""
+    """A regular expression that repeats something, or has many alternatives, may take without end."""
     if len(triggers) > _MAX_TRIGGERS:
         raise PyorchError(f'"grammar_triggers" has {len(triggers)} triggers, and {_MAX_TRIGGERS} are allowed')
+    n_choices = 0
     for trigger in triggers:
-        value = trigger.get("value") if isinstance(trigger, dict) else None
+        kind, value = (trigger.get(name) if isinstance(trigger, dict) else None for name in ("type", "value"))
+        if isinstance(kind, (float, bool)):  # llama-server rounds it
+            raise PyorchError(f'the "type" of a trigger is {json.dumps(kind)}, and must be a whole number')
         if not isinstance(value, str):
             continue
         if len(value) > _MAX_TRIGGER:
             raise PyorchError(f"a trigger has {len(value)} characters, and {_MAX_TRIGGER} are allowed")
-        if trigger.get("type") in _PATTERNS and _REPETITION.search(_LITERAL.sub("", value)):
+        if kind not in _PATTERNS:
+            continue
+        pattern = _LITERAL.sub("", value)
+        if _REPETITION.search(pattern):
             raise PyorchError(f"the pattern {json.dumps(value[:100])} of a trigger repeats something (*, + or {{), "
                               "which may take without end: use patterns without repetition")
+        n_choices += len(_CHOICE.findall(pattern))
+    if n_choices > _MAX_CHOICES:
+        raise PyorchError(f"the patterns of triggers have {n_choices} alternatives (| or ?), and {_MAX_CHOICES} are "
+                          "allowed")
