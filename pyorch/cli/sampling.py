@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,8 +69,6 @@ def check_sampling(args: argparse.Namespace) -> None:
 
         args.json_schema = _text(args.json_schema, "JSON schema")
         check_schema(args.json_schema)
-        if not isinstance(json.loads(args.json_schema), (dict, bool)):
-            raise PyorchError("the JSON schema is not an object")
 
 
 def _grammar(gbnf: str, args: argparse.Namespace, model: Model) -> Any:

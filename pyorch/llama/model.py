@@ -141,10 +141,13 @@ class Model:
         """Answers a conversation ({"role": ..., "content": ...}) with the model's own template, piece by piece.
 
         `sampling` goes to llama_cpp.Llama.create_chat_completion. Raises as generate() does, and PyorchError for a
-        schema of "response_format" that cannot be made a grammar.
+        "response_format" that llama_cpp would ignore, or whose schema cannot be made a grammar.
         """
         form = sampling.get("response_format")
-        if isinstance(form, dict) and "schema" in form:  # llama_cpp takes any JSON where it cannot convert the schema
+        if form is not None and (not isinstance(form, dict) or form.get("type") not in ("text", "json_object")):
+            raise PyorchError(f'"response_format" is {form!r}, and must be {{"type": "json_object"}}, with a "schema" '
+                              "or without")
+        if form is not None and "schema" in form:  # llama_cpp takes any JSON where it cannot convert the schema
             grammar_of(json.dumps(form["schema"]))
         try:
             for chunk in self._step_by_step(self.llama.create_chat_completion(list(messages), stream=True, **sampling)):

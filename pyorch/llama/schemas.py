@@ -84,6 +84,8 @@ def check_schema(text: str | bytes) -> None:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise PyorchError(f"the JSON schema is not JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise PyorchError("the JSON schema is not an object")
     _Walk(schema).visit_all()
 
 

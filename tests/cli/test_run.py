@@ -64,6 +64,7 @@ def test_a_json_schema_is_obeyed(small_moe: Path, capsys: pytest.CaptureFixture[
     ("--grammar", "@none.gbnf", "none.gbnf cannot be read"),
     ("--json-schema", "{", "the JSON schema is not JSON"),
     ("--json-schema", "[]", "the JSON schema is not an object"),
+    ("--json-schema", "true", "the JSON schema is not an object"),
     ("--json-schema", '{"$ref": "#/none"}', "the JSON schema cannot be made a grammar"),
     ("--json-schema", '{"type": "string", "pattern": "^[z-a]$"}', "the range z-a ends below its beginning"),
     ("--json-schema", '{"type": "string", "pattern": "abc"}', "the JSON schema cannot be made a grammar: Pattern must"),
@@ -99,6 +100,18 @@ def test_a_system_prompt_asks_for_an_answer(small_moe: Path, capsys: pytest.Capt
         messages = [{"role": "system", "content": "import sys"}, {"role": "user", "content": "def "}]
         answer = "".join(model.chat(messages, temperature=0, max_tokens=4))
     assert text_of(small_moe, "-p", "def ", "--system", "import sys", capsys=capsys) == answer + "\n"
+
+
+def test_a_form_of_an_answer_that_would_be_ignored_is_refused(small_moe: Path) -> None:
+    """llama_cpp takes any JSON, or any text, where it does not understand the form."""
+    messages = [{"role": "user", "content": "x"}]
+    with load(small_moe, budget="50%", n_ctx=256, n_threads=1) as model:
+        schema = {"minItems": 2, "maxItems": 1}
+        with pytest.raises(PyorchError, match="allows nothing"):
+            next(model.chat(messages, response_format={"type": "json_object", "schema": schema}))
+        for form in ({"type": "json_schema", "json_schema": {"schema": {}}}, "json_object", {"type": "sound"}):
+            with pytest.raises(PyorchError, match='must be {"type": "json_object"}'):
+                next(model.chat(messages, response_format=form))
 
 
 def test_the_prompt_is_echoed_dim_on_a_terminal_alone(small_moe: Path) -> None:

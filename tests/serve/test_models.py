@@ -173,26 +173,40 @@ def test_a_form_names_its_model(several: ServerProcess):
     assert status >= 400 and "names no model" not in said
 
 
-def test_requests_are_answered_while_a_thousand_others_are_half_sent(several: ServerProcess):
+def test_requests_are_answered_while_a_thousand_others_are_half_sent(start, folder: Path):
+    """Also where the system allows a process few descriptors unless it asks for more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 4096:
         pytest.skip("needs more descriptors than this user may have")
+    server = start(["bash", "-c", 'ulimit -Sn 1024; exec "$@"', "bash", *serve_models(folder)])
+    allowed, _ = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    assert allowed > 2000, "a connection that is passed on has two"
     with ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 4096), hard))
         for _ in range(1100):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", several.port)))
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nX: ")
-        assert complete(several, "sparse").choices[0].text
+        assert complete(server, "sparse").choices[0].text
 
 
-def test_a_head_that_comes_byte_by_byte_has_half_a_minute(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(front, "HEAD_SECONDS", 0.5)
+@pytest.mark.parametrize(("limit", "sent"), [
+    ("HEAD_SECONDS", b""),
+    ("HEAD_SECONDS", b"GET /health HTTP/1.1\r\n\r\n"),  # the connection stays open for the next request
+    ("BODY_SECONDS", b"POST /tokenize HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n"),
+    ("BODY_SECONDS", b"POST /tokenize HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n100000\r\n"),
+])
+def test_what_comes_byte_by_byte_has_so_much_time(monkeypatch: pytest.MonkeyPatch, limit: str, sent: bytes):
+    """Half a minute for a head, ten for a body."""
+    monkeypatch.setattr(front, limit, 0.5)
     models = Models(dict, Budget.parse("auto"), 300.0, "", lambda *_: [])
     with front._Server(Address("127.0.0.1", 0, ""), models, (), 60) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with socket.create_connection(server.server_address, timeout=HANG_SECONDS) as connection:
             is_closed = threading.Event()
+            connection.sendall(sent)
+            if sent.startswith(b"GET"):
+                assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
             threading.Thread(target=lambda: connection.recv(1) or is_closed.set(), daemon=True).start()
             with suppress(ConnectionError):
                 while not is_closed.wait(0.1):

@@ -185,7 +185,9 @@ def test_thoughts_infill_and_embeddings_are_honoured(start, tmp_path: Path):
     assert counts[0] > counts[1] > 0
     infill = {"model": "thinker", "prompt": "ab", "suffix": "cd", "logprobs": True,
               "options": {"num_predict": 1, "temperature": 0}}
+    _, own = server.post("/infill", {"model": "thinker", "input_prefix": "ab", "input_suffix": "cd", "n_predict": 1})
     *parts, last = ask_as_ollama(server, "/api/generate", infill)
+    assert last["prompt_eval_count"] == json.loads(own)["tokens_evaluated"], "of a prompt with its suffix"
     whole, = ask_as_ollama(server, "/api/generate", infill | {"stream": False})
     assert whole["response"] == "".join(part["response"] for part in (*parts, last)) and whole["eval_count"] == 1
     assert len(whole["logprobs"]) == 1 and whole["done_reason"] == last["done_reason"] == "length"
