@@ -18,6 +18,7 @@
 #include <memory>
 #include <sstream>
 #include <stdexcept>
+#include <system_error>
 #include <vector>
 
 #include <unistd.h>
@@ -209,11 +210,34 @@ bool has_hints_only(const std::string & json) {
     return given("tools") && (is_text || !given("response_format")) && !given("json_schema");
 }
 
-void on_request(const server_http_req & request) {
+// Of an error of the JSON library, without its number, and without all of a text that it may cite.
+std::string why(const common_json_error & error) {
+    constexpr size_t  most = 300;
+    const std::string what = error.what();
+    const size_t      from = what.rfind("[json.exception", 0) == 0 ? what.find("] ") + 2 : 0;
+    return what.substr(from, most) + (what.size() - from > most ? "..." : "");
+}
+
+// What llama-server answers. std::invalid_argument, which it answers with status 400, for a body that it cannot read.
+server_http_res_ptr answer_of_server(const server_http_context::handler_t & own, const server_http_req & request) {
     connections().tell(-1, Connections::RECEIVED);
     llama_grammar_work(0); // what its schemas take
     check_nesting(request.body);
-    is_promised = !has_hints_only(request.body);
+    try {
+        is_promised = !has_hints_only(request.body);
+        return own(request);
+    } catch (const common_json_error & error) {
+        try {
+            common_json::parse(request.body);
+        } catch (const common_json_error & of_body) {
+            throw std::invalid_argument("the body is no JSON: " + why(of_body));
+        }
+        throw std::invalid_argument("a part of the request is of another kind than it must be: " + why(error));
+    } catch (const std::system_error &) {
+        throw;
+    } catch (const std::runtime_error & error) { // so llama-server refuses, too
+        throw std::invalid_argument(error.what());
+    }
 }
 
 void on_incomplete(std::string what) {
@@ -314,7 +338,7 @@ int32_t pyorch_server_run(int32_t argc, char ** argv) {
         connections().tell(socket, (Connections::State) state);
     };
     llama_server_hooks.lost         = is_lost;
-    llama_server_hooks.request      = on_request;
+    llama_server_hooks.answer       = answer_of_server;
     json_schema_incomplete          = on_incomplete;
     llama_server_hooks.refuse_fatal = [](bool on) { pyorch_refuse_fatal_errors(on); };
     connections().accept();

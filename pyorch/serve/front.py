@@ -26,6 +26,7 @@ from pyorch.serve.address import Address, free_address
 from pyorch.serve.llama_server import BODY_SECONDS, HEAD_SECONDS, Flags, Root
 from pyorch.serve.metrics import TYPE, of_models
 from pyorch.serve.models import Model, Models, NotLoaded, say
+from pyorch.serve.routes import read_json
 from pyorch.settings.budget import Budget
 from pyorch.sizes import MiB, counted, format_bytes
 
@@ -181,12 +182,9 @@ class _Handler(BaseHTTPRequestHandler):
                      if part.get_param("name", header="content-disposition") == "model"]
             return named[0].decode(errors="replace").strip() if named else None
         try:
-            asked = json.loads(body)
-        except RecursionError:
-            raise _Refused(400, "the body nests brackets too deep: "
-                                f"{sys.getrecursionlimit()} in each other are too many") from None
-        except ValueError as error:
-            raise _Refused(400, f"the body is no JSON: {error}") from None
+            asked = read_json(body)
+        except PyorchError as error:
+            raise _Refused(400, str(error)) from None
         if not isinstance(asked, dict):
             raise _Refused(400, "the body is JSON, but no object")
         name = asked.get("model")

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve.address import Address
+from pyorch.serve.routes import read_json
 
 if TYPE_CHECKING:
     from pyorch.serve.models import Model
@@ -179,11 +180,11 @@ class Refused(PyorchError):
 
 
 def read(body: bytes) -> Json:
-    """What a request asks, with the name of its model as "model". PyorchError where it names none."""
+    """What a request asks, with the name of its model as "model". PyorchError where it names none, or is no JSON."""
+    asked = read_json(body)
     try:
-        asked = json.loads(body)
         asked["model"] = str(asked.get("model") or asked["name"])
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+    except (TypeError, AttributeError, KeyError):
         raise PyorchError('a request is an object of JSON with the name of a "model"') from None
     for key, kind in (("messages", list), ("options", dict), ("prompt", str), ("suffix", str), ("tools", list)):
         if not isinstance(asked.get(key) or kind(), kind):

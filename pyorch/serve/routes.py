@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import sys
 import traceback
@@ -37,10 +38,10 @@ class Request:
     local: bool
 
     def json(self) -> Any:
-        """What the body holds; None where that is no JSON, or brackets in brackets without end."""
+        """What the body holds; None where that is no JSON, for which llama-server has a sentence."""
         try:
-            return json.loads(self.body)
-        except (ValueError, RecursionError):
+            return read_json(self.body)
+        except PyorchError:
             return None
 
     def is_from_here(self) -> bool:
@@ -63,6 +64,42 @@ class Answer:
     type: str = JSON
     status: int = 200
     location: str = ""
+
+
+def read_json(body: bytes) -> Any:
+    """What a body holds. PyorchError for what is no JSON to llama-server: Python takes more for it."""
+    try:
+        text = body.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
+        if "\\ud" in text or "\\uD" in text:  # halves of surrogate pairs
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise PyorchError("the body nests brackets too deep: "
+                          f"{sys.getrecursionlimit()} in each other are too many") from None
+    except UnicodeDecodeError as error:
+        raise PyorchError(f"the body is no JSON: its byte {error.start} is not of UTF-8 text") from None
+    except UnicodeEncodeError:
+        raise PyorchError("the body is no JSON: half of a surrogate pair, \\ud800 to \\udfff, is no text") from None
+    except ValueError as error:
+        raise PyorchError(f"the body is no JSON: {error}") from None
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        shown = digits if len(digits) < 30 else f"{digits[:20]}..."
+        raise ValueError(f"the number {shown} is too large")
+    return value
+
+
+def _whole(digits: str) -> int:
+    """Python reads a whole number only if it has not too many digits."""
+    _finite(digits)
+    return int(digits)
 
 
 def as_json(value: Any, status: int = 200) -> Answer:

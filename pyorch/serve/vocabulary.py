@@ -8,7 +8,6 @@ from typing import Any
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import PyorchError
 from pyorch.serve.routes import Answer, Request, as_json, refusal
 
 _PIECE_BYTES = 64
@@ -24,14 +23,8 @@ class Vocabulary:
         self.adds_bos = bool(llama.llama_vocab_get_add_bos(self._vocab))
 
     def tokenize(self, text: str, bos: bool) -> list[int]:
-        """Names of special tokens are these tokens. bos: begin with the token that begins a text.
-
-        PyorchError for a text that has no bytes in UTF-8.
-        """
-        try:
-            data = text.encode()
-        except UnicodeEncodeError:
-            raise PyorchError("the text has half of a surrogate pair, which is no character") from None
+        """Names of special tokens are these tokens. bos: begin with the token that begins a text."""
+        data = text.encode()
         tokens = (llama.llama_token * (len(data) + 8))()
         n = llama.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), False, True)
         start = [llama.llama_vocab_bos(self._vocab)] if bos else []

@@ -132,7 +132,7 @@ def test_without_logprobs_only_the_text_comes(server: ServerProcess):
     ({"prompt": "x", "logprobs": -1}, '"logprobs" is -1, and must be a whole number from 0 to 100'),
     ({"prompt": "x", "stop": 3}, '"stop" must be a text or a list of texts'),
     ({"prompt": "import os\n" * 2000}, "start the server with a larger --ctx"),
-    ({"prompt": "\ud800"}, "half of a surrogate pair"),
+    ({"prompt": "\ud800"}, "the body is no JSON"),
 ])
 def test_what_cannot_be_echoed_is_refused_in_a_sentence(server: ServerProcess, body: dict, sentence: str):
     status, answer = ask(server, "/v1/completions", {"echo": True, "logprobs": 1, "max_tokens": 0, **body})

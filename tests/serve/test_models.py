@@ -345,6 +345,54 @@ _OF_ONE_ANSWER = {"id", "created", "created_at", "completed_at", "timings", "ali
                   "status"}
 
 
+OF_ALL = b'"model":"sparse","prompt":"x","content":"x","input":"x","messages":[{"role":"user","content":"x"}]'
+NO_JSON = {  # and a word of the reason
+    b"{" + OF_ALL + b',"temperature":NaN}': "N",
+    b"{" + OF_ALL + b',"temperature":-Infinity}': "I",
+    b"{" + OF_ALL + b',"temperature":1e400}': "1e400",
+    b"{" + OF_ALL + b',"max_tokens":' + b"1" * 5001 + b"}": "number",
+    b"{" + OF_ALL.replace(b'"x"', b'"\\ud800"') + b"}": "surrogate",
+    b"{" + OF_ALL + b',"\\udc00":1}': "surrogate",
+    b"{" + OF_ALL.replace(b'"x"', b'"\xff"') + b"}": "UTF-8",
+    (b"{" + OF_ALL + b"}").decode().encode("utf-16"): "",
+    b"{" + OF_ALL: "",
+    b"{" + OF_ALL + b"} x": "",
+}
+POSTS = ["/completion", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize",
+         "/v1/messages/count_tokens", "/apply-template", "/residency"]
+
+
+@pytest.mark.parametrize("path", [*POSTS, "/api/chat", "/api/generate"])
+def test_a_body_that_is_no_json_is_refused_with_the_reason(one: ServerProcess, several: ServerProcess, path: str):
+    for body, word in NO_JSON.items():
+        for server in (several,) if path.startswith("/api/") else (one, several):
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+            status, _, said = ask(server, head, body)
+            error = json.loads(said)["error"]
+            sentence = error["message"] if isinstance(error, dict) else error
+            assert (status, "the body is no JSON" in sentence) == (400, True), (body, said)
+            assert word in sentence and "set_int_max_str_digits" not in sentence and len(sentence) < 400, sentence
+
+
+@pytest.mark.parametrize(("path", "body", "word"), [
+    ("/v1/completions", {"prompt": "x", "max_tokens": []}, ""),
+    ("/v1/completions", {}, "prompt"),
+    ("/v1/messages", {"max_tokens": 1}, "'messages' is required"),
+    ("/v1/messages/count_tokens", {}, "'messages' is required"),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {
+        "url": "data:image/png;base64,aGk="}}]}]}, "image input is not supported"),
+    ("/apply-template", {}, "messages"),
+    ("/detokenize", {"tokens": ["x"]}, ""),
+])
+def test_what_a_request_lacks_or_cannot_ask_is_no_fault_of_the_server(
+    one: ServerProcess, several: ServerProcess, path: str, body: dict, word: str
+):
+    for server in (one, several):
+        sent = json.dumps({"model": "sparse", **body}).encode()
+        status, said = refused(server, f"POST {path} HTTP/1.1\r\nContent-Length: {len(sent)}", sent)
+        assert status == 400 and word in said, (status, said)
+
+
 def same(value: object) -> object:
     """What two equal answers have in common."""
     if hasattr(value, "model_dump"):
