@@ -303,9 +303,10 @@ typedef struct pyorch_config {
     uint64_t       read_bytes; // one request at most; 0: 1 MiB, of threads 4 MiB
     pyorch_read_fn read;       // NULL: the files of the map
     void *         read_user;
-    uint64_t       plain;  // nonzero: experts stay as they lie in the file; default: they are repacked when they
-                           // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
-    double pool_shares[4]; // see pyorch_set_pools; default: all for full experts
+    uint64_t       plain;   // nonzero: experts stay as they lie in the file; default: they are repacked when they
+                            // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
+    double  pool_shares[4]; // see pyorch_set_pools; default: all for full experts
+    int32_t recovery;       // pyorch_recovery; default PYORCH_RECOVERY_KERNELS
     // Of pyorch_find_device: they compute with experts that lie in their memory. Each has consecutive layers, up to the
     // number in device_ends of those with experts, and all of these are somebody's. device_bytes: of the memory of each
     // for them, default 0; see pyorch-devices.h.
@@ -320,6 +321,12 @@ typedef struct pyorch_config {
         device_prompt; // a ubatch of so many tokens, at least 32, has what a device lacks brought there, a layer at
                        // a time; of fewer the processor computes it; default 0: 32
 } pyorch_config;
+
+// In which order the matrices of a layer are read and recovered that come from a compressed pack.
+typedef enum pyorch_recovery {
+    PYORCH_RECOVERY_KERNELS  = 0, // that of the kernels: all experts with one matrix, then all with the next
+    PYORCH_RECOVERY_AFFINITY = 1, // that of algorithm 1 of ZipMoE: expert by expert, so that no thread waits for a disk
+} pyorch_recovery;
 
 // What becomes of an expert that is not in the memory of the device when its layer needs it.
 typedef enum pyorch_device_misses {

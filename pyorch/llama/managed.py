@@ -22,7 +22,7 @@ from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import RESIDENT
 from pyorch.settings.device import NONE, PROCESSOR, device_names
-from pyorch.settings.pools import Pools
+from pyorch.settings.pools import RECOVERIES, Pools
 from pyorch.settings.settings import Settings
 from pyorch.sizes import format_bytes
 
@@ -46,7 +46,7 @@ def build(plan: EnginePlan) -> Engine | None:
         plan.map, plan.budget, settings.policy, plan.reads, settings.source, pools=plan.division.pools or Pools(),
         devices=plan.devices, device_bytes=plan.device_bytes, device_misses=settings.device_misses or PROCESSOR,
         plain=plan.plain, direct_io=settings.direct_io, device_ahead=settings.device_ahead,
-        device_prompt=plan.device_prompt,
+        device_prompt=plan.device_prompt, recovery=RECOVERIES.index(settings.recovery),
     )
     try:
         set_uses(engine, plan.map, plan.uses)

@@ -36,7 +36,7 @@ from pyorch.runtime.mirrors import add_mirrors
 from pyorch.runtime.model_map import MapInfo, ModelMap
 from pyorch.settings.budget import AUTO, RESIDENT, Budget
 from pyorch.settings.device import PROCESSOR
-from pyorch.settings.pools import Pools
+from pyorch.settings.pools import KERNELS, Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
 from pyorch.settings.settings import Settings
@@ -367,7 +367,8 @@ def _use_pack(
     A compressed one is used where that pays, or the model is slim and has its experts nowhere else; how memory is
     divided then is planned, unless the settings say it. plain: they will be computed with as they lie in the model.
     placed: others compute what this one lacks.
-    Raises FormatError for a plan that is refused, PyorchError for shares of forms that experts do not have here.
+    Raises FormatError for a plan that is refused, PyorchError for shares or an order of forms that experts do not have
+    here.
     """
     slim = bool(model_map.info.slim) and settings.source is None
     if slim and not settings.packed:
@@ -377,7 +378,9 @@ def _use_pack(
     division = Division(settings.pools, "given") if divided and settings.pools is not None else Division()
     if not slim and not (settings.packed and settings.source is None and divided):
         return division, ()
-    if not slim and settings.pools is None and "experts" not in model_map.sidecars():
+    asked = ("--pools divides memory among the forms of" if settings.pools is not None else
+             "--recovery affinity is an order for" if settings.recovery != KERNELS else "")
+    if not slim and not asked and "experts" not in model_map.sidecars():
         return division, ()
     from pyorch.llama.pools import best_division, planner_for
     from pyorch.sidecars import packs
@@ -393,18 +396,17 @@ def _use_pack(
     if slim:
         packs.require(model_map, plain, share=placed)
     refusal = packs.attach(model_map, plain)
-    if divided and settings.pools is not None:
+    if divided and asked:
         if not model_map.layers:
-            raise PyorchError(f"--pools divides memory among the forms of experts, and {model_map.path} is a dense "
-                              "model: leave it out")
+            raise PyorchError(f"{asked} experts, and {model_map.path} is a dense model: leave it out")
         if packs.part_sizes(model_map) is None:
             has_one_form = model_map.pack is not None and packs.contents(model_map).codecs  # as nibble has
             of_what = " of the whole model" if slim else ""
             why = f" that can be used: {refusal}" if refusal else (
                 f"{' with several forms' if has_one_form else ''}: make one{of_what} with `pyorch pack --codec table`, "
-                "or leave out --pools")
-            raise PyorchError(f"--pools divides memory among the forms of experts of a compressed pack, and "
-                              f"{model_map.path} has no compressed pack{why}")
+                f"or leave out {asked.split(' ')[0]}")
+            raise PyorchError(f"{asked} experts of a compressed pack, and {model_map.path} has no compressed "
+                              f"pack{why}")
     return division, (refusal and f"{refusal}; the experts are read from {model_map.path}",)
 
 

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 
 from pyorch.errors import PyorchError
 
+# In which order a layer's experts are read and recovered from a compressed pack: that of the kernels, or that of
+# ZipMoE's algorithm 1. In the order of pyorch_recovery.
+KERNELS, AFFINITY = RECOVERIES = ("kernels", "affinity")
+
 _TOLERANCE = 1e-6  # of the sum
+
+
+def recovery(given: str) -> str:
+    """One of RECOVERIES."""
+    if not isinstance(given, str):
+        raise TypeError(given)
+    return RECOVERIES[RECOVERIES.index(given)]
 
 
 @dataclass(frozen=True)

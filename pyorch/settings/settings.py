@@ -17,7 +17,7 @@ from pyorch.settings.cpus import cpu_list, cpu_numbers
 from pyorch.settings.device import MAX_AHEAD, NONE, device_misses, device_name, vram_budget
 from pyorch.settings.mirrors import MAX_MIRRORS, Mirrors
 from pyorch.settings.option import CONTEXT, DEVICE, LONG, LOSSY, flag, option, parse_fields, text, whole
-from pyorch.settings.pools import Pools
+from pyorch.settings.pools import KERNELS, Pools, recovery
 from pyorch.settings.prefetch import AUTO as PREFETCH_AUTO
 from pyorch.settings.prefetch import NONE as PREFETCH_NONE
 from pyorch.settings.prefetch import Prefetch
@@ -79,6 +79,11 @@ class Settings:
         None, Pools.parse, "text or a Pools", metavar="F,C,S,E",
         help="shares of memory for the forms of a compressed pack: full, compressed, signs and mantissas, exponents",
         default_text="by MODEL.plan.json, else planned when the model is loaded",
+    )
+    recovery: str = option(
+        KERNELS, recovery, "kernels or affinity", metavar="ORDER",
+        help="the order in which experts of a compressed pack are read and recovered: kernels (matrix by matrix, as "
+             "they are computed), or affinity (expert by expert, as ZipMoE schedules them)",
     )
     device: str = option(
         NONE, device_name, "the names of devices", group=DEVICE, metavar="NAME,...",
@@ -164,6 +169,9 @@ class Settings:
         if self.pools is not None and not self.packed:
             raise PyorchError("--pools divides memory among the forms of experts of a compressed pack, and with "
                               "--no-pack (packed=False in Python) none is read: leave out one of them")
+        if self.recovery != KERNELS and not self.packed:
+            raise PyorchError("--recovery affinity is an order for experts of a compressed pack, and with --no-pack "
+                              "(packed=False in Python) none is read: leave out one of them")
         if self.device == NONE and (self.vram_budget != AUTO or self.device_misses is not None):
             raise PyorchError("--vram-budget and --device-misses are about experts on a device: name it with --device")
         names_experts = self.prefetch.predictor not in (PREFETCH_AUTO, PREFETCH_NONE)

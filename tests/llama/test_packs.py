@@ -101,6 +101,8 @@ def compressed_with(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -
     ("table", {"pools": "1,0,0,0"}), ("zstd", {"pools": "0.5,0.5,0,0", "prefetch": "quasi-hidden:2:0"}),
     ("zstd", {"pools": "0.4,0.3,0.2,0.1", "budget": "60%", "policy": "learned", "reads": "threads:2"}),
     ("table", {"pools": "0,0,0.5,0.5", "budget": "14%"}),  # layers are streamed
+    ("table", {"pools": "0.4,0.3,0.2,0.1", "recovery": "affinity", "prefetch": "quasi-hidden:2:0"}),
+    ("zstd", {"pools": "1,0,0,0", "recovery": "affinity", "reads": "threads:2"}),
 ])
 def test_logits_of_a_compressed_pack_are_too_in_every_mix_of_forms(
     compressed_with: Callable[[str], Path], resident: Model, prompt_tokens: list[int], codec: str,
@@ -177,6 +179,19 @@ def test_nibbles_are_of_no_use_where_experts_are_computed_as_they_lie_in_the_mod
         assert model.map.pack is None and "kernels without repacking do not compute" in told[0]
     with pytest.raises(PyorchError, match="has no compressed pack with several forms"):
         small_model(compressed_with("nibble"), "30%", pools="0,1,0,0")
+
+
+def test_an_order_of_recovery_without_a_compressed_pack_is_refused(
+    compressed_with: Callable[[str], Path], model: Path
+) -> None:
+    with pytest.raises(PyorchError, match="has no compressed pack with several forms.*or leave out --recovery"):
+        small_model(compressed_with("nibble"), "30%", recovery="affinity")
+    with pytest.raises(PyorchError, match="has no compressed pack: make one with .*, or leave out --recovery"):
+        small_model(model, "30%", recovery="affinity")
+    with pytest.raises(PyorchError, match="with --no-pack .* none is read"):
+        small_model(compressed_with("table"), "30%", recovery="affinity", packed=False)
+    with pytest.raises(PyorchError, match="recovery is arrival, and must be kernels or affinity"):
+        small_model(model, "30%", recovery="arrival")
 
 
 def test_buddies_stand_in_for_the_same_experts_with_a_compressed_pack(model: Path, prompt_tokens: list[int]) -> None:

@@ -75,6 +75,9 @@ pyorch_engine * make_engine(const pyorch_model_map * map, const pyorch_config * 
     const pyorch_config & given = *config;
     checked_choice(PYORCH_CHOICES_POLICY, given.policy, simulated);
     check_shares(given.pool_shares);
+    if (given.recovery < PYORCH_RECOVERY_KERNELS || given.recovery > PYORCH_RECOVERY_AFFINITY) {
+        throw Failure(PYORCH_INVALID, format("there is no order of recovery %d", given.recovery));
+    }
     check_has_experts(map->map);
     if (map->map.slim && !map->map.layers[0].pack && !simulated) {
         throw Failure(PYORCH_FORMAT, lacks_experts(map->map));

@@ -5,9 +5,11 @@
 #include "base/status.h"
 #include "codecs/nibble.h"
 #include "loading/readers.h"
+#include "loading/schedule.h"
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 
 namespace pyorch {
@@ -147,14 +149,68 @@ void Loader::start(Load & load, std::deque<ReadRequest> & queue, uint64_t reques
     ++load.queued;
 }
 
+// The first of the places of some matrices.
+static int place_of(const Load & load, uint32_t roles) {
+    int place = INT_MAX;
+    for (int role = 0; role < PYORCH_MAX_ROLES; ++role) {
+        place = roles >> role & 1 ? std::min(place, load.place[role]) : place;
+    }
+    return place;
+}
+
+static int place_of(const ReadRequest & request) {
+    return place_of(*request.load, request.waits ? request.load->roles : request.touches);
+}
+
 // In which order what a layer waits for is done. What needs no reading goes first: it is decoded while the disk works.
 static bool goes_before(const ReadRequest & a, const ReadRequest & b) {
     const bool a_reads = a.reads() || a.waits, b_reads = b.reads() || b.waits;
-    return a_reads != b_reads ? b_reads : a.role != b.role ? a.role < b.role : a.load->expert < b.load->expert;
+    const int  a_place = place_of(a), b_place = place_of(b);
+    return a_reads != b_reads ? b_reads : a_place != b_place ? a_place < b_place : a.load->expert < b.load->expert;
 }
 
-void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued) {
+// Algorithm 1 of ZipMoE for the matrices of compressed experts of one layer, with the rates of the disk and of the
+// codec so far. It groups the matrices of an expert; the more rows an expert computes, the sooner it is recovered.
+void Loader::place_for_recovery(const std::vector<Load *> & loads, int n_threads) {
+    const double                        read   = bytes_per_second() > 0 ? 1 / bytes_per_second() : 1;
+    const double                        decode = decoded > 0 ? 1e-9 * (double) ns_decoded / (double) decoded : 0;
+    std::vector<RecoveryTask>           tasks;
+    std::vector<std::pair<Load *, int>> matrices; // of each task
+    for (Load * load : loads) {
+        const MoeLayer & layer                                   = map.layers[load->layer];
+        double           bytes[N_STORED_PARTS][PYORCH_MAX_ROLES] = {};
+        for (const Extent & e : extents(layer, load->expert, load->there)) {
+            for (int role = e.role; role <= e.last_role; ++role) {
+                bytes[e.part][role] += (double) extent_of(layer, load->expert, e, role).bytes;
+            }
+        }
+        for (int role = 0; role < (int) layer.tensors.size(); ++role) {
+            if (!(load->roles >> role & 1)) {
+                continue;
+            }
+            if (load->staged && load->unread[role] == 0) { // it was read ahead
+                load->place[role] = -1;
+                continue;
+            }
+            const int n_chunks = Codec::recovery_steps(layer, role, load->expert); // the last is signs and mantissas
+            tasks.push_back({ load->expert, read * bytes[PART_E][role], read * bytes[PART_SM][role],
+                decode * (double) layer.tensors[role].stride, std::max(1, n_chunks - 1), (double) load->n_rows });
+            matrices.emplace_back(load, role);
+        }
+    }
+    int place = 0;
+    for (const RecoveryBlock & block : schedule(tasks, { n_threads, true })) {
+        for (int task : block) {
+            matrices[(size_t) task].first->place[matrices[(size_t) task].second] = place++;
+        }
+    }
+}
+
+void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued, int n_recovering) {
     const size_t before = demanded.size();
+    for (Load * load : loads) {
+        load->in_order_of_kernels();
+    }
     if (!queued.empty()) {
         for (auto * queue : { &ahead, &guessed }) {
             auto hurried = std::stable_partition(queue->begin(), queue->end(),
@@ -165,10 +221,20 @@ void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *>
         for (Load * load : queued) {
             load->urgent = true;
         }
-        decoding.sort([](const Decoding & a, const Decoding & b) { return a.goes_before(b); });
     }
-    for (Load * load : loads) {
+    std::vector<Load *> in_order = loads; // in which they get memory for stored parts
+    if (n_recovering > 0) {
+        std::vector<Load *> all = queued;
+        all.insert(all.end(), loads.begin(), loads.end());
+        place_for_recovery(all, n_recovering);
+        std::stable_sort(in_order.begin(), in_order.end(),
+            [](const Load * a, const Load * b) { return place_of(*a, a->roles) < place_of(*b, b->roles); });
+    }
+    for (Load * load : in_order) {
         start(*load, demanded, read_bytes);
+    }
+    if (!queued.empty()) {
+        decoding.sort([](const Decoding & a, const Decoding & b) { return a.goes_before(b); });
     }
     std::stable_sort(demanded.begin() + before, demanded.end(), goes_before);
 }

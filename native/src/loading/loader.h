@@ -19,7 +19,8 @@
 // those have their memory, so they end, and give it back.
 //
 // Demand is served first, in the order in which the kernels will need it: all first matrices of the layer, then all
-// second, then all third, experts ascending, as mul_mat_id goes through them. Where small matrices lie together, one
+// second, then all third, experts ascending, as mul_mat_id goes through them. Compressed experts may have the order of
+// ZipMoE instead (loading/schedule.h). Where small matrices lie together, one
 // request reads several. What is read ahead is asked for only when a reader has nothing better to do
 // (Orders::order_ahead), and guesses last. A guess is read into time in which the disk would idle: it delays what is
 // demanded after it by no more than the request of it that is under way, so that is small, and begins only while a disk
@@ -42,6 +43,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -65,6 +67,8 @@ struct Load {
     bool     damaged                  = false;   // what was read of them is not what was packed
     bool     urgent                   = false;   // a layer waits for it
     uint32_t roles                    = ~0u;     // bits: the matrices that are read
+    int      n_rows                   = 1;       // of the ubatch that the expert computes
+    int      place[PYORCH_MAX_ROLES]  = {};      // of each matrix, in the order of what a layer waits for
     Stream * stream                   = nullptr; // of who orders: what the slot is a part of, if not an expert's own
     bool     failed                   = false;
     int      queued                   = 0;  // requests that no reader works on yet
@@ -74,6 +78,7 @@ struct Load {
     bool     missed[PYORCH_MAX_ROLES] = {}; // the pack could not be read there
 
     bool ended() const { return queued == 0 && in_flight == 0; }
+    void in_order_of_kernels() { std::iota(std::begin(place), std::end(place), 0); }
 };
 
 struct ReadRequest {
@@ -195,14 +200,21 @@ public:
 
     // Queues all reads of experts that a layer needs now, each with a form and a slot. queued: those among the experts
     // of that layer that were to be read ahead; what no reader has begun of them is demanded too, and what was read of
-    // them is decoded as if it had been.
-    void demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued);
+    // them is decoded as if it had been. n_recovering: threads that will recover compressed experts, which are then in
+    // the order of schedule(); 0: all are in the order of the kernels.
+    void demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued, int n_recovering = 0);
 
     // Queues all reads of a load behind all demand.
-    void read_ahead(Load & load) { start(load, ahead, read_bytes); }
+    void read_ahead(Load & load) {
+        load.in_order_of_kernels();
+        start(load, ahead, read_bytes);
+    }
 
     // The same in small requests, behind everything else.
-    void guess(Load & load) { start(load, guessed, guess_bytes()); }
+    void guess(Load & load) {
+        load.in_order_of_kernels();
+        start(load, guessed, guess_bytes());
+    }
 
     // Of a request of a guess at most: whole pages, as direct reads want them.
     uint64_t guess_bytes() const {
@@ -284,8 +296,10 @@ private:
 
         bool goes_before(const Decoding & other) const {
             const bool urgent = request.load->urgent;
-            return urgent != other.request.load->urgent ? urgent : role < other.role;
+            return urgent != other.request.load->urgent ? urgent : place() < other.place();
         }
+
+        int place() const { return request.load->place[role]; }
     };
 
     const ModelMap &        map;
@@ -329,6 +343,7 @@ private:
     void         cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
     void         cut(Load & load, const Extent & extent, std::deque<ReadRequest> & queue, uint64_t request_bytes);
     void         ask_nothing(Load & load, std::deque<ReadRequest> & queue, int role, uint64_t needed = 0);
+    void         place_for_recovery(const std::vector<Load *> & loads, int n_threads);
     bool         take_offered(Load & load, std::deque<ReadRequest> & queue);
     bool         take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadRequest & request);
     bool         pop(ReadRequest & request);

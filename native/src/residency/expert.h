@@ -103,6 +103,7 @@ struct Demand {
     bool                     own       = true;  // its tokens are this server's: no other one asked
     bool                     learned   = false; // learn_visit() was told of it
     bool                     counted   = true;  // as hits and misses
+    std::vector<int>         rows      = {};    // of the ubatch that each of `experts` computes; empty: one each
 
     bool scans() const { return n_tokens >= SCAN_TOKENS; }
 };

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 #include <sys/mman.h>
+#include <thread>
 
 namespace pyorch {
 
@@ -29,7 +30,8 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
                 }
             }),
         residents(map, *bank, values, order), stored(residents), room(residents, stored, loads, shares_of(config)),
-        ahead(residents, room, loads), streams(residents, loads), learning(map, values, mutex) {
+        ahead(residents, room, loads), streams(residents, loads), learning(map, values, mutex),
+        recovery((pyorch_recovery) config.recovery) {
     for (const MoeLayer & layer : map.layers) {
         for (const auto & t : layer.tensors) {
             zeros_size = std::max(zeros_size, t.stride);
@@ -229,6 +231,9 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
             return false;
         }
     }
+    for (size_t i = 0; i < demand.experts.size(); ++i) {
+        l.experts[demand.experts[i]].load.n_rows = demand.rows.empty() ? 1 : demand.rows[i];
+    }
     std::vector<Load *> started;
     for (Expert * e : absent) {
         if (residents.start_load(*e, demand.scans() ? ReadFor::SCAN : ReadFor::DEMAND)) {
@@ -239,12 +244,19 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
             e->ready.store(Expert::FAILED, std::memory_order_release);
         }
     }
-    loads.demand(started, loading);
+    loads.demand(started, loading, n_recovering(owner, layer));
     if (!streamed.empty()) {
         streams.open(owner, layer, streamed, n_frames);
         error = owner.stream->error.empty() ? error : owner.stream->error;
     }
     return true;
+}
+
+// Threads that recover what the layer waits for, if they have an order of their own; else 0.
+int Table::n_recovering(const Owner & owner, int layer) const {
+    const int  n_processors = std::max(1, (int) std::thread::hardware_concurrency());
+    const bool ordered      = recovery == PYORCH_RECOVERY_AFFINITY && is_compressed(map.layers[layer]);
+    return ordered ? std::min(n_processors, owner.n_threads + default_threads()) : 0;
 }
 
 // False: one of them could not be read.

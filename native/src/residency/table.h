@@ -222,6 +222,8 @@ private:
     Streams       streams;
     Learning      learning;
 
+    const pyorch_recovery recovery;
+
     uint64_t    n_arrived = 0; // layers that came to acquire(), served in that order
     uint64_t    n_served  = 0;
     Reads       reads     = {}; // see decoding_reads()
@@ -264,6 +266,7 @@ private:
     void expert_finished(Expert & e);
 
     bool share(Expert & e, Owner & other);
+    int  n_recovering(const Owner & owner, int layer) const;
     bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted);
     bool release_held(Owner & owner);
     void count_uses(int layer, const Demand & demand, const std::vector<int> & streamed);

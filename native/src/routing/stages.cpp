@@ -201,6 +201,18 @@ void replace(Context & context, RoutedBatch & batch) {
     }
 }
 
+// Of experts, ascending, how many slots of the ubatch name each.
+static std::vector<int> rows_of(const RoutedBatch & batch, const std::vector<int> & experts) {
+    std::vector<int> rows(experts.size());
+    for (int i = 0; i < batch.n_tokens * batch.n_used; ++i) {
+        const auto expert = std::lower_bound(experts.begin(), experts.end(), batch.experts[i]);
+        if (expert != experts.end() && *expert == batch.experts[i]) {
+            ++rows[(size_t) (expert - experts.begin())];
+        }
+    }
+    return rows;
+}
+
 void acquire(Context & context, RoutedBatch & batch) {
     std::vector<int> experts = batch.wanted;
     std::vector<int> asked   = batch.asked;
@@ -213,7 +225,8 @@ void acquire(Context & context, RoutedBatch & batch) {
     }
     Table & table = context.routing.table;
     table.acquire(context.owner, batch.layer,
-        { experts, asked, batch.n_tokens, context.continues, true, !batch.device.slots.empty() });
+        { experts, asked, batch.n_tokens, context.continues, true, !batch.device.slots.empty(), true,
+            batch.n_tokens > 1 ? rows_of(batch, experts) : std::vector<int>() });
     if (!batch.deferred.empty()) {
         table.defer(batch.layer, batch.deferred);
     }

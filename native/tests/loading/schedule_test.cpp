@@ -109,6 +109,155 @@ private:
     std::vector<int>  reads, shards;
 };
 
+// Algorithm 1 written once more, line by line and without a thought for its cost: the tests compare the two.
+class Printed {
+public:
+    Printed(const Tasks & tasks, const Recoverer & recoverer, size_t max_block) :
+            tasks(tasks), recoverer(recoverer), max_block(max_block) {}
+
+    Blocks blocks() {
+        std::vector<int> type_1, type_2;
+        for (int i = 0; i < (int) tasks.size(); ++i) {
+            std::vector<int> & type = tasks[(size_t) i].sm_read > 0 ? type_1 : type_2; // line 3
+            type.insert(std::find_if(type.begin(), type.end(), [&](int other) { return goes_before(i, other); }), i);
+        }
+        Blocks all;
+        while (!type_1.empty()) {                      // line 7
+            std::vector<int> block = { take(type_1) }; // lines 9 and 10
+            while (block.size() < max_block && !dominant(block) && !(type_1.empty() && type_2.empty())) {
+                const int task = take(type_2.empty() ? type_1 : type_2); // lines 8, 12 and 21
+                block          = with(block, task);
+            }
+            for (int i : block) {
+                done.push_back(i);
+            }
+            ends.push_back(done.size());
+            all.push_back(block);
+        }
+        if (!type_2.empty()) { // as printed, these are in no block
+            all.push_back(type_2);
+        }
+        return all;
+    }
+
+private:
+    struct Times {
+        double              disk = 0;
+        std::vector<double> free, idle;
+    };
+
+    const Tasks &       tasks;
+    const Recoverer     recoverer;
+    const size_t        max_block;
+    std::vector<int>    done; // of the blocks before
+    std::vector<size_t> ends;
+
+    bool goes_before(int a, int b) const { // lines 4 and 5
+        const RecoveryTask &x = tasks[(size_t) a], &y = tasks[(size_t) b];
+        return x.compute > y.compute || (x.compute == y.compute && x.expert < y.expert);
+    }
+
+    static int take(std::vector<int> & from) {
+        const int first = from.front();
+        from.erase(from.begin());
+        return first;
+    }
+
+    // From the beginning on: blocks one after the other, and what each worker waits for in the last of them.
+    Times simulate(const std::vector<int> & last) const {
+        Times times{ 0, std::vector<double>((size_t) recoverer.n_workers, 0), {} };
+        for (size_t block = 0, from = 0; block <= ends.size(); ++block) {
+            const bool             is_last = block == ends.size();
+            const std::vector<int> order =
+                is_last ? last : std::vector<int>(done.begin() + (long) from, done.begin() + (long) ends[block]);
+            from       = is_last ? from : ends[block];
+            times.idle = std::vector<double>((size_t) recoverer.n_workers, 0);
+            run(order, times);
+        }
+        return times;
+    }
+
+    void run(const std::vector<int> & order, Times & times) const {
+        std::vector<std::pair<double, double>> shards; // when it was read, what decoding takes
+        for (int i : order) {
+            const RecoveryTask & task  = tasks[(size_t) i];
+            const double         first = times.disk + (recoverer.one_pass ? task.sm_read : 0);
+            for (int k = 1; k <= task.n_shards; ++k) {
+                const double read  = first + task.e_read * k / task.n_shards;
+                const bool   waits = task.e_read > 0 || (recoverer.one_pass && task.sm_read > 0);
+                shards.emplace_back(waits ? read : 0, task.decode / task.n_shards);
+            }
+            times.disk = first + task.e_read;
+        }
+        for (int i : order) {
+            times.disk += recoverer.one_pass ? 0 : tasks[(size_t) i].sm_read;
+        }
+        while (!shards.empty()) {
+            const size_t worker =
+                (size_t) (std::min_element(times.free.begin(), times.free.end()) - times.free.begin());
+            const double now = times.free[worker];
+            auto         next =
+                std::find_if(shards.begin(), shards.end(), [&](const auto & shard) { return shard.first <= now; });
+            if (next == shards.end()) {
+                next = std::min_element(
+                    shards.begin(), shards.end(), [](const auto & a, const auto & b) { return a.first < b.first; });
+            }
+            const double begin = std::max(now, next->first);
+            times.idle[worker] += begin - now;
+            times.free[worker] = begin + next->second;
+            shards.erase(next);
+        }
+    }
+
+    // Definition A.1 with the chunk of exponents that takes longest.
+    bool dominant(const std::vector<int> & block) const {
+        Times  times = simulate(block);
+        double chunk = 0;
+        int    most  = 1;
+        for (const RecoveryTask & task : tasks) {
+            chunk = std::max(chunk, task.e_read / task.n_shards);
+            most  = std::max(most, task.n_shards);
+        }
+        std::sort(times.free.begin(), times.free.end());
+        for (int k = 1; k <= std::min(recoverer.n_workers, most); ++k) {
+            if (times.free[(size_t) k - 1] - times.disk < k * chunk) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    // Lines 13 to 20.
+    std::vector<int> with(const std::vector<int> & block, int task) const {
+        const Times before = simulate(block);
+        for (size_t place = 0; place <= block.size(); ++place) {
+            std::vector<int> longer = block;
+            longer.insert(longer.begin() + (long) place, task);
+            const Times after = simulate(longer);
+            bool        idle  = false;
+            for (size_t worker = 0; worker < after.idle.size(); ++worker) {
+                idle |= after.idle[worker] > before.idle[worker] * (1 + 1e-9);
+            }
+            if (!idle) {
+                return longer;
+            }
+        }
+        const bool any_type_2 =
+            std::any_of(block.begin(), block.end(), [&](int i) { return tasks[(size_t) i].sm_read == 0; });
+        for (size_t place = block.size(); place > 0; --place) {
+            const RecoveryTask & other = tasks[(size_t) block[place - 1]];
+            if ((other.sm_read == 0 || !any_type_2) && other.compute >= tasks[(size_t) task].compute) {
+                std::vector<int> longer = block;
+                longer.insert(longer.begin() + (long) place, task);
+                return longer;
+            }
+        }
+        std::vector<int> longer = { task };
+        longer.insert(longer.end(), block.begin(), block.end());
+        return longer;
+    }
+};
+
 // One model on one machine: all matrices take the same, but for what is in memory of them, and the tokens of an expert.
 static Tasks random_tasks(std::mt19937 & rng, int n_experts, int n_matrices, int n_shards) {
     std::uniform_real_distribution<double> any(0, 1);
@@ -295,6 +444,7 @@ int main() {
             const Tasks     tasks  = random_tasks(rng, 2 + round % 7, 3, 1 + round % 3);
             const Blocks    blocks = schedule(tasks, recoverer);
             require(has_each_once(tasks, blocks), "each task is in one block, once");
+            require(blocks == Printed(tasks, recoverer, 16).blocks(), "the blocks are those of algorithm 1");
             const double first = makespan(tasks, first_come(tasks), recoverer);
             ours += makespan(tasks, blocks, recoverer) / first;
             theirs += 1;

@@ -84,15 +84,22 @@ struct House {
     Owner       owner = { &owner };
 
     // A budget of so many full experts beside what the smallest one has.
-    explicit House(const ModelMap & map, int more, const PoolShares & shares, const Codec & codec = plain_codec()) :
+    House(const ModelMap & map, int more, const PoolShares & shares, const Codec & codec = plain_codec(),
+        pyorch_recovery recovery = PYORCH_RECOVERY_KERNELS) :
             table(map, std::make_unique<HostBank>(map, map.floor_bytes() + more * map.layers[0].slot_bytes()),
-                open_files(map, true), codec, {}),
+                open_files(map, true), codec, config(recovery)),
             reader(table.loader()) {
         table.set_pools(shares);
     }
 
-    void acquire(int layer, const std::vector<int> & experts, int n_tokens = 1) {
-        table.acquire(owner, layer, { experts, experts, n_tokens });
+    static pyorch_config config(pyorch_recovery recovery) {
+        pyorch_config config = {};
+        config.recovery      = recovery;
+        return config;
+    }
+
+    void acquire(int layer, const std::vector<int> & experts, int n_tokens = 1, const std::vector<int> & rows = {}) {
+        table.acquire(owner, layer, { experts, experts, n_tokens, false, true, false, true, rows });
     }
 
     // Each matrix of them is that of the model. False: one of them failed.

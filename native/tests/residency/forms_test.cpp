@@ -24,9 +24,10 @@ static constexpr PoolShares MIXES[] = {
 
 static void experts_are_those_of_the_model_in_every_mix_of_forms() {
     const ModelMap map = compressed_map();
-    for (const PoolShares & shares : MIXES) {
-        House        house(map, 6, shares);
-        std::mt19937 rng(7);
+    for (int mix = 0; mix < 2 * (int) std::size(MIXES); ++mix) {
+        const PoolShares & shares = MIXES[mix / 2];
+        House              house(map, 6, shares, plain_codec(), (pyorch_recovery) (mix % 2));
+        std::mt19937       rng(7);
         for (int pass = 0; pass < 40; ++pass) {
             for (int layer = 0; layer < N_LAYERS; ++layer) {
                 const int a = (int) (rng() % 4), b = 4 + (int) (rng() % 6); // some are used more often than others
@@ -38,6 +39,32 @@ static void experts_are_those_of_the_model_in_every_mix_of_forms() {
         CHECK((stats.compressed_hits > 0) == (shares[(int) Form::COMPRESSED] > 0));
         CHECK((stats.sm_hits > 0) == (shares[(int) Form::SM_ONLY] > 0));
         CHECK((stats.e_hits > 0) == (shares[(int) Form::E_ONLY] > 0));
+    }
+}
+
+// The experts of a layer, in the order in which the first request of each is read.
+static std::vector<int> read_order(House & house, const std::vector<int> & experts, const std::vector<int> & rows) {
+    house.acquire(0, experts, 4, rows);
+    std::vector<int> order;
+    for (ReadRequest request; house.table.loader().try_next(request);) {
+        if (std::find(order.begin(), order.end(), request.load->expert) == order.end()) {
+            order.push_back(request.load->expert);
+        }
+        const int64_t n = house.table.loader().bytes().read(request.file, request.offset, request.buf, request.size);
+        house.table.loader().finish(request, n, 1);
+    }
+    CHECK(house.check(0, experts));
+    return order;
+}
+
+static void with_affinity_the_expert_that_computes_most_rows_is_recovered_first() {
+    const ModelMap map = compressed_map();
+    using Order        = std::vector<int>;
+    for (const pyorch_recovery recovery : { PYORCH_RECOVERY_KERNELS, PYORCH_RECOVERY_AFFINITY }) {
+        const bool by_affinity = recovery == PYORCH_RECOVERY_AFFINITY;
+        House      house(map, 12, ALL_FULL, plain_codec(), recovery);
+        CHECK(read_order(house, { 1, 4, 5 }, { 1, 2, 4 }) == (by_affinity ? Order{ 5, 4, 1 } : Order{ 1, 4, 5 }));
+        CHECK(read_order(house, { 2, 7 }, {}) == Order({ 2, 7 }));
     }
 }
 
@@ -409,6 +436,7 @@ static void threads_that_wait_for_a_matrix_share_it() {
 int main(int argc, char ** argv) {
     return run(argc, argv,
         {
+            with_affinity_the_expert_that_computes_most_rows_is_recovered_first,
             experts_are_those_of_the_model_in_every_mix_of_forms,
             any_mix_of_forms_stays_within_any_budget_while_both_change,
             what_is_compressed_in_memory_is_not_read_again,

@@ -7,9 +7,9 @@
 // bases of blocks, and others are put between them where no worker then waits for longer, until the workers have more
 // to do than the disk. Blocks follow one another.
 //
-// Pure functions: nothing here reads, decodes or waits. The loader does not use them: it reads and decodes in the order
-// of the kernels, which go through all experts with one matrix before they begin with the next, and in that order a
-// layer is done sooner. schedule_test.cpp compares the two.
+// Pure functions: nothing here reads, decodes or waits. The loader uses them where an engine asks for this order
+// (PYORCH_RECOVERY_AFFINITY). By default it reads and decodes in the order of the kernels, which compute all experts
+// with one matrix before they begin with the next. schedule_test.cpp compares the two.
 
 #pragma once
 

@@ -7,8 +7,8 @@ namespace pyorch {
 
 namespace {
 
-// In a block of more tasks no place is searched for another: a search costs the square of their number.
-constexpr size_t MAX_SEARCHED = 16;
+// A block of so many tasks ends: the search for the place of another one costs the cube of their number.
+constexpr size_t MAX_BLOCK = 16;
 
 // Times are sums of the same numbers in different orders.
 constexpr double ROUNDING = 1 + 1e-9;
@@ -159,19 +159,17 @@ std::vector<RecoveryBlock> schedule(const Tasks & tasks, const Recoverer & recov
         RecoveryBlock block{ bases.front() };
         bases.erase(bases.begin());
         Progress progress = run(tasks, block, machine, recoverer.one_pass);
-        while (!compute_dominant(progress, shard_read, max_shards) && !(others.empty() && bases.empty())) {
+        while (block.size() < MAX_BLOCK && !compute_dominant(progress, shard_read, max_shards) &&
+            !(others.empty() && bases.empty())) {
             RecoveryBlock & from = others.empty() ? bases : others;
             const int       task = from.front();
             from.erase(from.begin());
-            const size_t end   = block.size() <= MAX_SEARCHED ? block.size() + 1 : 0;
-            size_t       place = 0;
-            for (; place < end; ++place) {
-                if (run(tasks, inserted(block, place, task), machine, recoverer.one_pass)
-                        .idles_no_more_than(progress)) {
-                    break;
-                }
+            size_t place = 0;
+            while (place <= block.size() &&
+                !run(tasks, inserted(block, place, task), machine, recoverer.one_pass).idles_no_more_than(progress)) {
+                ++place;
             }
-            block    = inserted(block, place < end ? place : place_by_compute(tasks, block, task), task);
+            block    = inserted(block, place <= block.size() ? place : place_by_compute(tasks, block, task), task);
             progress = run(tasks, block, machine, recoverer.one_pass);
         }
         machine = progress.after;
