@@ -16,6 +16,7 @@ from typing import Any
 from pyorch.errors import PyorchError
 
 MAX_NESTING = 100
+MAX_LEVELS = 4_000  # of all schemas that references lead to, one below the other
 MAX_SCHEMAS = 10_000  # a schema counts for each type that it lists
 MAX_ALTERNATIVES = 1_000  # of an "enum", "anyOf", "oneOf" or "type"
 MAX_OPTIONAL = 500  # properties of an object
@@ -107,25 +108,36 @@ class _Walk:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._n_schemas = 0
-        self._visited: set[int] = set()  # ids
+        self._levels: dict[int, int] = {}  # of the schemas that were visited, by their ids
         self._ending: set[str] = set()  # references that lead to a schema, or to nothing
         self._referenced: list[tuple[str, Any]] = []
 
     def visit_all(self) -> None:
         """Also the schemas that only a reference leads to, which may be anywhere."""
         self.visit(self._root, "#", 1, 0)
+        referenced: set[int] = set()
         while self._referenced:
             place, schema = self._referenced.pop()
-            if id(schema) not in self._visited:
+            if id(schema) not in self._levels:
                 self.visit(schema, place, 1, 0)
+            referenced.add(id(schema))
+        # llama.cpp follows references by recursion, each once.
+        n_levels = sum(1 + self._levels.get(schema, 0) for schema in referenced)
+        if n_levels > MAX_LEVELS:
+            raise PyorchError(f"the JSON schema has {n_levels} levels where references lead, and {MAX_LEVELS} are "
+                              "allowed")
 
-    def visit(self, schema: Any, place: str, copies: int, depth: int) -> None:
-        """copies: how often llama.cpp converts the schema at this place, which it does for each type of a list."""
+    def visit(self, schema: Any, place: str, copies: int, depth: int) -> int:
+        """Returns the levels from here.
+
+        Args:
+            copies: How often llama.cpp converts the schema at this place, which it does for each type of a list.
+        """
         if depth > MAX_NESTING:
             raise PyorchError(f"the JSON schema is nested more than {MAX_NESTING} levels deep")
         if not isinstance(schema, dict):
-            return
-        self._visited.add(id(schema))
+            return 0
+        self._levels[id(schema)] = 0  # where it refers to itself
         types = schema.get("type")
         if isinstance(types, list):
             copies *= max(1, len(types))
@@ -137,8 +149,9 @@ class _Walk:
         _check_bounds(schema, place)
         _check_size(schema, place)
         self._check_reference(schema, place)
-        for name, inner in _children(schema):
-            self.visit(inner, f"{place}/{name}", copies, depth + 1)
+        below = [self.visit(inner, f"{place}/{name}", copies, depth + 1) for name, inner in _children(schema)]
+        self._levels[id(schema)] = 1 + max(below, default=0)
+        return self._levels[id(schema)]
 
     def _check_reference(self, schema: dict[str, Any], place: str) -> None:
         """Of "$ref" that leads to "$ref" only, without end."""

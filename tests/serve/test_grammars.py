@@ -79,6 +79,8 @@ def nested(schema: object, n: int, kind: object = "array") -> object:
     ({"type": "integer", "exclusiveMinimum": 2, "exclusiveMaximum": 3}, "no integer is between exclusiveMinimum 2 and"),
     ({"type": "string", "pattern": r"^[\x7a-\u0061]$"}, r"the range \x7a-\u0061 ends below its beginning"),
     ({"type": "string", "minLength": 1 << 32}, "minLength 4294967296, and at most 2147483647"),
+    ({"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"additionalProperties": {"$ref": f"#/$defs/d{i + 1}"}}
+                                      for i in range(4900)}}, "levels where references lead, and 4000 are allowed"),
     ({"$ref": "#/elsewhere/0", "elsewhere": [{"type": "string", "pattern": "^[z-a]$"}]}, "the range z-a ends"),
 ])
 def test_a_schema_that_allows_nothing_or_costs_too_much_is_refused_wherever_it_comes(
