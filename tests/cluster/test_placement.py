@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -62,6 +64,105 @@ def test_each_server_gets_what_its_users_activate_most_and_nobody_s_experts_repl
     held = assign(problem_of(frequencies, [3, 3]), np.array([[3], [3]]))
     # At first 0, 1, 2 and 0, 1, 3. Both have two duplicates; the first server takes 4 in place of 1, its lesser one.
     np.testing.assert_array_equal(held[:, 0], [[True, False, True, False, True], [True, True, False, True, False]])
+
+
+def random_problem(rng: np.random.Generator) -> Problem:
+    """With experts of one size, servers of one device, and memory for all."""
+    n_servers, n_layers, n_expert = rng.integers(1, [5, 6, 10])
+    n_places = n_layers * n_expert + int(rng.choice([0, 1, 2, 5, n_layers * n_expert]))
+    frequencies = skewed(rng, (n_servers, n_layers, n_expert))
+    frequencies[rng.random(frequencies.shape) < rng.choice([0, 0.3])] = 0
+    return problem_of(frequencies, rng.multinomial(n_places, rng.dirichlet(np.full(n_servers, 3))).tolist())
+
+
+def counts_of_the_paper(problem: Problem) -> list[list[int]]:
+    """Algorithm 1 in plain Python, with the three additions that docs/cluster.md names: no layer gets more than it has,
+    the rest goes to the others; memory that is left covers layers before they borrow, and is used in the end."""
+    f, memory = problem.frequencies, problem.server_bytes.tolist()
+    n_servers, n_layers, n_expert = f.shape
+    counts = []
+    for n in range(n_servers):
+        v = []
+        for row in f[n]:
+            p = [x / sum(row) if sum(row) else 1 / n_expert for x in row]
+            v.append(-sum(x * math.log2(x) for x in p if x))
+        v = v if sum(v) else [1.0] * n_layers
+        share, left, full = [0.0] * n_layers, float(memory[n]), set()
+        while left > 1e-12 and (weight := sum(v[i] for i in range(n_layers) if i not in full)):
+            more = [left * v[i] / weight if i not in full else 0.0 for i in range(n_layers)]
+            share = [min(n_expert, a + b) for a, b in zip(share, more)]
+            left, before = memory[n] - sum(share), set(full)
+            full = {i for i in range(n_layers) if share[i] >= n_expert}
+            if full == before:
+                break
+        counts.append([math.floor(s + 1e-9) for s in share])
+    free = [memory[n] - sum(counts[n]) for n in range(n_servers)]
+
+    def total(layer: int) -> int:
+        return sum(row[layer] for row in counts)
+
+    for layer in range(n_layers):
+        while total(layer) < n_expert:
+            having = [n for n in range(n_servers) if free[n] and counts[n][layer] < n_expert]
+            if having:
+                n = max(having, key=lambda n: free[n])
+                counts[n][layer] += 1
+                free[n] -= 1
+                continue
+            for donor in sorted(range(n_layers), key=lambda i: -total(i)):
+                moved = False
+                for n in sorted(range(n_servers), key=lambda n: -memory[n]):
+                    if (total(donor) > n_expert and total(layer) < n_expert and counts[n][donor]
+                            and counts[n][layer] < n_expert):
+                        counts[n][donor] -= 1
+                        counts[n][layer] += 1
+                        moved = True
+                if moved:
+                    break
+            else:
+                return []  # this does not cover all
+    ranked = -np.sort(-f, axis=2)
+    for n in range(n_servers):
+        while free[n] and min(counts[n]) < n_expert:
+            layer = max((i for i in range(n_layers) if counts[n][i] < n_expert),
+                        key=lambda i: ranked[n, i, counts[n][i]])
+            counts[n][layer] += 1
+            free[n] -= 1
+    return counts
+
+
+def experts_of_the_paper(frequencies: np.ndarray, counts: list[list[int]]) -> list[list[set[int]]]:
+    """Algorithm 2 in plain Python. Of experts that nobody there uses, server n prefers those from its n-th part on."""
+    n_servers, n_layers, n_expert = frequencies.shape
+    held = [[set(sorted(range(n_expert), key=lambda e: (
+        -frequencies[n, layer, e], (e - n * n_expert // n_servers) % n_expert))[: counts[n][layer]])
+        for layer in range(n_layers)] for n in range(n_servers)]
+    for layer in range(n_layers):
+        def duplicates(n: int) -> list[int]:
+            return [e for e in sorted(held[n][layer]) if sum(e in row[layer] for row in held) > 1]
+
+        while nobody_s := [e for e in range(n_expert) if not any(e in row[layer] for row in held)]:
+            for n in sorted(range(n_servers), key=lambda n: len(duplicates(n))):
+                if nobody_s and duplicates(n):
+                    wanted = max(nobody_s, key=lambda e: frequencies[n, layer, e])
+                    held[n][layer].remove(min(duplicates(n), key=lambda e: frequencies[n, layer, e]))
+                    held[n][layer].add(wanted)
+                    nobody_s.remove(wanted)
+    return held
+
+
+def test_counts_and_experts_are_those_of_the_algorithms_in_plain_loops() -> None:
+    rng, n_compared = np.random.default_rng(4), 0
+    for _ in range(150):
+        problem = random_problem(rng)
+        expected = counts_of_the_paper(problem)
+        if expected:
+            n_compared += 1
+            assert allocate(problem).of_server.tolist() == expected
+            held = assign(problem, np.array(expected))
+            assert [[set(np.flatnonzero(row)) for row in of_server] for of_server in held] == experts_of_the_paper(
+                problem.frequencies, expected)
+    assert n_compared > 140
 
 
 def on_servers(*held: list[int]) -> np.ndarray:

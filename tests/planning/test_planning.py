@@ -70,6 +70,26 @@ def test_fitted_weights_are_the_only_ones_but_for_their_scale():
     assert found.sum() == pytest.approx(2)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_sets_that_are_drawn_so_have_the_most_entropy(seed):
+    """Theorem 3.2, eqs. 15 to 22: all other distributions over sets of k with these inclusion probabilities have
+    less."""
+    rng = np.random.default_rng(seed)
+    n_expert, n_used = 6, 3
+    q = selection_probabilities(inclusion_probabilities(rng.uniform(0.05, 0.95, (1, n_expert)), n_used), n_used)[0]
+    sets = subsets(q, n_used)
+    p = np.array(list(sets.values()))
+    holds = np.array([[i in taken for taken in sets] for i in range(n_expert)], float)  # C_2, and so C_3
+    _, sizes, rows = np.linalg.svd(holds)
+    for direction in rng.normal(size=(20, len(p) - len(sizes))) @ rows[len(sizes):]:
+        other = p + 0.5 * p.min() / np.abs(direction).max() * direction
+        assert holds @ other == pytest.approx(holds @ p)
+        assert -(other * np.log(other)).sum() < -(p * np.log(p)).sum()
+    # and the logarithm of each is a sum of one number for each expert (eq. 18)
+    residual = np.log(p) - holds.T @ np.linalg.lstsq(holds.T, np.log(p), rcond=None)[0]
+    assert np.abs(residual).max() < 1e-9
+
+
 def test_experts_that_are_always_or_never_taken_stay_so():
     wanted = np.array([[1.0, 0.7, 0.3, 0.0]])
     q = selection_probabilities(wanted, 2)

@@ -260,6 +260,19 @@ def reached(evaluation: Evaluation) -> dict[str, report.Goal]:
     return {goal.what: goal for goal in report.goals(evaluation)}
 
 
+def test_what_reading_ahead_can_gain_is_the_lesser_of_computing_and_reading():
+    """Eq. 1 of Speculating Experts: T_on_demand = compute + copy, T_prefetch = max(compute, copy) at best."""
+    rng = np.random.default_rng(1)
+    for compute, copy in rng.uniform(1, 100, (50, 2)):
+        base = replace(played(ON_DEMAND, "40%", 0.5, compute + copy), stall_ms=copy)
+        hidden = rng.uniform(0, min(compute, copy))
+        row = replace(played(FINEMOE, "40%", 0.6, compute + copy - hidden))
+        best = replace(row, tpot_ms=max(compute, copy))
+        found = replace(evaluation(0.6, 80.0), budgets=[base, row])
+        assert report.gain_reached(found, best) == pytest.approx(1)
+        assert report.gain_reached(found, row) == pytest.approx(hidden / (compute + copy - max(compute, copy)))
+
+
 def test_goals_tell_what_is_met_and_what_was_not_measured():
     good, bad = reached(evaluation(0.6, 80.0)), reached(evaluation(0.4, 102.0))
     hits = "hit rate of expert-map + finemoe / next-router + lru, 40%"
