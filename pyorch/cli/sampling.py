@@ -27,8 +27,6 @@ SAMPLING: dict[str, tuple[str, Callable[[str], float], float | None, str, str]] 
     "seed": ("seed", whole(), None, "N", "seed"),
 }
 
-_ROOT = b"root"  # the rule that a grammar begins with
-
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--tokens", type=whole(1), metavar="N",
@@ -46,16 +44,16 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
 def sampling(args: argparse.Namespace, model: Model) -> dict[str, Any]:
     """Keywords for Model.generate() and Model.chat(), of what check_sampling() found good. PyorchError for a grammar or
     schema that cannot be used."""
+    from pyorch.llama.schemas import compiled, grammar_of
+
     chosen: dict[str, Any] = {
         keyword: getattr(args, name.replace("-", "_")) for name, (keyword, *_) in SAMPLING.items()
     }
     gbnf = args.grammar
     if args.json_schema is not None:
-        from pyorch.llama.schemas import grammar_of
-
         gbnf = grammar_of(args.json_schema)
     if gbnf is not None:
-        chosen["grammar"] = _grammar(gbnf, args, model)
+        chosen["grammar"] = compiled(gbnf, model.llama.model)
     return chosen
 
 
@@ -69,20 +67,6 @@ def check_sampling(args: argparse.Namespace) -> None:
 
         args.json_schema = _text(args.json_schema, "JSON schema")
         check_schema(args.json_schema)
-
-
-def _grammar(gbnf: str, args: argparse.Namespace, model: Model) -> Any:
-    """A llama_cpp.LlamaGrammar, which llama.cpp has been asked about."""
-    import llama_cpp.llama_cpp as llama
-    from llama_cpp.llama_grammar import LlamaGrammar
-
-    vocab = llama.llama_model_get_vocab(model.llama.model)
-    try:
-        llama.llama_sampler_free(llama.llama_sampler_init_grammar(vocab, gbnf.encode(), _ROOT))
-    except PyorchError as error:
-        what = "grammar" if args.grammar is not None else "grammar of the JSON schema"
-        raise PyorchError(f"the {what} is not understood: {error}") from None
-    return LlamaGrammar.from_string(gbnf)
 
 
 def _text(given: str, what: str) -> str:

@@ -67,14 +67,34 @@ def check_context(managed: ManagedModel, params: llama.llama_context_params, wid
     capture = managed.engine.capture() if managed.engine is not None else contextlib.nullcontext()
     with capture, measure.twin(managed.path, managed.params) as twin:
         growth = measure.growth(twin, params, managed.map, managed.devices)
-    needed = growth.needed(n_ctx)
-    if needed > left:
+        needed, n_ubatch = growth.needed(n_ctx), None
         largest = growth.largest(left) // CTX_STEP * CTX_STEP
-        remedy = (f"the largest that fits has {largest} tokens (--ctx {largest})" if largest
-                  else "use a smaller ubatch, lower the budget of the experts, or allow the process more memory")
+        if needed > left:
+            n_ubatch = _ubatch_that_fits(params, lambda params: measure.growth(
+                twin, params, managed.map, managed.devices).needed(n_ctx) <= left)
+    if needed > left:
+        remedies = [
+            f"the largest that fits has {largest} tokens (--ctx {largest}, in Python n_ctx={largest})" if largest else "",
+            f"it fits where {n_ubatch} tokens are computed at once (--ubatch {n_ubatch}, in Python n_ubatch={n_ubatch})"
+            if n_ubatch else ""]
+        remedy = "; ".join(filter(None, remedies)) or (
+            "use a smaller context or ubatch, lower the budget of the experts, or allow the process more memory")
         raise BudgetError(f"{managed.path}: a context of {n_ctx} tokens needs {format_bytes(needed, round_up=True)}, "
                           f"and {format_bytes(max(0, left))} are left for it under the limit of "
                           f"{format_bytes(free.limit_bytes)} ({free.source}): {remedy}")
+
+
+def _ubatch_that_fits(
+    params: llama.llama_context_params, fits: Callable[[llama.llama_context_params], bool]
+) -> int | None:
+    """The widest power of two below the ubatch of these parameters with which the context fits; None if none does."""
+    params = llama.llama_context_params.from_buffer_copy(params)
+    params.n_ubatch = 1 << (params.n_ubatch - 1).bit_length()
+    while params.n_ubatch > LEAST_UBATCH:
+        params.n_ubatch //= 2
+        if fits(params):
+            return params.n_ubatch
+    return None
 
 
 def _free(managed: ManagedModel) -> memory.MemoryLimit:

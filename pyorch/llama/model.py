@@ -27,7 +27,7 @@ from pyorch.llama.layer import Layer, ResidencyView
 from pyorch.llama.managed import ManagedModel, find
 from pyorch.llama.measure import WIDE_UBATCH
 from pyorch.llama.model_stats import ModelStats
-from pyorch.llama.schemas import grammar_of
+from pyorch.llama.schemas import compiled, grammar_of
 from pyorch.runtime import fatal
 from pyorch.runtime.callbacks import Source
 from pyorch.runtime.model_map import ModelMap
@@ -110,17 +110,19 @@ class Model:
     ) -> Iterator[str]:
         """Continues a prompt (text or token ids), piece by piece, until max_tokens or an end of text.
 
-        temperature 0 is greedy. `sampling` goes to llama_cpp.Llama.create_completion.
+        temperature 0 is greedy. `sampling` goes to llama_cpp.Llama.create_completion. grammar: of these a text in
+        llama.cpp's form (GBNF), or a llama_cpp.LlamaGrammar.
 
         Raises:
             ExpertReadError: an expert could not be read. The model stays usable.
             PyorchError: the prompt is longer than the context, or it is empty and the model has no token that begins a
-                text; or what is computed is no number, as with damaged weights.
+                text; or llama.cpp does not take the grammar; or what is computed is no number, as with damaged weights.
         """
         if len(prompt) == 0 and not self.llama.tokenize(b""):
             raise PyorchError("the prompt is empty, and this model has no token that begins a text: give some text")
         if not isinstance(prompt, str) and any(not 0 <= token < self.llama.n_vocab() for token in prompt):
             raise PyorchError(f"the prompt has numbers of tokens that are not from 0 to {self.llama.n_vocab() - 1}")
+        sampling = self._with_grammar(sampling)
         try:
             for chunk in self._step_by_step(self.llama.create_completion(
                 prompt if isinstance(prompt, str) else list(prompt),
@@ -140,9 +142,11 @@ class Model:
     def chat(self, messages: Sequence[dict[str, str]], **sampling: Any) -> Iterator[str]:
         """Answers a conversation ({"role": ..., "content": ...}) with the model's own template, piece by piece.
 
-        `sampling` goes to llama_cpp.Llama.create_chat_completion. Raises as generate() does, and PyorchError for a
+        `sampling` goes to llama_cpp.Llama.create_chat_completion, which takes grammar as generate() does, or a schema as
+        "response_format". Raises as generate() does, and PyorchError for a
         "response_format" that llama_cpp would ignore, or whose schema cannot be made a grammar.
         """
+        sampling = self._with_grammar(sampling)
         form = sampling.get("response_format")
         if form is not None and (not isinstance(form, dict) or form.get("type") not in ("text", "json_object")):
             raise PyorchError(f'"response_format" is {form!r}, and must be {{"type": "json_object"}}, with a "schema" '
@@ -154,6 +158,16 @@ class Model:
                 yield chunk["choices"][0]["delta"].get("content") or ""
         except ValueError as error:
             raise self._refusal(error) from error
+
+    def _with_grammar(self, sampling: dict[str, Any]) -> dict[str, Any]:
+        """The same keywords, with a grammar as llama_cpp takes it. PyorchError for what is none."""
+        given = sampling.get("grammar")
+        if given is None or isinstance(given, llama_cpp.LlamaGrammar):
+            return sampling
+        if not isinstance(given, str):
+            raise PyorchError(f"grammar is of type {type(given).__name__}, and must be text in llama.cpp's form, "
+                              "GBNF, or a llama_cpp.LlamaGrammar")
+        return sampling | {"grammar": compiled(given, self.llama.model)}
 
     def _step_by_step(self, chunks: Iterator[Any]) -> Iterator[Any]:
         """While one is computed, no other thread frees the model. One text at a time: what llama_cpp has computed is of
@@ -368,13 +382,15 @@ def load(
     model_map = ModelMap(path)
     refuse_sidecar(model_map)
     n_threads = settings.n_threads or cores.physical_cores()
+    # llama.cpp rounds it up, and Llama, which does not know, would have no room for the tokens of such a prompt.
+    n_ctx = -(-(settings.n_ctx or model_map.default_ctx) // CTX_STEP) * CTX_STEP
+    n_batch = min(n_batch or max(settings.n_ubatch, WIDE_UBATCH), n_ctx)  # for which Llama reserves logits
     arguments: dict[str, object] = {
         # Dense weights in anonymous memory: the kernel cannot drop them under a memory limit to read
         # them again for every token, and a file that is truncated later cannot end the process by SIGBUS.
         "use_mmap": False,
-        # llama.cpp rounds it up, and Llama, which does not know, would have no room for the tokens of such a prompt.
-        "n_ctx": -(-(settings.n_ctx or model_map.default_ctx) // CTX_STEP) * CTX_STEP,
-        "n_batch": n_batch or max(settings.n_ubatch, WIDE_UBATCH),
+        "n_ctx": n_ctx,
+        "n_batch": n_batch,
         "n_threads": n_threads,
         "n_threads_batch": n_threads,
         "verbose": verbose,
@@ -387,12 +403,20 @@ def load(
             raise PyorchError(f"{path!r} is no name in UTF-8, and llama_cpp opens no other: rename the file") from None
         except ValueError as error:
             raise PyorchError(f"{path}: {error}") from error
-        except MemoryError as error:  # numpy's, of the logits of a whole batch
-            raise BudgetError(f"{path} does not fit: {error}; use a smaller context, batch or ubatch") from None
+        except MemoryError as error:  # numpy's, of the logits of a batch, or of a context with logits_all
+            raise BudgetError(f"{path} does not fit: {_of_logits(error)}") from None
     if settings.n_ctx > model_map.trained_ctx:
         fatal.notice(f"note: the model was trained with {model_map.trained_ctx} tokens of context: beyond them, of "
                      f"{settings.n_ctx}, it may answer nonsense")
     return Model(model, find(model.model))
+
+
+def _of_logits(error: MemoryError) -> str:
+    """Which number to lower where logits find no memory."""
+    n_tokens, n_vocab = getattr(error, "shape", (0, 1))
+    most = memory.memory_limit().free_bytes // (4 * n_vocab)
+    return (f"logits of {n_tokens} tokens need {format_bytes(4 * n_vocab * n_tokens)}: make n_batch, or n_ctx with "
+            f"logits_all, {most} or less")
 
 
 describe(load)

@@ -11,9 +11,12 @@ import json
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyorch.errors import PyorchError
+
+if TYPE_CHECKING:
+    from llama_cpp.llama_grammar import LlamaGrammar
 
 MAX_NESTING = 100
 MAX_LEVELS = 4_000  # of all schemas that references lead to, one below the other
@@ -25,6 +28,8 @@ MAX_COUNT = (1 << 31) - 1  # characters, items and the like: llama.cpp counts wi
 MAX_GRAMMAR = 1 << 20  # bytes
 MAX_RULES = 10_000
 MAX_PARENTHESES = 500  # in one another
+
+_ROOT = b"root"  # the rule that a grammar begins with
 
 _COUNTS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"),
            ("minContains", "maxContains"))
@@ -59,6 +64,25 @@ def check_grammar(text: str) -> None:
             raise PyorchError(f"the grammar has more than {MAX_RULES} rules")
         if depth > MAX_PARENTHESES:
             raise PyorchError(f"the parentheses of the grammar are nested more than {MAX_PARENTHESES} levels deep")
+
+
+def compiled(grammar: str, model: int) -> LlamaGrammar:
+    """A grammar, as GBNF, as llama_cpp takes it. PyorchError for one that llama.cpp does not take.
+
+    model: the llama_model *.
+    """
+    import llama_cpp.llama_cpp as llama
+    from llama_cpp.llama_grammar import LlamaGrammar
+
+    if not grammar.strip():
+        raise PyorchError("the grammar is empty")
+    check_grammar(grammar)
+    text = grammar.encode(errors="replace")
+    try:
+        llama.llama_sampler_free(llama.llama_sampler_init_grammar(llama.llama_model_get_vocab(model), text, _ROOT))
+    except PyorchError as error:
+        raise PyorchError(f"the grammar is not understood: {error}") from None
+    return LlamaGrammar.from_string(text.decode())
 
 
 def check_ranges(text: str) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
-from pyorch.llama import cores
+from pyorch.llama import cores, memory
 from pyorch.llama.device import NO_TENSOR
 from pyorch.runtime.devices import Devices
 from pyorch.serve.library import chat_page, ffi, lib
 from pyorch.settings.device import NONE, REMOTE, device_names
+from pyorch.settings.settings import MAX_THREADS, MAX_TOKENS
 from pyorch.sizes import MiB
 
 N_PARALLEL = 4  # slots that llama-server makes when -np is not given; they share one KV cache
@@ -50,6 +51,9 @@ SPLIT_MODE = Option(("-sm", "--split-mode"), "LLAMA_ARG_SPLIT_MODE")
 GPU_LAYERS = Option(("-ngl", "--gpu-layers", "--n-gpu-layers"), "LLAMA_ARG_N_GPU_LAYERS")
 THREADS = Option(("-t", "--threads"), "LLAMA_ARG_THREADS")
 THREADS_BATCH = Option(("-tb", "--threads-batch"), "LLAMA_ARG_THREADS_BATCH")
+DRAFT_THREADS = Option(("--spec-draft-threads", "-td", "--threads-draft"))
+DRAFT_THREADS_BATCH = Option(("--spec-draft-threads-batch", "-tbd", "--threads-batch-draft"))
+HTTP_THREADS = Option(("--threads-http",), "LLAMA_ARG_THREADS_HTTP")
 PARALLEL = Option(("-np", "--parallel"), "LLAMA_ARG_N_PARALLEL")
 KV_UNIFIED = Option(("-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"), "LLAMA_ARG_KV_UNIFIED")
 CACHE_TYPE_K = Option(("-ctk", "--cache-type-k"), "LLAMA_ARG_CACHE_TYPE_K")
@@ -197,7 +201,7 @@ class Flags:
         if n_ctx < 0:
             raise PyorchError(f"{CTX_SIZE.names[0]} is {n_ctx}, and must be 0 (as trained) or more")
         params.n_ctx = n_ctx
-        params.n_batch = self.number(BATCH, 2048)
+        params.n_batch = min(self.number(BATCH, 2048), n_ctx or MAX_TOKENS)  # so llama.cpp does
         params.n_ubatch = min(self.number(UBATCH, 512), params.n_batch)
         params.n_seq_max = self.n_slots
         params.kv_unified = n_parallel < 0 or any(name in self.arguments for name in KV_UNIFIED.names[:2])
@@ -234,8 +238,27 @@ _REFUSED = re.compile(r'error while handling (?:argument|environment variable) "
 _USAGE_LENGTH = 160  # of an error, characters
 
 
+# What llama-server takes and then ends with, or the kernel refuses: an array of its own has no more room, or each is a
+# thread. GGML_MAX_N_THREADS, LLAMA_MAX_SEQ.
+_MOST = {THREADS: MAX_THREADS, THREADS_BATCH: MAX_THREADS, DRAFT_THREADS: MAX_THREADS, DRAFT_THREADS_BATCH: MAX_THREADS,
+         HTTP_THREADS: 1024, PARALLEL: 256}
+
+
 def check(given: Sequence[str]) -> None:
-    """PyorchError for flags of the user that llama-server refuses, in its words without the lines around them."""
+    """PyorchError for flags of the user that llama-server refuses, in its words without the lines around them, and for
+    numbers that would end it."""
+    _check_words(given)
+    flags = Flags(given)
+    for option, most in _MOST.items():
+        if (number := flags.number(option, 1)) > most:
+            raise PyorchError(f"{option.names[0]} is {number}, and must be {most} or less")
+    n_cache, limit = flags.number(CACHE_RAM, 0), memory.memory_limit().limit_bytes
+    if n_cache * MiB > limit:
+        raise PyorchError(f"{CACHE_RAM.names[0]} is {n_cache} (MiB), and must be {limit // MiB} or less: there is "
+                          "no more memory")
+
+
+def _check_words(given: Sequence[str]) -> None:
     if any(argument in _NOT_CHECKED for argument in given):
         return
     for option in (HOST, PORT):

@@ -27,7 +27,8 @@ class Option:
     mean. kind: what it must be, for the sentence that refuses it. flag: of commands; a flag without a metavar takes no
     value, and turns the default round. default_text: what commands say is done without the flag. plain: the name for
     those who have not read the paper, where the field has that of the paper's symbol. type: that of the value, as the
-    field is annotated. repeated: commands take the flag several times, and read() a list.
+    field is annotated. repeated: commands take the flag several times, and read() a list. value_kind: what a value must
+    be that is no text, where that differs.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Option:
     plain: str = ""
     type: str = ""
     repeated: bool = False
+    value_kind: str = ""
 
     @property
     def long_flag(self) -> str:
@@ -68,17 +70,18 @@ class Option:
         try:
             return self.read(given)
         except (ValueError, TypeError, OverflowError):
-            raise PyorchError(f"{called or self.name} is {given}, and must be {self.kind}") from None
+            kind = self.kind if isinstance(given, str) else self.value_kind or self.kind
+            raise PyorchError(f"{called or self.name} is {given}, and must be {kind}") from None
 
 
 def option(
     default: Any, read: Callable[[Any], Any], kind: str = "", *, group: str = EXPERTS, help: str, flag: str = "",
     metavar: str | None = None, default_text: str = "", plain: str = "",
-    repeated: bool = False,
+    repeated: bool = False, value_kind: str = "",
 ) -> Any:
     """A field that is an option."""
     declared = Option("", default, read, kind, group, help, flag, metavar, default_text, plain,
-                      repeated=repeated)
+                      repeated=repeated, value_kind=value_kind)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 

@@ -241,6 +241,11 @@ def test_a_port_that_cannot_be(refused, tiny_moe: Path) -> None:
     (("--", "--temp", "x"), "llama-server refuses --temp x: that is no number"),
     (("--", "--grammar-file", "/nowhere"), "llama-server refuses --grammar-file /nowhere: failed to open file"),
     (("--", "--foo"), "llama-server has no flag --foo"),
+    (("--", "-np", "1000000000"), "-np is 1000000000, and must be 256 or less"),
+    (("--", "-t", "1000000000"), "-t is 1000000000, and must be 512 or less"),
+    (("--", "-tb", "513"), "-tb is 513, and must be 512 or less"),
+    (("--", "--threads-http", "1000000000"), "--threads-http is 1000000000, and must be 1024 or less"),
+    (("--", "-cram", "1000000000"), "-cram is 1000000000 (MiB), and must be"),
     (("--port", "8123", "--port", "8124"), "--port: it is given more than once, as 8123 and 8124"),
     (("--port", "8123", "--", "--port", "8124"), "--port is given more than once, as 8124 and 8123"),
     (("--", "--host", "::1", "--host", "::"), "--host is given more than once, as ::1 and ::"),
@@ -264,9 +269,20 @@ def test_an_empty_prompt(refused, small_moe: Path) -> None:
     assert "the prompt is empty" in refused("run", small_moe, "-p", "")
 
 
-def test_a_batch_that_no_memory_holds(refused, tiny_moe: Path) -> None:
-    sentence = refused("run", tiny_moe, "-p", "x", "--ubatch", 2**31 - 1, "--budget", "60%")
-    assert str(tiny_moe) in sentence and "does not fit" in sentence
+@pytest.mark.parametrize("command", [("run", "-p", "x", "--ctx"), ("serve", "--port", 0, "--ctx")])
+def test_a_ubatch_that_no_memory_holds_names_the_widest_that_fits(refused, small_moe: Path, command: tuple) -> None:
+    said = refused(command[0], small_moe, *command[1:], 2_000_000, "--ubatch", 2**31 - 1, "--budget", "60%",
+                   *(("--", "-b", 2**31 - 1) if command[0] == "serve" else ()))
+    found = re.search(r"it fits where (\d+) tokens are computed at once \(--ubatch \1, in Python n_ubatch=\1\)$", said)
+    assert found and 32 <= int(found[1]) < 2_000_000
+
+
+def test_a_ubatch_is_no_wider_than_its_context(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run", str(small_moe), "-p", "x", "-n", "1", "--ctx", "256", "--temp", "0", "--budget", "60%"]
+    assert main(words) == 0
+    expected = capsys.readouterr().out
+    assert main([*words, "--ubatch", str(10**9)]) == 0
+    assert capsys.readouterr().out == expected
 
 
 def test_text_of_a_damaged_model_does_not_break_the_sentence(refused, tiny_moe: Path) -> None:
@@ -320,8 +336,8 @@ def test_a_memory_limit_below_what_the_context_needs(refused, small_moe: Path, m
 @pytest.mark.parametrize("budget", ["auto", "50%", "resident"])
 def test_a_context_that_no_memory_holds_names_the_largest_that_fits(refused, small_moe: Path, budget: str) -> None:
     said = refused("run", small_moe, "-p", "x", "--budget", budget, "--ctx", 2000000000)
-    assert re.search(r"a context of 2000000000 tokens needs .*: the largest that fits has (\d+) tokens \(--ctx \1\)$",
-                     said)
+    assert re.search(r"a context of 2000000000 tokens needs .*: the largest that fits has (\d+) tokens "
+                     r"\(--ctx \1, in Python n_ctx=\1\)$", said)
     said = refused("serve", small_moe, "--budget", budget, "--port", 0, "--", "-c", 2000000000)
     assert "a context of 2000000000 tokens needs" in said
 

@@ -79,6 +79,20 @@ def test_what_is_no_grammar_is_one_sentence(small_moe: Path, option: str, given:
     assert said in error and error.startswith("pyorch: error: ") and error.count("\n") == 1
 
 
+def test_python_takes_a_grammar_as_text(small_moe: Path) -> None:
+    with load(small_moe, budget="60%", n_ctx=256, n_threads=1) as model:
+        said = [{"role": "user", "content": "x"}]
+        for text in (model.generate("import os", grammar='root ::= "yes" | "no"', max_tokens=4),
+                     model.chat(said, grammar=LlamaGrammar.from_string('root ::= "yes" | "no"'), max_tokens=4),
+                     model.chat(said, grammar='root ::= "yes" | "no"', max_tokens=4)):
+            assert "".join(text) in ("yes", "no")
+        for grammar, sentence in (("root ::= (", "the grammar is not understood"), ("root ::= [z-a]", "ends below"),
+                                  (3, "grammar is of type int, and must be text"), ("", "the grammar is empty")):
+            for begin in (model.generate, model.chat):
+                with pytest.raises(PyorchError, match=sentence):
+                    next(begin("x" if begin == model.generate else said, grammar=grammar))
+
+
 def test_sampling_options_reach_the_sampler(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hot = ("-p", "def ", "--temp", "2", "--seed", "3", "--top-p", "1", "--top-k", "0")
     certain = text_of(small_moe, "-p", "def ", capsys=capsys)

@@ -63,6 +63,16 @@ def test_what_cannot_mean_anything_is_refused_at_the_door(refused: dict[str, obj
         Settings(**refused)
 
 
+@pytest.mark.parametrize("name", ["n_ctx", "n_ubatch", "n_threads"])
+def test_the_refusal_of_a_number_names_those_that_are_taken(name: str) -> None:
+    with pytest.raises(PyorchError, match=rf"{name} is -5, and must be a whole number from 0 \(for the default\) to"):
+        Settings(**{name: -5})
+    assert getattr(Settings(**{name: 0}), name) == 0
+    for text in ("-5", "0"):  # of a flag, whose default is to leave it out
+        with pytest.raises(PyorchError, match=rf"{name} is {text}, and must be a whole number from 1 to"):
+            Settings(**{name: text})
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     assert Settings(budget=np.int64(4096), n_ctx=np.int32(512)) == Settings(budget=4096, n_ctx=512)
 
