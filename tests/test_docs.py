@@ -30,6 +30,35 @@ def test_every_path_is_there():
     assert [path for path in sorted(paths) if not any((home / path).exists() for home in HOMES)] == []
 
 
+def test_files_and_tests_of_the_papers_are_there():
+    text = (ROOT / "docs/papers.md").read_text()
+    files = set(re.findall(r"`((?:convert|pyorch|native|scripts|tests)/[\w./]+)`", text))
+    assert len(files) > 40
+    assert [path for path in sorted(files) if not any((home / path).exists() for home in (ROOT, ROOT / "pyorch"))] == []
+    of_python = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    of_cpp = {path.name: path.read_text() for path in (ROOT / "native/tests").rglob("*_test.cpp")}
+    tests = set(re.findall(r"`(test_\w+)`", text))
+    assert len(tests) > 50
+    assert [name for name in sorted(tests) if f"def {name}(" not in of_python] == []
+    for name, case in re.findall(r"`(\w+_test\.cpp)`(?: \(`(\w+)`\))?", text):
+        assert case in of_cpp[name], (name, case)
+
+
+def test_every_equation_of_the_papers_has_a_row():
+    sections = re.split(r"^## ", (ROOT / "docs/papers.md").read_text(), flags=re.MULTILINE)[1:]
+    last = {"BuddyMoE": (6, 1), "FineMoE": (8, 0), "Speculating Experts": (1, 1), "ZipMoE": (24, 4), "DanceMoE": (4, 2)}
+    for name, (n_equations, n_algorithms) in last.items():
+        section = next(section for section in sections if section.startswith(f"{name}\n"))
+        cells = " ".join(re.findall(r"^\| ([^|]*) \|", section, re.MULTILINE))
+        for kind, n in (("eq", n_equations), ("algorithm", n_algorithms)):
+            named: set[int] = set()
+            for numbers in re.findall(rf"{kind}s?\.? ((?:\d+(?:, | to )?)+)", cells):
+                for part in numbers.strip(", ").split(", "):
+                    begin, _, end = part.partition(" to ")
+                    named |= set(range(int(begin), int(end or begin) + 1))
+            assert named == set(range(1, n + 1)), (name, kind)
+
+
 def test_every_part_in_the_picture_is_there():
     picture = (ROOT / "docs/architecture.md").read_text().split("```")[1]
     folders = set(re.findall(r"\b([a-z]+)/ ", picture))

@@ -76,7 +76,7 @@ def random_problem(rng: np.random.Generator) -> Problem:
 
 
 def counts_of_the_paper(problem: Problem) -> list[list[int]]:
-    """Algorithm 1 in plain Python, with the three additions that docs/cluster.md names: no layer gets more than it has,
+    """Algorithm 1 in plain Python, with the three additions that docs/papers.md names: no layer gets more than it has,
     the rest goes to the others; memory that is left covers layers before they borrow, and is used in the end."""
     f, memory = problem.frequencies, problem.server_bytes.tolist()
     n_servers, n_layers, n_expert = f.shape

@@ -60,6 +60,34 @@ static void values_keep_the_order_of_faded_frequencies_at_any_time() {
     }
 }
 
+// FineMoE, section 4.5: experts go in the order of 1 / (p * freq), the highest first.
+static void finemoe_keeps_the_order_of_frequency_times_probability() {
+    const auto            policy    = find_policy(policy_list(), PYORCH_FINEMOE).make(3);
+    const double          half_life = 32.0 * 3;
+    std::mt19937          rng(3);
+    std::vector<Usage>    usage(20);
+    std::vector<uint64_t> uses[20]; // when each was used
+    std::vector<double>   freq(20);
+    const auto            random = [&] { return 0.001 + 0.999 * (double) rng() / (double) rng.max(); };
+    for (uint64_t now = 1; now < 500; ++now) {
+        const size_t i = std::min(rng() % 20, rng() % 20);
+        policy->used(usage[i], now);
+        uses[i].push_back(now);
+        for (size_t e = 0; e < freq.size(); ++e) {
+            freq[e] = 0;
+            for (uint64_t at : uses[e]) {
+                freq[e] += std::exp2(-(double) (now - at) / half_life);
+            }
+        }
+        const size_t a = rng() % 20, b = rng() % 20;
+        const double pa = random(), pb = random();
+        if (freq[a] > 0 && freq[b] > 0 && std::abs(pa * freq[a] - pb * freq[b]) > 1e-6) {
+            const bool a_goes_first = 1 / (pa * freq[a]) > 1 / (pb * freq[b]);
+            CHECK(a_goes_first == (policy->value(usage[a], (float) pa) < policy->value(usage[b], (float) pb)));
+        }
+    }
+}
+
 static void what_was_used_longest_ago_goes_first() {
     House house(4, 0.5);
     for (int token = 0; token < 4; ++token) {
@@ -241,6 +269,7 @@ int main(int argc, char ** argv) {
         {
             the_index_finds_what_a_search_of_all_finds,
             values_keep_the_order_of_faded_frequencies_at_any_time,
+            finemoe_keeps_the_order_of_frequency_times_probability,
             what_was_used_longest_ago_goes_first,
             what_came_first_goes_first_however_often_it_was_used,
             marking_takes_at_random_what_was_not_used_in_its_phase,

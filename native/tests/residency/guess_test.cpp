@@ -10,7 +10,10 @@
 #include "banks/host_bank.h"
 #include "residency/table.h"
 
+#include <algorithm>
 #include <functional>
+#include <map>
+#include <random>
 
 using namespace pyorch;
 
@@ -255,6 +258,33 @@ static void what_a_tier_above_has_is_not_guessed() {
     CHECK(house.read_all() > 0 && house.resident(1, 1));
 }
 
+// FineMoE, section 4.5: PRI = p / (l - l_now), the highest first.
+static void guesses_are_taken_by_their_probability_over_their_distance() {
+    std::mt19937 rng(1);
+    for (int round = 0; round < 200; ++round) {
+        Guesses                               guesses;
+        const auto                            distance = [](const void *, int layer) { return layer + 1; };
+        std::map<std::pair<int, int>, double> wanted; // by layer and expert
+        const int                             n_layers = 1 + (int) (rng() % 5), n_expert = 1 + (int) (rng() % 6);
+        for (int layer = 0; layer < n_layers; ++layer) {
+            std::vector<Guess> of_layer;
+            for (int expert = 0; expert < n_expert; ++expert) {
+                of_layer.push_back({ expert, (double) rng() / (double) rng.max() });
+                wanted[{ layer, expert }] = of_layer.back().probability / (layer + 1);
+            }
+            guesses.replace(nullptr, layer, of_layer);
+        }
+        while (!wanted.empty()) {
+            const auto best = std::max_element(
+                wanted.begin(), wanted.end(), [](const auto & a, const auto & b) { return a.second < b.second; });
+            const auto taken = guesses.take_best(distance);
+            CHECK(taken.layer == best->first.first && taken.guess.expert == best->first.second);
+            wanted.erase(best);
+        }
+        CHECK(guesses.empty());
+    }
+}
+
 static void what_no_file_has_is_neither_guessed_nor_read_behind_everything_else() {
     for (const int lacking : { -1, 1 }) {
         for (const int how : { 0, 1, 2, 3 }) {
@@ -289,6 +319,7 @@ int main(int argc, char ** argv) {
             an_abandoned_guess_goes_on_where_it_is_pinned_or_asked_for_by_name,
             who_lacks_memory_gets_that_of_a_guess_under_way,
             what_a_tier_above_has_is_not_guessed,
+            guesses_are_taken_by_their_probability_over_their_distance,
             what_no_file_has_is_neither_guessed_nor_read_behind_everything_else,
         });
 }

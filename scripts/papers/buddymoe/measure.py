@@ -15,6 +15,8 @@ measured. Parts:
     quarter     the words, with a quarter of the experts
     unseen      divergences of text and facts on which nothing was chosen
     bytes       ghosts of other sizes
+    paper       what BuddyMoE names beside its defaults, each beside the same without it
+    adaptive    beta of eq. 2, fixed and by a budget of bytes, token by token while a cache fills
     speculation experts that were guessed are computed, and of the others what is there
     similarity  whether experts that are selected together compute alike
     time        a cache that is empty at the beginning, and fills
@@ -25,7 +27,9 @@ measured. Parts:
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -33,8 +37,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pyorch.errors import PyorchError
+from pyorch.eval.judge import Judgement
+from pyorch.eval.sweep import Record
 from pyorch.files import write_text
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.substitution import Substitution
 from scripts.papers import program
+from scripts.papers.buddymoe.tables import leads
 
 FACTS = Path(__file__).parents[3] / "tests/fixtures/small-moe"
 MODELS = ("small", "upcycled", "less")
@@ -53,6 +62,17 @@ LEVERS = (  # what docs/lossy.md calls them, and settings as rows name them
     ("buddies compute what is light", "buddies"), ("buddies, settings of the paper", FULL_REPLACEMENT),
     ("", "coverage=0.99,max_buddies=2"),
 )
+PAPER_BASES = LIGHT, THREE = ("buddies", "max_replaced=3")
+PAPER = (  # base, settings, how lists are made; and what stands beside: the same without, or at about equal reading
+    *((base, *change) for base in PAPER_BASES for change in (
+        ("by_logit=1", "", "", ""), ("reuse=0.5", "", "", ""), ("", "--weighting probability", "", ""),
+        ("", "--smoothing 0", "", ""), ("", "--warm-up 64", "", ""), ("", "--coverage 0.6:0.2", "", "--coverage 0.4"),
+        ("", "--similarity output", "", ""), ("", "--similarity both", "", ""))),
+    (THREE, "max_buddies=1", "", "", ""), (THREE, "max_buddies=4", "", "", ""),
+    (THREE, "min_entropy=0.85,temperature=0.8", "", "min_entropy=0.9", ""),
+    (THREE, "min_entropy=0.93,temperature=1.2", "", "min_entropy=0.9", ""),
+)
+BETAS, READ_EXPERTS = (0.34, 0.51, 0.67), (1, 2, 4)  # of the requested ones absent; waited for by a token
 RATES = "0.5,0.375"
 TUNED = (0.75, 0.5, 0.375, 0.25)
 GHOSTS_BYTES = (2, 5)  # percent of the experts', beside the default
@@ -174,6 +194,48 @@ def ghosts_bytes(folder: Folder, name: str) -> str:
     return "{" + ",\n".join(rows) + "}\n"
 
 
+def paper_settings(base: str, change: str) -> str:
+    return str(Substitution.parse(f"{base},{change}".rstrip(",")))
+
+
+def paper_options(folder: Folder, name: str) -> str:
+    """Rows of PAPER. One sweep for each way to make lists, whose record has what pairs of rows need."""
+    wanted: dict[str, list[str]] = {}
+    for base, changed, lists, plain, plain_lists in PAPER:
+        for options, change in ((lists, changed), (plain_lists, plain)):
+            wanted.setdefault(options, []).append(paper_settings(base, change))
+    judged: dict[tuple[str, str], Judgement] = {}
+    for options, settings in wanted.items():
+        word = re.sub("[^a-z0-9.]+", "-", options).strip("-") or "default"
+        file = folder.path / f"{name}.{word}.buddies.gguf"
+        pyorch("buddies", folder.model(name), "--trace", folder.trace(name), *options.split(), "-o", file, "--force")
+        path = folder.path / f"paper.{name}.{word}.record"
+        pyorch("eval", "arc", folder.model(name), "--metric", "acc", "--cache-rate", "0.5", "--buddies-file", file,
+               "--data", FACTS / "facts-test.jsonl", "--limit", "200", "--text", FACTS / "text-test.txt",
+               "--speed-tokens", "0", *lossy(list(dict.fromkeys(settings))), "--resume", path)
+        record = Record(path, json.loads(path.read_text(encoding="utf-8"))["conditions"])
+        judged |= {(options, key.split()[-1]): one for key, one in record.judgements.items()}
+    rows = []
+    for base, changed, lists, plain, plain_lists in PAPER:
+        one, other = (judged[options, paper_settings(base, change)]
+                      for options, change in ((lists, changed), (plain_lists, plain)))
+        rows.append({"base": base, "changed": f"{changed} {lists}".strip(), "beside": f"{plain} {plain_lists}".strip(),
+                     **leads(one, "it", other), "kl_divergence beside": other.divergence.mean,
+                     "read": one.text_slots.read_per_token, "read beside": other.text_slots.read_per_token})
+    return json.dumps(rows, indent=1) + "\n"
+
+
+def adaptive(folder: Folder, name: str) -> str:
+    """Windows of 64 tokens, by settings."""
+    with ModelMap(folder.model(name)) as model_map:
+        expert_bytes = model_map.layers[0].expert_bytes
+    changes = [f"max_absent={beta}" for beta in BETAS] + [f"read_budget={n * expert_bytes}" for n in READ_EXPERTS]
+    found = {change: paper("over_time", folder.model(name), "--data", FACTS / "text-test.txt", "--cache-rate", "0.5",
+                           "--lossy", f"{THREE},{change}", "--window", 64, "--tokens", 2048, "--json")
+             for change in changes}
+    return "{" + ",\n".join(f'"{change}": {windows}' for change, windows in found.items()) + "}\n"
+
+
 def speculation(folder: Folder, name: str) -> str:
     copied = beside(folder, name, "predictor", "buddies", "ghosts")
     pyorch("calibrate", copied.model(name), "--data", FACTS / "facts-train.jsonl", argparse.__file__)
@@ -200,7 +262,8 @@ def tune(folder: Folder, name: str) -> str:
 
 
 PARTS: dict[str, Callable[[Folder, str], str]] = {
-    "levers": levers, "quarter": quarter, "unseen": unseen, "bytes": ghosts_bytes, "speculation": speculation,
+    "levers": levers, "quarter": quarter, "unseen": unseen, "bytes": ghosts_bytes, "paper": paper_options,
+    "adaptive": adaptive, "speculation": speculation,
     "similarity": similarity, "time": time, "tune": tune,
 }
 OF_THE_THIRD = ("levers", "similarity")

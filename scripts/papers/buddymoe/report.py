@@ -23,7 +23,16 @@ from pyorch.eval.report import to_csv
 from pyorch.files import write_text
 from pyorch.sizes import GiB, MiB
 from scripts.bench_goals import interval
-from scripts.papers.buddymoe.measure import FULL_REPLACEMENT, GHOSTS_BYTES, LEVERS, MODELS, TUNED, Folder
+from scripts.papers.buddymoe.measure import (
+    BETAS,
+    FULL_REPLACEMENT,
+    GHOSTS_BYTES,
+    LEVERS,
+    MODELS,
+    READ_EXPERTS,
+    TUNED,
+    Folder,
+)
 
 Row = dict[str, Any]  # of `pyorch eval arc --json`
 BEGAN = {"small": "from nothing", "upcycled": "copies", "less": "copies, trained on for 15 % of the run"}
@@ -190,6 +199,36 @@ def ghosts_bytes(found: Found) -> str:
     return _markdown(("experts began", "ghosts' bytes, of the experts'", "KL at 0.5", "0.375"), lines())
 
 
+def paper(found: Found) -> str:
+    def lines() -> Iterator[Sequence[str]]:
+        for small, upcycled in zip(*(found.read("paper", name) for name in BOTH), strict=True):
+            yield (f"`{small['changed']}`", f"`{' '.join(filter(None, (small['base'], small['beside'])))}`",
+                   *(cell for row in (small, upcycled) for cell in (
+                       _leads(row, "it"), _above(row, "it"), f"{row['read beside']:.1f}, {row['read']:.1f}")))
+
+    return _markdown(("changed", "beside", *(f"{BEGAN[name]}: {title}" if title == "accuracy above" else title
+                                             for name in BOTH for title in ("accuracy above", "KL above", "read"))),
+                     lines())
+
+
+def adaptive(found: Found) -> str:
+    def cells(windows: list[Row]) -> Iterator[str]:
+        kl = [window["kl_divergence"] for window in windows]
+        yield f"{statistics.mean(kl):.3f} ± {statistics.stdev(kl) / len(kl) ** 0.5:.3f}"
+        yield " of ".join(f"{statistics.mean(window[field] for window in windows):.1f}"
+                          for field in ("read_per_token", "absent_per_token"))
+
+    def lines() -> Iterator[Sequence[str]]:
+        by_model = [list(found.read("adaptive", name).items()) for name in BOTH]
+        for i, ((small, _), (upcycled, _)) in enumerate(zip(*by_model, strict=True)):
+            same = small == upcycled
+            yield (f"`{small}`" if same else f"{READ_EXPERTS[i - len(BETAS)]} experts by `read_budget`",
+                   *(cell for rows in by_model for cell in cells(rows[i][1])))
+
+    return _markdown(("", *(f"{BEGAN[name]}: {title}" if title == "KL" else title
+                            for name in BOTH for title in ("KL", "waited for a token, of those absent"))), lines())
+
+
 def speculation(found: Found) -> str:
     words = {"quasi-hidden": "the guess, right or wrong",
              "quasi-hidden+mode=none,miss=drop": "the router's choice, but for what was not guessed and is absent",
@@ -327,7 +366,7 @@ def _changed(run: Row) -> float:
 
 
 TABLES: dict[str, Callable[..., str]] = {
-    "levers": levers, "quarter": quarter, "gates": gates, "unseen": unseen, "bytes": ghosts_bytes,
-    "speculation": speculation, "similarity": similarity, "replacing": replacing, "time": time, "tune": tune,
-    "speed": speed,
+    "levers": levers, "quarter": quarter, "gates": gates, "unseen": unseen, "bytes": ghosts_bytes, "paper": paper,
+    "adaptive": adaptive, "speculation": speculation, "similarity": similarity, "replacing": replacing, "time": time,
+    "tune": tune, "speed": speed,
 }

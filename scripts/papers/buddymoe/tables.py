@@ -17,6 +17,7 @@ from pyorch.cli.tables import Table, show
 from pyorch.errors import PyorchError
 from pyorch.eval import report
 from pyorch.eval.arc import difference
+from pyorch.eval.judge import Judgement
 from pyorch.eval.method import Method, lossy_method
 from pyorch.eval.perplexity import Divergence
 from pyorch.eval.sweep import METRICS, Row
@@ -69,7 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     objects = report.to_json(found, args.data)
     for row, flat in zip(found, objects):
         for name, other in _beside(row, found, beside).items():
-            flat.update(leads(row, name, other))
+            flat.update(leads(row.judgement, name, other.judgement))
     command.show_rows(args, found, objects)
     if not args.json:
         show(["", _table(found, beside, args.metric)])
@@ -83,14 +84,14 @@ def _beside(row: Row, rows: Sequence[Row], beside: dict[str, dict[str, str]]) ->
             if (other.rate, other.settings) == (row.rate, settings)}
 
 
-def leads(row: Row, name: str, other: Row) -> dict[str, float]:
+def leads(row: Judgement, name: str, other: Judgement) -> dict[str, float]:
     """By how much a row is above a baseline, and by how much its predictions are farther from the lossless model's."""
     found = {}
     for metric in METRICS:
-        lead = difference(row.judgement.accuracies, other.judgement.accuracies, metric)
+        lead = difference(row.accuracies, other.accuracies, metric)
         found[f"leads {name} {metric}"], found[f"leads {name} {metric} stderr"] = lead.mean, lead.stderr
-    if row.judgement.divergence is not None:
-        ours, theirs = row.judgement.divergence, other.judgement.divergence
+    if row.divergence is not None:
+        ours, theirs = row.divergence, other.divergence
         blocks = tuple(mine - its for mine, its in zip(ours.blocks, theirs.blocks))
         farther = Divergence(ours.n_tokens, ours.mean - theirs.mean, blocks)
         found[f"kl_divergence above {name}"] = farther.mean
@@ -102,7 +103,7 @@ def _table(rows: Sequence[Row], beside: dict[str, dict[str, str]], metric: str) 
     cells = []
     for row in rows:
         for name, other in _beside(row, rows, beside).items():
-            lead = leads(row, name, other)
+            lead = leads(row.judgement, name, other.judgement)
             kl = f"kl_divergence above {name}"
             cells.append((
                 f"{row.rate:g}", row.settings, name,

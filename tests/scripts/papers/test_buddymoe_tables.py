@@ -19,7 +19,6 @@ from pyorch.eval.arc import Accuracy
 from pyorch.eval.judge import Judgement
 from pyorch.eval.method import Slots
 from pyorch.eval.perplexity import Divergence
-from pyorch.eval.sweep import Row
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
 from scripts.papers.buddymoe import report
@@ -37,11 +36,10 @@ def test_a_baseline_beside_ghosts_has_none() -> None:
 
 
 def test_errors_of_leads_are_those_of_differences_in_pairs() -> None:
-    def row(mean: float, *blocks: float) -> Row:
-        judgement = Judgement((Accuracy("1110", "1110"),), Slots(1, 0, 0, 0), Divergence(96, mean, blocks))
-        return Row(0.5, "m", "s", judgement, {}, {}, None, None)
+    def judged(mean: float, *blocks: float) -> Judgement:
+        return Judgement((Accuracy("1110", "1110"),), Slots(1, 0, 0, 0), Divergence(96, mean, blocks))
 
-    one, other = row(2.0, 1.0, 2.0, 3.0), row(1.0, 0.0, 1.0, 2.0)
+    one, other = judged(2.0, 1.0, 2.0, 3.0), judged(1.0, 0.0, 1.0, 2.0)
     found = leads(one, "drop", other)
     assert (found["leads drop acc"], found["leads drop acc stderr"]) == (0, 0)
     assert (found["kl_divergence above drop"], found["kl_divergence above drop stderr"]) == (1, 0)
