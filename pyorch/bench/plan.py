@@ -37,8 +37,8 @@ class Plan:
     """What the user asks for.
 
     settings: lossless ones, of all configurations. lossy: each that reads experts is measured with these, too.
-    budgets: () for those that suit; policies, prefetches: () for those of the settings. memory_limit: a size, or
-    a share of the file. baselines: of BASELINES. busy: each is measured beside so many busy processes.
+    budgets: () for those that suit; policies, prefetches, recoveries: () for those of the settings. memory_limit: a
+    size, or a share of the file. baselines: of BASELINES. busy: each is measured beside so many busy processes.
     """
 
     settings: Settings = Settings()
@@ -48,13 +48,15 @@ class Plan:
     baselines: tuple[str, ...] = ()
     policies: tuple[str, ...] = ()
     prefetches: tuple[Prefetch, ...] = ()
+    recoveries: tuple[str, ...] = ()
     busy: tuple[int, ...] = (0,)
 
     def combined(self) -> Iterator[Settings]:
-        """The settings with each policy and each predictor."""
-        for policy, prefetch in itertools.product(
-                self.policies or (self.settings.policy,), self.prefetches or (self.settings.prefetch,)):
-            yield replace(self.settings, policy=policy, prefetch=prefetch)
+        """The settings with each policy, each predictor and each order of recovery."""
+        for policy, prefetch, recovery in itertools.product(
+                self.policies or (self.settings.policy,), self.prefetches or (self.settings.prefetch,),
+                self.recoveries or (self.settings.recovery,)):
+            yield replace(self.settings, policy=policy, prefetch=prefetch, recovery=recovery)
 
 
 def read_limit(text: str | None) -> Amount | None:
@@ -143,6 +145,8 @@ def _budgets(plan: Plan, info: MapInfo) -> list[Config]:
                 label.append(settings.policy)
             if len(plan.prefetches) > 1:
                 label.append(f"prefetch {settings.prefetch}")
+            if len(plan.recoveries) > 1:
+                label.append(f"recovery {settings.recovery}")
             configs.append(replace(config, label=", ".join(label)))
     return configs
 

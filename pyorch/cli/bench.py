@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "time that computing, or reading what was missing, takes at least."
     )
     add_model(parser)
-    add_settings(parser, EXPERTS, "n_threads", "cpus", LOSSY, "tuned", lists=("budget", "policy", "prefetch"),
+    add_settings(parser, EXPERTS, "n_threads", "cpus", LOSSY, "tuned", lists=("budget", "policy", "prefetch", "recovery"),
                  repeated=("substitution",),
                  defaults={"budget": ",".join(map(str, BENCH_BUDGETS)) + "; under a memory limit, auto"})
     parser.add_argument("--memory-limit", metavar="SIZE",
@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot)
         check_own(args.plot, args.model, args.force)
-    given = listed(args, "prefetch")
-    first = {"prefetch": given[0]} if given else {}  # what goes with it is checked here
-    each = [Settings(**given_settings(one, "budget", "policy", "prefetch"), **first)
+    # What goes with the first of each is checked here.
+    first = {name: given[0] for name in ("prefetch", "recovery") if (given := listed(args, name))}
+    each = [Settings(**given_settings(one, "budget", "policy", "prefetch", "recovery"), **first)
             for one in one_by_one(args, "substitution")]
     if each[0].device != NONE:
         find_devices(each[0].device)  # said now, and not when everything before it was measured
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     asked = plan.Plan(
         lossless, tuple(settings for settings in each if settings.lossy), listed(args, "budget"),
         plan.read_limit(args.memory_limit), _words(args.baseline),
-        listed(args, "policy"), listed(args, "prefetch"), args.busy,
+        listed(args, "policy"), listed(args, "prefetch"), listed(args, "recovery"), args.busy,
     )
 
     def job_for(config: Config) -> Job:

@@ -113,7 +113,8 @@ def _values(option: argparse.Action, typed: str) -> Iterator[str]:
     """What the value of an option can be, as far as that is known. Of several with commas between them, the last."""
     from pyorch.convert import architectures, quantization
     from pyorch.library.choices import policies, predictors
-    from pyorch.settings.device import AUTO, NONE
+    from pyorch.settings.device import AUTO, DEVICE_MISSES, NONE
+    from pyorch.settings.pools import RECOVERIES
     from pyorch.settings.reads import READERS
     from pyorch.settings.substitution import PRESETS
 
@@ -122,7 +123,7 @@ def _values(option: argparse.Action, typed: str) -> Iterator[str]:
         "speculate": lambda: predictors().executable,
         "reads": lambda: READERS, "substitution": lambda: (*PRESETS, "help"), "settings": lambda: (*PRESETS, "help"),
         "budget": lambda: ("auto",), "device": lambda: (AUTO, NONE), "cpus": lambda: ("auto", "any"),
-        "device_misses": lambda: ("processor", "upload"), "quantize": quantization.names,
+        "device_misses": lambda: DEVICE_MISSES, "recovery": lambda: RECOVERIES, "quantize": quantization.names,
         "pre_tokenizer": architectures.known_pre_tokenizers, "only": lambda: cli.STEPS, "skip": lambda: cli.STEPS,
     }
     values = option.choices or (known[option.dest]() if option.dest in known else ())
