@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "time that computing, or reading what was missing, takes at least."
     )
     add_model(parser)
-    add_settings(parser, EXPERTS, "n_threads", "cpus", LOSSY, "tuned", lists=("budget", "policy", "prefetch", "recovery"),
-                 repeated=("substitution",),
+    add_settings(parser, EXPERTS, "n_threads", "cpus", LOSSY, "tuned",
+                 lists=("budget", "policy", "prefetch", "recovery"), repeated=("substitution",),
                  defaults={"budget": ",".join(map(str, BENCH_BUDGETS)) + "; under a memory limit, auto"})
     parser.add_argument("--memory-limit", metavar="SIZE",
                         help="limit the memory of each process, page cache included: 1600MiB, or 40%% of the file")
