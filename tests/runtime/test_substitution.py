@@ -559,7 +559,7 @@ def test_beta_adapts_to_the_bytes_that_are_read(small_moe: Path, share: float):
                     assert counts.refused_distribution == (counts.absent if refused else 0)
                     assert counts.avoided == counts.dropped == (0 if refused else counts.absent)
                     n_bytes = (counts.absent - counts.avoided) * expert_bytes[il]
-                    mean_bytes[il] += 0.05 * (n_bytes - mean_bytes[il])
+                    mean_bytes[il] += (n_bytes - mean_bytes[il]) / min(len(read), 20)
                     beta[il] += 0.01 if mean_bytes[il] > budget / N_LAYERS else -0.01
                     beta[il] = min(max(beta[il], 0.0), 1.01)
                     read[-1] += n_bytes

@@ -76,9 +76,10 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, doub
 }
 
 double AdaptiveBeta::next(double bytes_read, double budget) {
-    static constexpr double FADE = 0.05; // slow against the luck of one token, quick against a change of the subject
-    static constexpr double STEP = 0.01;
-    mean_bytes += FADE * (bytes_read - mean_bytes);
+    static constexpr double MEMORY = 20; // ubatches: outlasts the luck of one token, and no change of the subject
+    static constexpr double STEP   = 0.01;
+    n_ubatches                     = std::min(n_ubatches + 1, MEMORY);
+    mean_bytes += (bytes_read - mean_bytes) / n_ubatches;
     beta = std::clamp(beta + (mean_bytes > budget ? STEP : -STEP), 0.0, 1 + STEP); // above 1 the gate is always open
     return beta;
 }

@@ -36,7 +36,8 @@ public:
 
 private:
     double beta       = 0;
-    double mean_bytes = 0; // fades
+    double mean_bytes = 0; // of so many ubatches
+    double n_ubatches = 0;
 };
 
 // What the layers of one engine do with absent experts.
