@@ -5,7 +5,10 @@ The command line prints one as `pyorch: error: ...` and exits with status 2.
 
 from __future__ import annotations
 
+import os
+import re
 import unicodedata
+from collections.abc import Iterable
 
 
 class PyorchError(Exception):
@@ -42,3 +45,15 @@ def one_line(sentence: str) -> str:
     `\\x1b`, so a name cannot begin a line of its own, and the terminal does not obey it.
     """
     return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c for c in sentence)
+
+
+def without_folders(sentence: str, files: Iterable[str | os.PathLike]) -> str:
+    """A sentence for the users of a server, who are told the names of its files and not where these are.
+
+    Args:
+        files: Files in the folders to leave out.
+    """
+    folders = {os.path.join(os.path.dirname(file), "") for file in files if os.path.dirname(file)}
+    for folder in sorted(folders, key=len, reverse=True):
+        sentence = re.sub(rf"(?<![\w./-]){re.escape(folder)}", "", sentence)
+    return sentence

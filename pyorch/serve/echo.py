@@ -22,12 +22,12 @@ from typing import Any
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import PyorchError
+from pyorch.errors import PyorchError, without_folders
 from pyorch.library.numerics import np
 from pyorch.llama import measure, memory
 from pyorch.llama.context import Context, log_softmax
 from pyorch.llama.managed import ManagedModel
-from pyorch.serve.failures import NOBODY_HAS_IT, reason
+from pyorch.serve.failures import NOBODY_HAS_IT, files_of, reason
 from pyorch.serve.routes import Answer, Request, as_json, refusal
 from pyorch.serve.vocabulary import Vocabulary
 
@@ -87,9 +87,8 @@ class Echo:
                 with Context(model, n_ctx, n_batch, n_batch, exact=True) as context:
                     choices = [_choice(context, vocabulary, i, prompt, asked) for i, prompt in enumerate(asked.prompts)]
             except PyorchError as error:
-                if NOBODY_HAS_IT not in str(error):
-                    raise
-                return refusal(503, str(error))
+                return refusal(503 if NOBODY_HAS_IT in str(error) else 500,
+                               without_folders(str(error), files_of(self._managed.map)))
         if self._managed.devices is not None and self._managed.devices.is_lost():
             return refusal(503, reason(self._managed))
         n_prompt = sum(map(len, asked.prompts))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 
+from pyorch.errors import without_folders
 from pyorch.llama.managed import ManagedModel
+from pyorch.runtime import disk
+from pyorch.runtime.model_map import ModelMap
 from pyorch.serve.routes import Answer, Handler, Request
 
 # Of llama-server, where prompts are computed.
@@ -44,4 +48,9 @@ def reason(managed: ManagedModel) -> str:
     """Of the decode that failed last, "" where nothing is known."""
     if managed.devices is not None and managed.devices.is_lost():
         return f"{managed.lost()}; {GOES_ON}"
-    return managed.engine.error() if managed.engine is not None else ""
+    return without_folders(managed.engine.error(), files_of(managed.map)) if managed.engine is not None else ""
+
+
+def files_of(model_map: ModelMap) -> list[str]:
+    """Those that a model is read from."""
+    return [*map(os.fspath, model_map.shards), *(disk.paths_of(model_map) if model_map.layers else ())]

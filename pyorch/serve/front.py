@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from pyorch.errors import PyorchError
+from pyorch.errors import PyorchError, without_folders
 from pyorch.llama import logs, memory
 from pyorch.serve import llama_server, ollama, pages
 from pyorch.serve.address import Address, free_address
@@ -291,7 +291,10 @@ class _Handler(BaseHTTPRequestHandler):
             if model is None:
                 raise _Refused(404, f"model '{asked['model']}' not found")
             if path == "/api/show":
-                return self._answer(200, json.dumps(ollama.show(model.path)))
+                try:
+                    return self._answer(200, json.dumps(ollama.show(model.path)))
+                except PyorchError as error:
+                    raise _Refused(400, without_folders(str(error), [model.path])) from None
             keep_alive = ollama.keep_alive(asked)
             url, request = ollama.to_openai(path, asked, model)
         except PyorchError as error:

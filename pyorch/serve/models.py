@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyorch.errors import PyorchError, one_line
+from pyorch.errors import PyorchError, one_line, without_folders
 from pyorch.llama import memory
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve.address import Address
@@ -210,7 +210,7 @@ class Models:
         try:
             self._load(model)
         except (PyorchError, OSError) as error:
-            model.said, model.failures = str(error), model.failures + 1
+            model.said, model.failures = without_folders(str(error), [model.path]), model.failures + 1
             raise PyorchError(model.said) from None
         finally:
             with self._changed:

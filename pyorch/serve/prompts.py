@@ -30,8 +30,9 @@ from pyorch import _libs
 from pyorch.errors import PyorchError
 from pyorch.files import check_free_space, replace
 from pyorch.llama.managed import ManagedModel
-from pyorch.runtime import disk, fatal, kept
+from pyorch.runtime import fatal, kept
 from pyorch.serve import llama_server, routes
+from pyorch.serve.failures import files_of
 from pyorch.serve.library import lib, served_context
 from pyorch.serve.llama_server import Flags
 from pyorch.serve.routes import Answer, Request, Routes, refusal
@@ -182,7 +183,7 @@ def _key(record: ManagedModel, server: Flags) -> str:
     arguments = [argument for before, argument in zip(("", *server.arguments), server.arguments)
                  if before not in without]
     named = {argument for argument in arguments if os.path.isfile(argument)}
-    files = {*record.map.shards, *(disk.paths_of(record.map) if record.map.layers else ()), *named}
+    files = {*files_of(record.map), *named}
     libraries = [path for path in _libs.lib_dir().iterdir() if path.is_file()]
     settings = {name: value for name, value in texts(record.plan.settings, defaults=True).items() if name not in _FREE}
     environment = {name: value for name, value in os.environ.items() if name.startswith(("LLAMA_", "GGML_"))}

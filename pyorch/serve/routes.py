@@ -8,10 +8,10 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from pyorch.errors import PyorchError
+from pyorch.errors import PyorchError, without_folders
 from pyorch.serve.library import chat_page, ffi, lib
 
 JSON = "application/json; charset=utf-8"
@@ -108,7 +108,7 @@ def as_json(value: Any, status: int = 200) -> Answer:
 
 def refusal(status: int, sentence: str) -> Answer:
     """An error, in the form that llama-server gives it."""
-    kind = "unavailable_error" if status == 503 else "invalid_request_error"
+    kind = {500: "server_error", 503: "unavailable_error"}.get(status, "invalid_request_error")
     return as_json({"error": {"code": status, "message": sentence, "type": kind}}, status)
 
 
@@ -140,11 +140,12 @@ class Routes:
     A handler runs on a thread of the server. Where it gives no answer, llama-server's own stands. PyorchError is
     answered with status 400 and its sentence.
 
-    prefix: of all routes, that of --api-prefix.
+    prefix: of all routes, that of --api-prefix. files: of the model; sentences are without their folders.
     """
 
-    def __init__(self, prefix: str = "") -> None:
+    def __init__(self, prefix: str = "", files: Sequence[str] = ()) -> None:
         self._prefix = prefix
+        self._files = files
         # Which llama-server leaves open without a prefix only.
         for path in ("/health", "/v1/health", "/", *(f"/{name}" for name in chat_page())):
             lib.pyorch_server_make_public(f"{prefix}{path}".encode())
@@ -174,22 +175,21 @@ class Routes:
             lib.pyorch_server_make_public(f"{self._prefix}{path}".encode())
 
     def _answer(self, number: Any, exchange: Any) -> None:
-        answer = _answer_of(self._handlers[int(ffi.cast("uintptr_t", number))], exchange)
+        answer = self._answer_of(self._handlers[int(ffi.cast("uintptr_t", number))], exchange)
         if answer is None:
             return
         body = answer.body.encode()
         lib.pyorch_server_answer(exchange, answer.status, answer.type.encode(),
                                  answer.location.encode() if answer.location else ffi.NULL, body, len(body))
 
-
-def _answer_of(handler: Handler, exchange: Any) -> Answer | None:
-    try:
-        return handler(_read(exchange))
-    except PyorchError as error:
-        return refusal(400, str(error))
-    except Exception as error:  # the server goes on
-        traceback.print_exc(file=sys.stderr)
-        return refusal(500, f"{type(error).__name__}: {error}")
+    def _answer_of(self, handler: Handler, exchange: Any) -> Answer | None:
+        try:
+            return handler(_read(exchange))
+        except PyorchError as error:
+            return refusal(400, without_folders(str(error), self._files))
+        except Exception as error:  # the server goes on
+            traceback.print_exc(file=sys.stderr)
+            return refusal(500, f"{type(error).__name__}: {without_folders(str(error), self._files)}")
 
 
 def _read(exchange: Any) -> Request:

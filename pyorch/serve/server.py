@@ -27,7 +27,7 @@ from pyorch.serve import llama_server, pages, tools
 from pyorch.serve.address import Address, free_address
 from pyorch.serve.echo import Echo
 from pyorch.serve.ending import GRACE_SECONDS, Ending
-from pyorch.serve.failures import GOES_ON, PATHS, explained
+from pyorch.serve.failures import GOES_ON, PATHS, explained, files_of
 from pyorch.serve.library import lib, served_context
 from pyorch.serve.llama_server import Flags, Root
 from pyorch.serve.metrics import Metrics
@@ -138,7 +138,7 @@ def serve(
 
 def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, concurrency: Concurrency) -> Routes:
     """Those that llama-server lacks, and those of which ours answers more."""
-    routes = Routes(prefix)
+    routes = Routes(prefix, files_of(record.map))
     residency = Residency(record, concurrency, local_only=not server.api_keys)
     routes.add("GET", "/residency", residency.get)
     routes.add("POST", "/residency", residency.post)
@@ -147,6 +147,8 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
     aliases = [*filter(None, server.value(llama_server.ALIAS).split(","))] or [os.path.basename(record.path)]
     for name in aliases:  # the path is a pattern
         routes.add("GET", "/v1/models/" + re.sub(r"([][.^$|(){}*+?\\])", r"\\\1", name), _model)
+    routes.add("GET", "/props", _props)
+    routes.add("GET", "/lora-adapters", _adapters)
     echo = Echo(record, served_context, aliases[0])
     tokenizer = TokenizerRoutes(served_context)
     routes.add("GET", "/tokenizer_info", tokenizer.info)
@@ -166,6 +168,20 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
 def _model(_: Request) -> Answer:
     """As /v1/models lists it."""
     return as_json(json.loads(own("/v1/models"))["data"][0])
+
+
+def _props(request: Request) -> Answer | None:
+    """Users are told names of files, and not where these are."""
+    if request.own_status != 200:
+        return None
+    said = json.loads(request.own)
+    return as_json(said | {"model_path": os.path.basename(said["model_path"])})
+
+
+def _adapters(request: Request) -> Answer | None:
+    if request.own_status != 200:
+        return None
+    return as_json([each | {"path": os.path.basename(each["path"])} for each in json.loads(request.own)])
 
 
 @contextlib.contextmanager

@@ -39,12 +39,14 @@ _WORDS = (b"grammar", b"tools", b"schema", b"response_format", b"output_", b"\\u
 
 def require_template(request: Request) -> Answer | None:
     """Refuses a forced tool call where the chat template has no place for tools: llama-server answers such a request
-    with plain text, as if no tool had been required. None: llama-server's answer stands."""
-    if b'"tool_choice"' not in request.body:
+    with plain text, as if no tool had been required; and where no tool is given. None: llama-server's answer stands."""
+    if not any(word in request.body for word in (b"tool_choice", b"\\u")):
         return None
     body = request.json()
-    if not isinstance(body, dict) or not _is_forced(body.get("tool_choice")) or not body.get("tools"):
+    if not isinstance(body, dict) or not _is_forced(body.get("tool_choice")):
         return None
+    if not body.get("tools"):
+        return refusal(400, f'"tool_choice" is {json.dumps(body["tool_choice"])}, and the request has no "tools"')
     properties = json.loads(routes.own("/props") or "{}")
     if properties.get("chat_template_caps", {}).get("supports_tool_calls", True):
         return None
@@ -54,9 +56,12 @@ def require_template(request: Request) -> Answer | None:
 
 
 def _is_forced(choice: Any) -> bool:
-    if isinstance(choice, dict):
-        return choice.get("mode" if choice.get("type") == "allowed_tools" else "type") not in _FREE
-    return choice not in _FREE
+    if not isinstance(choice, dict):
+        return choice not in _FREE
+    if choice.get("type") == "allowed_tools":  # chat completions have the mode in an object of its own
+        inner = choice.get("allowed_tools")
+        return (inner if isinstance(inner, dict) else choice).get("mode") not in _FREE
+    return choice.get("type", "function" if "function" in choice else None) not in _FREE
 
 
 def check_grammars(request: Request) -> Answer | None:

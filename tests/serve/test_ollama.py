@@ -68,6 +68,8 @@ def test_programs_that_speak_ollama_are_answered(several: ServerProcess):
     ("/api/chat", {"model": "sparse", "messages": [{"content": "x", "tool_calls": 3}]}, 400, "kind"),
     ("/api/chat", {"model": "sparse", "messages": [{"content": "x", "tool_calls": [3]}]}, 400, "kind"),
     ("/api/generate", {"model": "damaged", "prompt": "x"}, 503, "damaged"),
+    ("/api/show", {"model": "damaged"}, 400, "damaged.gguf is a truncated"),
+    ("/api/chat", {"model": "sparse", "messages": [{"content": "x"}], "format": "abc"}, 400, "must be an object"),
     ("/api/embed", {"model": "sparse", "input": "x"}, 501, "--embeddings"),
     ("/api/pull", {"model": "sparse"}, 404, "/api/pull is not served here"),
     ("/api/generate", {"model": "sparse", "prompt": "x", "context": [1]}, 400, '"context" is not served here'),
@@ -86,7 +88,8 @@ def test_what_ollama_would_refuse_is_refused_in_its_form(
 ):
     with pytest.raises(urllib.error.HTTPError) as refused:
         ask_as_ollama(several, path, body)
-    assert refused.value.code == status and sentence in json.load(refused.value)["error"]
+    said = json.load(refused.value)["error"]
+    assert refused.value.code == status and sentence in said and "/damaged.gguf" not in said
 
 
 def test_tools_and_thoughts_come_in_ollamas_form():

@@ -16,7 +16,7 @@ from pathlib import Path
 import gguf
 import pytest
 from buddy_lists import random_buddies
-from ggufs import write_moe_model
+from ggufs import write_adapter, write_moe_model
 from models import PROMPT, small_model
 from processes import pyorch
 from servers import TEMPLATE_WITH_TOOLS, WHOLE_PROMPT, ServerProcess, Stream, faulty_serve, pyorch_serve, wait_until
@@ -64,6 +64,7 @@ def test_users_are_told_the_models_name_and_not_its_path(server: ServerProcess):
     assert server.client.completions.create(model="", prompt=PROMPT, max_tokens=1).model == name
     status, echoed = server.post("/v1/completions", {"prompt": PROMPT, "echo": True, "max_tokens": 0})
     assert status == 200 and json.loads(echoed)["model"] == name
+    assert server.get("/props")["model_path"] == name
 
 
 def test_chat_is_answered(server: ServerProcess):
@@ -82,7 +83,8 @@ def test_a_tool_call_that_is_required_of_a_template_without_tools_is_refused(ser
             model="", messages=[{"role": "user", "content": PROMPT}], max_tokens=2, tools=[TOOL], tool_choice=choice,
             stream=stream)
 
-    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}, {"function": {"name": "add"}},
+                   {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}):
         for stream in (False, True):
             with pytest.raises(server.error, match="chat template of this model knows no tools") as refusal:
                 ask(choice, stream)
@@ -103,14 +105,21 @@ CLAUDE_TOOL = {"name": "add", "input_schema": TOOL["function"]["parameters"]}
     ("/v1/messages", CLAUDE_TOOL, {"type": "tool", "name": "add"}, 400),
     ("/v1/messages", CLAUDE_TOOL, {"type": "auto"}, 200),
     ("/v1/messages", CLAUDE_TOOL, {"type": "none"}, 200),
+    ("/v1/messages", None, {"type": "any"}, 400),
+    ("/v1/responses", None, "required", 400),
+    ("/v1/chat/completions", None, "required", 400),
+    ("/v1/chat/completions", None, "auto", 200),
 ])
 def test_a_forced_tool_call_is_refused_by_each_api_with_tools(
-    server: ServerProcess, path: str, tool: dict, choice: object, status: int
+    server: ServerProcess, path: str, tool: dict | None, choice: object, status: int
 ):
     body = {"messages": [{"role": "user", "content": PROMPT}], "input": PROMPT, "max_tokens": 2, "max_output_tokens": 2,
-            "tools": [tool], "tool_choice": choice}
+            "tool_choice": choice} | ({"tools": [tool]} if tool else {})
     found, text = server.post(path, body)
-    assert found == status and ("chat template of this model knows no tools" in text) == (status == 400), text
+    why = "chat template of this model knows no tools" if tool else r'the request has no \"tools\"'
+    assert found == status and (why in text) == (status == 400), text
+    disguised = json.dumps(body).replace("tool_choice", "tool\\u005fchoice").encode()
+    assert server.post(path, disguised)[0] == status
 
 
 def test_a_tool_call_that_is_required_of_a_template_with_tools_is_not_refused(start, small_moe: Path, tmp_path: Path):
@@ -255,12 +264,17 @@ def test_a_stream_that_fails_in_the_middle_ends_with_the_reason_and_as_streams_e
 def test_truncated_file_fails_the_request_and_spares_the_server(start, small_moe: Path, tmp_path: Path):
     model = tmp_path / "model.gguf"
     shutil.copyfile(small_moe, model)
-    server = start(pyorch_serve(model, "--budget", "20%", "--threads", "1"))
-    assert server.complete(PROMPT)
+    adapter = tmp_path / "adapter.gguf"
+    write_adapter(adapter, small_moe, "_exps")
+    server = start(pyorch_serve(model, "--budget", "20%", "--threads", "1", "--", "--lora", str(adapter)))
+    assert server.complete(PROMPT) and server.get("/lora-adapters")[0]["path"] == adapter.name
 
     os.truncate(model, 1 << 20)
-    with pytest.raises(server.internal_error):
-        server.complete("class Matrix:\n    def __init__(self, rows):\n" + PROMPT)
+    other = "class Matrix:\n    def __init__(self, rows):\n" + PROMPT
+    with pytest.raises(server.internal_error, match=r"from model\.gguf: the file was changed"):
+        server.complete(other)
+    status, said = server.post("/v1/completions", {"prompt": other, "echo": True, "max_tokens": 0})
+    assert status == 500 and "from model.gguf: the file was changed" in said
     assert server.get("/health") == {"status": "ok"}
     assert server.stop()[0] == 0
 
