@@ -1,5 +1,5 @@
-// How fast experts are put together again on one core, beside memcpy of as many bytes; and how fast they are multiplied
-// with a row as they are stored (nibble.h), beside plain ones.
+// How fast experts are put together again and repacked on one core, beside memcpy of as many bytes; and how fast they
+// are multiplied with a row as they are stored (nibble.h), beside plain ones.
 //
 // Matrices lie in more memory than caches have. Each figure is the median of rounds that take turns.
 
@@ -7,6 +7,7 @@
 #include "base/cpu_time.h"
 #include "codecs/exponent_codecs.h"
 #include "codecs/nibble.h"
+#include "model/layout.h"
 
 #include <algorithm>
 #include <cmath>
@@ -185,9 +186,44 @@ void bench_nibbles(size_t n_in, size_t n_out, size_t n_columns) {
     }
 }
 
+// Into the order of llama.cpp's kernels, by its own code and by the runtime, and copying, all of 96 MiB.
+void bench_repacking(ggml_type type) {
+    constexpr int64_t  n_in = 2048, n_out = 1024;
+    const size_t       bytes    = ggml_row_size(type, n_in) * n_out;
+    const size_t       n_copies = (96u << 20) / bytes;
+    const ExpertTensor layout   = { "", "", ggml_type_name(type), 0, 0, bytes, n_in, n_out };
+    if (!can_repack(layout)) {
+        printf("%s stays plain\n", ggml_type_name(type));
+        return;
+    }
+    ggml_tensor experts = {};
+    experts.type        = type;
+    experts.ne[0]       = n_in;
+    experts.ne[1]       = n_out;
+    experts.ne[2] = experts.ne[3] = 1;
+    std::vector<Bytes> from(n_copies, Bytes(bytes, 1)), to(n_copies, Bytes(bytes));
+    std::vector<Task>  tasks;
+    tasks.push_back({ "memcpy", 0, [&](size_t c) { memcpy(to[c].data(), from[c].data(), bytes); }, {} });
+    tasks.push_back({ "repacked by llama.cpp", 0,
+        [&](size_t c) { cpu_backend().repack(&experts, n_out, to[c].data(), from[c].data()); }, {} });
+    tasks.push_back(
+        { "repacked", 0, [&](size_t c) { repack(layout, (const char *) from[c].data(), (char *) to[c].data()); }, {} });
+    run(tasks, n_copies);
+    const double copying = median(tasks[0].seconds);
+    printf("%s\n", ggml_type_name(type));
+    for (const Task & task : tasks) {
+        const double seconds = median(task.seconds);
+        printf("  %-24s %6.2f GB/s of the matrix  %4.0f %% of memcpy\n", task.name.c_str(),
+            (double) bytes / seconds / 1e9, 100 * copying / seconds);
+    }
+}
+
 } // namespace
 
 int main() {
+    for (const ggml_type type : { GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL, GGML_TYPE_MXFP4, GGML_TYPE_Q4_K, GGML_TYPE_Q2_K }) {
+        bench_repacking(type);
+    }
     for (const size_t n_columns : { 1, 2, 33 }) {
         bench_nibbles(2048, 1408, n_columns);
     }

@@ -1,6 +1,7 @@
 // mul_mat_id computes as before: with any number of experts, and with experts that are repacked, or have the form of
 // nibble.h, and lie anywhere and come late.
 
+#include "codecs/interleave.h"
 #include "codecs/nibble.h"
 #include "model/layout.h"
 
@@ -99,6 +100,43 @@ static ggml_backend_buffer_type_t repack_buffers() {
         }
     }
     return nullptr;
+}
+
+// Bytes are those that llama.cpp makes, by our vectors too where the processor has them.
+static bool repacks_as_llama_cpp_does(ggml_type type, int64_t n_in, int64_t n_out) {
+    const size_t               row_bytes = ggml_row_size(type, n_in);
+    const pyorch::ExpertTensor layout    = { "", "", ggml_type_name(type), 0, 0, row_bytes * n_out, n_in, n_out };
+    if (!pyorch::can_repack(layout)) {
+        return true;
+    }
+    std::vector<char> file(row_bytes * n_out), theirs(file.size()), ours(file.size());
+    for (size_t i = 0; i < file.size(); ++i) {
+        file[i] = (char) (i * 2654435761u >> 13);
+    }
+    ggml_tensor experts = {};
+    experts.type        = type;
+    experts.ne[0]       = n_in;
+    experts.ne[1]       = n_out;
+    experts.ne[2] = experts.ne[3] = 1;
+    ggml_cpu_repack(&experts, n_out, theirs.data(), file.data());
+    pyorch::repack(layout, file.data(), ours.data());
+    bool               equal   = ours == theirs;
+    pyorch::Interleave vectors = type == GGML_TYPE_Q4_K ? pyorch::interleave_q4_k() :
+        type == GGML_TYPE_Q2_K                          ? pyorch::interleave_q2_k() :
+                                                          nullptr;
+    if (vectors && equal) {
+        ours.assign(ours.size(), 0);
+        for (int64_t row = 0; row < n_out; row += pyorch::INTERLEAVED_ROWS) {
+            vectors((const uint8_t *) file.data() + row * row_bytes, row_bytes, (size_t) (n_in / ggml_blck_size(type)),
+                (uint8_t *) ours.data() + row * row_bytes);
+        }
+        equal = ours == theirs;
+    }
+    if (!equal) {
+        fprintf(stderr, "%s: %lld rows of %lld are repacked otherwise than by llama.cpp\n", ggml_type_name(type),
+            (long long) n_out, (long long) n_in);
+    }
+    return equal;
 }
 
 // Bit for bit what CPU_REPACK buffers give, for one token and for a prompt; of BF16, what plain matrices give.
@@ -265,7 +303,8 @@ int main() {
         }
         for (const int64_t n_out : { 64, 40, 20 }) { // groups of 16, 8 and 4 rows
             if (!computes_kept_experts((ggml_type) type, 512, n_out, 1, 2) ||
-                !computes_kept_experts((ggml_type) type, 512, n_out, 9, 2)) {
+                !computes_kept_experts((ggml_type) type, 512, n_out, 9, 2) ||
+                !repacks_as_llama_cpp_does((ggml_type) type, 1280, n_out)) {
                 return 1;
             }
         }
