@@ -74,7 +74,8 @@ def check_context(managed: ManagedModel, params: llama.llama_context_params, wid
                 twin, params, managed.map, managed.devices).needed(n_ctx) <= left)
     if needed > left:
         remedies = [
-            f"the largest that fits has {largest} tokens (--ctx {largest}, in Python n_ctx={largest})" if largest else "",
+            f"the largest that fits has {largest} tokens (--ctx {largest}, in Python n_ctx={largest})"
+            if largest else "",
             f"it fits where {n_ubatch} tokens are computed at once (--ubatch {n_ubatch}, in Python n_ubatch={n_ubatch})"
             if n_ubatch else ""]
         remedy = "; ".join(filter(None, remedies)) or (
