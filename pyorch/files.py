@@ -42,13 +42,25 @@ def check_target(target: Path) -> None:
     """Raises PyorchError if no file can be written at `target`."""
     directory = target.parent
     if not directory.is_dir():
-        raise PyorchError(f"the output directory {directory} does not exist: create it first")
+        what = "is a file: name another" if directory.exists() else "does not exist: create it first"
+        raise PyorchError(f"the output directory {directory} {what}")
     if target.is_dir():
         raise PyorchError(f"the output {target} is a directory: name a file in it")
     if target.exists() and not target.is_file():
         raise PyorchError(f"the output {target} is no file, and would be replaced by one: name another")
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PyorchError(f"the output directory {directory} is not writable")
+
+
+def make_directory(directory: Path, mode: int = 0o777) -> None:
+    """Makes a directory, with those that it lies in, unless it is there. PyorchError where it cannot be made."""
+    try:
+        directory.mkdir(mode, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        file = next(path for path in (directory, *directory.parents) if path.exists() or path.is_symlink())
+        raise PyorchError(f"{file} is a file, and a folder is needed there: name another folder") from None
+    except OSError as error:
+        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.errors import PyorchError
-from pyorch.files import check_target, publish, staging
+from pyorch.files import check_target, make_directory, publish, staging
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,10 +28,7 @@ def check(directory: Path | None = None) -> None:
     _figure_class()
     if directory is None:
         return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PyorchError(f"{directory} cannot be written: {error.strerror}") from None
+    make_directory(directory)
     if not os.access(directory, os.W_OK | os.X_OK):
         raise PyorchError(f"the output directory {directory} is not writable")
 

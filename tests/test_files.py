@@ -93,6 +93,9 @@ def test_what_is_no_file_is_not_replaced_by_one(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(PyorchError, match="is no file"):
         check_target(tmp_path / "pipe")
+    (tmp_path / "file").touch()
+    with pytest.raises(PyorchError, match=f"the output directory {tmp_path / 'file'} is a file: name another"):
+        check_target(tmp_path / "file" / "new")
     check_target(tmp_path / "new")
 
 

@@ -8,6 +8,7 @@ from pyorch.advise.estimates import Estimate, Estimator
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import is_sidecar_of
 from pyorch.sizes import MiB
+from pyorch.traces.recorder import why_unrecordable
 
 # Of the bytes of experts in floats, what their lossless codec leaves (docs/packs.md). Quantized ones shrink by 3 to
 # 5 %, which decoding eats up.
@@ -76,6 +77,8 @@ def gains(
     found.append(Gain("predictor", f"pyorch train-predictor {path} --data FILE", "predictor" in there,
                       max(trained.decode_rate, base.decode_rate), False, False,
                       "guesses more of the experts that are needed, which are then read ahead"))
+    if why_unrecordable(model_map):
+        return found
     found.append(Gain("maps", f"pyorch maps {path} TRACE", "maps" in there, None, False, False,
                       "use counts: pools of a compressed pack begin with them, and two predictors search them"))
     found.append(Gain("buddies", f"pyorch buddies {path} --trace TRACE", "buddies" in there,

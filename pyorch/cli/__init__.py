@@ -200,6 +200,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
         _Parser.configuration = Configuration(path)
     args, unknown = parser.parse_known_args(argv)
+    vars(args).pop(_GIVEN, None)
     if unknown:  # the parser of all commands would say it, and name its own --help
         words = [*filter(None, (args.command, getattr(args, "kind", None), getattr(args, "action", None)))]
         for word in words:
@@ -242,10 +243,32 @@ def _refuse_flags_of_llama(command: str, argv: list[str]) -> None:
             raise PyorchError(f"{flag} is a flag of llama.cpp; pyorch {command} takes {_OF_LLAMA[flag]}")
 
 
+_GIVEN = "given once"  # of the arguments, while they are parsed
+
+
+class _Once(argparse._StoreAction):
+    """An option with one value, of which the command line must not say two: the command would heed one of them."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if option_string is not None:  # else it is no option
+            given = vars(namespace).setdefault(_GIVEN, {})
+            first = given.setdefault(self.dest, values)
+            if first != values:
+                said = [" ".join(map(str, value)) if isinstance(value, list) else value for value in (first, values)]
+                parser.error(f"argument {option_string}: it is given more than once, as {said[0]} and {said[1]}: give "
+                             f"{'all values behind one' if isinstance(values, list) else 'it once'}")
+        super().__call__(parser, namespace, values, option_string)
+
+
 class _Parser(argparse.ArgumentParser):
     """Refuses in one sentence, as everything else does. What the user's file says is a default."""
 
     configuration: ClassVar[Configuration | None] = None
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        for name in (None, "store"):
+            self.register("action", name, _Once)
 
     def parse_known_args(self, args=None, namespace=None):
         if self.configuration is None or " " not in self.prog:

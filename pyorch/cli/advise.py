@@ -234,6 +234,7 @@ def _advise(
     from pyorch.sidecars.beside import Sidecars
     from pyorch.sidecars.predictor import PredictorFile
     from pyorch.traces.file import Trace
+    from pyorch.traces.recorder import why_unrecordable
 
     info = model_map.info
     budgets = _budgets(args, model_map)
@@ -313,7 +314,10 @@ def _advise(
     if device is not None and estimates[-1].decode_rate <= estimates[0].decode_rate:
         notes.append("the device gains nothing here: the command below leaves it out")
         wanted, left = None, without
-    if not routing.observed:
+    why = why_unrecordable(model_map)
+    if why:
+        notes.append(f"{why}, so neither maps, buddies nor ghosts can be made")
+    elif not routing.observed:
         notes.append(f"for more than an assumption: pyorch profile {shlex.quote(args.model)} --data TEXT --states "
                      f"-o {shlex.quote(str(_default_trace(model_map)))}, then advise again")
     notes += [f"worth making: {gain.command}" for gain in found if gain.sidecar in useful and not gain.lossy]

@@ -296,22 +296,23 @@ class _Preparation:
                 return "only the memory of a compressed pack is divided"
             if self._share() is None:
                 return "a plan is made for one budget, and at others anew: say one with --budget"
+        if step.name == "tune" and (why := _refusal(self._map.check_text)):
+            return why
         if step.name == "tune" and not self._args.questions:
             return "a lossy setting is tuned on questions: give --questions"
         if step.lossy and not (self._args.with_lossy or self._args.questions):
             return "only a lossy setting uses it: give --with-lossy"
+        if step.name == "ghosts":
+            from pyorch.convert.expert_outputs import check_known
+
+            return _refusal(lambda: check_known(self._map))
         return ""
 
     @cached_property
     def _unrecordable(self) -> str:
-        """Why no trace of the model can be recorded, "" if one can."""
-        from pyorch.traces.recorder import trace_header
+        from pyorch.traces.recorder import why_unrecordable
 
-        try:
-            trace_header(self._map)
-        except PyorchError as error:
-            return str(error)
-        return ""
+        return why_unrecordable(self._map)
 
     def _reason_for_no_pack(self) -> str:
         from pyorch.convert.pack_plan import most_bytes
@@ -448,6 +449,15 @@ class _Preparation:
 
 
 _Call = tuple[list[str], Callable[[dict], str]]  # words of the command; a sentence of what its --json prints
+
+
+def _refusal(check: Callable[[], object]) -> str:
+    """The sentence of a check that fails, "" of one that does not."""
+    try:
+        check()
+    except PyorchError as error:
+        return str(error)
+    return ""
 
 
 def _of_ghosts(result: dict) -> str:

@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "repeated (default: those that `pyorch models` lists)")
     parser.add_argument("--keep-alive", type=number(least=0), metavar="SECONDS",
                         help="without MODEL: a model that nobody used for so long is unloaded (default: 300)")
-    parser.add_argument("--host", action=_Once, help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", action=_Once, type=whole(0, 65535),
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=whole(0, 65535),
                         help="port to listen on, 0 for any that is free (default: 8080)")
     add_settings(parser, EXPERTS, CONTEXT, LONG, LOSSY, defaults={"device": DEFAULT_DEVICE})
     parser.add_argument("--ctx-size", dest="n_ctx", help=argparse.SUPPRESS)  # as llama-server calls it
@@ -61,18 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--while-stdin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--announce", type=whole(0), help=argparse.SUPPRESS)  # its port, to a descriptor
     take_server_flags(parser)
-
-
-class _Once(argparse.Action):
-    """An option that is refused if it is given twice: the server would listen elsewhere than one of them says."""
-
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
-        given = namespace.__dict__.setdefault("given_once", set())
-        if self.dest in given:
-            first = getattr(namespace, self.dest)
-            parser.error(f"argument {option_string}: it is given more than once, as {first} and {values}")
-        given.add(self.dest)
-        setattr(namespace, self.dest, values)
 
 
 def _size_or_none(text: str) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pyorch.errors import PyorchError
+from pyorch.files import make_directory
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _directory() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     home = Path(runtime) / "pyorch" if runtime and os.path.isdir(runtime) else \
         Path(tempfile.gettempdir()) / f"pyorch-{os.getuid()}"
-    home.mkdir(mode=0o700, exist_ok=True)
+    make_directory(home, 0o700)
     found = os.lstat(home)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise PyorchError(f"{home} is open to others than this user: remove it, or make it private (chmod 700)")

@@ -23,7 +23,7 @@ from huggingface_hub.errors import (
 )
 
 from pyorch.errors import PyorchError
-from pyorch.files import FEW_BYTES, check_free_space
+from pyorch.files import FEW_BYTES, check_free_space, make_directory
 from pyorch.hub import cache
 from pyorch.hub.reference import Reference, choose
 
@@ -104,7 +104,7 @@ class Hub:
         begun = sum(cache.size(_part(blobs, file)) for file in missing.values())
         total = sum(file.n_bytes for file in missing.values())
         if missing:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory)
             check_free_space(self._directory, total - begun, FEW_BYTES)
         revision, paths, done = reference.revision or _MAIN, [], 0
         with _failures(reference), _quiet():

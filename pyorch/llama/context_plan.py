@@ -73,12 +73,13 @@ def check_context(managed: ManagedModel, params: llama.llama_context_params, wid
             n_ubatch = _ubatch_that_fits(params, lambda params: measure.growth(
                 twin, params, managed.map, managed.devices).needed(n_ctx) <= left)
     if needed > left:
-        remedies = [
-            f"the largest that fits has {largest} tokens (--ctx {largest}, in Python n_ctx={largest})"
-            if largest else "",
-            f"it fits where {n_ubatch} tokens are computed at once (--ubatch {n_ubatch}, in Python n_ubatch={n_ubatch})"
-            if n_ubatch else ""]
-        remedy = "; ".join(filter(None, remedies)) or (
+        remedies = []
+        if largest:
+            remedies.append(f"the largest that fits has {largest} tokens (--ctx {largest}, in Python n_ctx={largest})")
+        if n_ubatch:
+            remedies.append(f"it fits where {n_ubatch} tokens are computed at once (--ubatch {n_ubatch}, in Python "
+                            f"n_ubatch={n_ubatch})")
+        remedy = "; ".join(remedies) or (
             "use a smaller context or ubatch, lower the budget of the experts, or allow the process more memory")
         raise BudgetError(f"{managed.path}: a context of {n_ctx} tokens needs {format_bytes(needed, round_up=True)}, "
                           f"and {format_bytes(max(0, left))} are left for it under the limit of "

@@ -142,9 +142,9 @@ class Model:
     def chat(self, messages: Sequence[dict[str, str]], **sampling: Any) -> Iterator[str]:
         """Answers a conversation ({"role": ..., "content": ...}) with the model's own template, piece by piece.
 
-        `sampling` goes to llama_cpp.Llama.create_chat_completion, which takes grammar as generate() does, or a schema
-        as "response_format". Raises as generate() does, and PyorchError for a "response_format" that llama_cpp would
-        ignore, or whose schema cannot be made a grammar.
+        `sampling` goes to llama_cpp.Llama.create_chat_completion; grammar is as of generate(). Raises as generate()
+        does, and PyorchError for a "response_format" that llama_cpp would ignore, or whose schema cannot be made a
+        grammar.
         """
         sampling = self._with_grammar(sampling)
         form = sampling.get("response_format")

@@ -218,9 +218,14 @@ class ModelMap:
         """A hyperparameter of the architecture: a whole number, or an array with one for each layer."""
         return self.metadata(f"{self.info.arch}.{key}", int, default, il)
 
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model makes embeddings and no text: it attends to the tokens behind a token, too."""
+        return self.hparam("attention.causal") == 0
+
     def check_text(self) -> None:
-        """PyorchError if the model makes embeddings and no text: it attends to the tokens behind a token, too."""
-        if self.hparam("attention.causal") == 0:
+        """PyorchError if the model makes embeddings and no text."""
+        if self.is_encoder:
             raise PyorchError(f"{self.path} makes embeddings and no text: serve them with `pyorch serve {self.path} -- "
                               "--embeddings`")
 

@@ -9,12 +9,13 @@ from pyorch.errors import without_folders
 from pyorch.llama.managed import ManagedModel
 from pyorch.runtime import disk
 from pyorch.runtime.model_map import ModelMap
-from pyorch.serve.routes import Answer, Handler, Request
+from pyorch.serve.routes import Answer, Handler, Request, refusal
 
 # Of llama-server, where prompts are computed.
-PATHS = ("/completion", "/completions", "/v1/completions", "/chat/completions", "/v1/chat/completions", "/responses",
-         "/v1/responses", "/v1/messages", "/infill", "/embedding", "/embeddings", "/v1/embeddings", "/rerank",
-         "/reranking", "/v1/rerank", "/v1/reranking")
+TEXT_PATHS = ("/completion", "/completions", "/v1/completions", "/chat/completions", "/v1/chat/completions",
+              "/responses", "/v1/responses", "/v1/messages", "/infill")
+PATHS = (*TEXT_PATHS, "/embedding", "/embeddings", "/v1/embeddings", "/rerank", "/reranking", "/v1/rerank",
+         "/v1/reranking")
 
 GOES_ON = "the server loads the model again and goes on without it"  # where its device is lost
 
@@ -24,6 +25,15 @@ NOBODY_HAS_IT = "no server that has it answers"
 
 _SAID = '"message":"Compute error."'  # in its JSON, whole or a part of a stream
 _UNAVAILABLE = (('"code":500', '"code":503'), ('"type":"server_error"', '"type":"unavailable_error"'))
+
+
+def refuse_text(name: str, managed: ManagedModel) -> tuple[Handler, ...]:
+    """Of an encoder, what refuses to make text. llama-server would compute the prompt, and call it its own error."""
+    if not managed.map.is_encoder:
+        return ()
+    sentence = (f'"{name}" makes embeddings and no text: ask /v1/embeddings, of a server that was started with '
+                "`-- --embeddings`")
+    return (lambda _: refusal(400, sentence),)
 
 
 def explained(managed: ManagedModel) -> Handler:

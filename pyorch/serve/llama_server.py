@@ -233,6 +233,10 @@ def _cache_type(name: str) -> int:
 # With these llama-server prints something and exits, or meets other processes.
 _NOT_CHECKED = ("-h", "--help", "--usage", "--version", "-cl", "--cache-list", "--completion-bash", "--list-devices",
                 "--rpc")
+_WITH_ONE_VALUE = (ALIAS, HOST, PORT, CTX_SIZE, BATCH, UBATCH, DEVICE, TENSOR_SPLIT, SPLIT_MODE, GPU_LAYERS, THREADS,
+                   THREADS_BATCH, DRAFT_THREADS, DRAFT_THREADS_BATCH, HTTP_THREADS, PARALLEL, CACHE_TYPE_K,
+                   CACHE_TYPE_V, CACHE_RAM, LOAD_MODE, FIT, STATIC_FILES, TIMEOUT, API_KEY_FILE, API_PREFIX,
+                   DRAFT_MODEL, MMPROJ)
 _REFUSED = re.compile(r'error while handling (?:argument|environment variable) "(?P<name>[^"]*)": (?:error: )?'
                       r"(?P<why>.*?)\s*(?:\nusage:\n(?P<usage>.*?)\s*(?:\n\nto show complete usage.*)?)?", re.DOTALL)
 _USAGE_LENGTH = 160  # of an error, characters
@@ -261,9 +265,9 @@ def check(given: Sequence[str]) -> None:
 def _check_words(given: Sequence[str]) -> None:
     if any(argument in _NOT_CHECKED for argument in given):
         return
-    for option in (HOST, PORT):
+    for option in _WITH_ONE_VALUE:
         values = [value for argument, value in zip(given, given[1:]) if argument in option.names]
-        if len(values) > 1:
+        if len(set(values)) > 1:
             raise PyorchError(f"{option.names[0]} is given more than once, as {' and '.join(values)}: give it once")
     argv = [ffi.new("char[]", os.fsencode(argument)) for argument in ("llama-server", *given)]
     text = ffi.new("char[]", 1 << 14)

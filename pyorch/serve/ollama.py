@@ -115,6 +115,8 @@ class _About:
     def capabilities(self) -> list[str]:
         found = {"tools": "tools" in self.template, "thinking": self.thinks,
                  "insert": any("fim_pre" in key or "prefix_token" in key for key in self.metadata)}
+        if self.metadata.get(f"{self.arch}.attention.causal") == 0:
+            return ["embedding"]
         return ["completion", *(name for name, is_there in found.items() if is_there)]
 
     @property
@@ -124,7 +126,8 @@ class _About:
 
 _UNKNOWN = _About("unknown", 0, "unknown", 0, "", {})
 _KEYS = ("block_count", "context_length", "embedding_length", "feed_forward_length", "expert_count",
-         "expert_used_count", "attention.head_count", "attention.head_count_kv", "rope.freq_base", "vocab_size")
+         "expert_used_count", "attention.causal", "attention.head_count", "attention.head_count_kv", "rope.freq_base",
+         "vocab_size")
 _GENERAL_KEYS = ("general.name", "general.size_label", "general.file_type", "tokenizer.ggml.model",
                  "tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id", "tokenizer.ggml.bos_token_id",
                  "tokenizer.ggml.eos_token_id")

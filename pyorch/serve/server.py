@@ -27,7 +27,7 @@ from pyorch.serve import llama_server, pages, tools
 from pyorch.serve.address import Address, free_address
 from pyorch.serve.echo import Echo
 from pyorch.serve.ending import GRACE_SECONDS, Ending
-from pyorch.serve.failures import GOES_ON, PATHS, explained, files_of
+from pyorch.serve.failures import GOES_ON, PATHS, TEXT_PATHS, explained, files_of, refuse_text
 from pyorch.serve.library import lib, served_context
 from pyorch.serve.llama_server import Flags, Root
 from pyorch.serve.metrics import Metrics
@@ -157,7 +157,8 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
     for path in PATHS:
         routes.add("POST", path, explained(record), when=lib.PYORCH_SERVER_FAILED)
     for path in (*PATHS, *tools.COUNTING_PATHS):
-        handlers = [tools.check_grammars, *([tools.require_functions] if path in tools.CHAT_PATHS else []),
+        handlers = [*(refuse_text(aliases[0], record) if path in TEXT_PATHS else ()), tools.check_grammars,
+                    *([tools.require_functions] if path in tools.CHAT_PATHS else []),
                     *([tools.require_template] if path in tools.PATHS else []),
                     *([echo.post] if path == "/v1/completions" else [])]
         routes.add("POST", path, first_answer(*handlers), when=lib.PYORCH_SERVER_FIRST)

@@ -27,11 +27,8 @@ from pyorch.settings.substitution import Substitution
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 MAX_TOKENS = (1 << 31) - 1
 
-
-def _kinds(most: int) -> dict[str, str]:
-    """What a number must be: as text of a command line, and in Python, where 0 stands for the default."""
-    number = "a whole number from "
-    return {"kind": f"{number}1 to {most}", "value_kind": f"{number}0 (for the default) to {most}"}
+_FROM_1_TO = "a whole number from 1 to "
+_FROM_0_TO = "a whole number from 0 (for the default) to "  # in Python
 
 
 def _lists(given: Any) -> Any:
@@ -110,16 +107,19 @@ class Settings:
         default_text="0",
     )
     n_ctx: int = option(
-        0, whole(MAX_TOKENS), **_kinds(MAX_TOKENS), group=CONTEXT, flag="--ctx", metavar="N",
+        0, whole(MAX_TOKENS), _FROM_1_TO + str(MAX_TOKENS), value_kind=_FROM_0_TO + str(MAX_TOKENS),
+        group=CONTEXT, flag="--ctx", metavar="N",
         help="room for N tokens of context, rounded up to a multiple of 256",
         default_text="as trained, at most 4096",
     )
     n_ubatch: int = option(
-        0, whole(MAX_TOKENS), **_kinds(MAX_TOKENS), group=CONTEXT, flag="--ubatch", metavar="N",
+        0, whole(MAX_TOKENS), _FROM_1_TO + str(MAX_TOKENS), value_kind=_FROM_0_TO + str(MAX_TOKENS),
+        group=CONTEXT, flag="--ubatch", metavar="N",
         help="compute N tokens at once", default_text="2048 where experts are read, else 512",
     )
     n_threads: int = option(
-        0, whole(MAX_THREADS), **_kinds(MAX_THREADS), group=CONTEXT, flag="--threads", metavar="N",
+        0, whole(MAX_THREADS), _FROM_1_TO + str(MAX_THREADS), value_kind=_FROM_0_TO + str(MAX_THREADS),
+        group=CONTEXT, flag="--threads", metavar="N",
         help="compute with N threads", default_text="the fast physical cores",
     )
     cpus: str = option(

@@ -179,6 +179,15 @@ def trace_header(
     )
 
 
+def why_unrecordable(model_map: ModelMap) -> str:
+    """Why no trace of the model can be recorded; "" if one can."""
+    try:
+        trace_header(model_map)
+    except PyorchError as error:
+        return str(error)
+    return ""
+
+
 def _documents(model: Model, data: Iterable[str | os.PathLike[str]]) -> Iterator[list[int]]:
     """The tokens of each document."""
     for document in read_documents(data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -15,9 +16,9 @@ from mutations import anatomy, set_metadata
 from processes import pyorch
 from terminals import Terminal
 
-from pyorch.cli import main
+from pyorch.cli import COMMANDS, main, make_parser, with_nested
 from pyorch.cli.tables import Facts, Table, show
-from pyorch.errors import FormatError
+from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import memory
 from pyorch.llama.model import load
 from pyorch.runtime.model_map import ModelMap
@@ -263,6 +264,40 @@ def test_an_option_that_is_given_as_a_flag_of_llama_server_too(
 ) -> None:
     said = refused("serve", small_moe, option, 32, "--", flag, 64)
     assert said == f"{option} 32 is given, and {flag} after `--`: give one of them"
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("run MODEL -p a --ctx 256 --ctx 512", "argument --ctx: it is given more than once, as 256 and 512: give it once"),
+    ("run MODEL -p a --prompt b", "as a and b: give it once"),
+    ("run MODEL -p a --budget 40% --budget 60%", "as 40% and 60%"),
+    ("serve MODEL --ctx 256 --ctx-size 512", "as 256 and 512"),
+    ("serve MODEL -- -c 256 --ctx-size 512", "-c is given more than once, as 256 and 512: give it once"),
+    ("serve MODEL -- -np 2 -np 3", "-np is given more than once, as 2 and 3: give it once"),
+    ("profile MODEL --data a b --data c -o d", "as a b and c: give all values behind one"),
+    ("eval arc MODEL --data a --csv b --csv c", "as b and c"),
+    ("models rm MODEL --config a --config b", "--config FILE has its place before the command"),
+    ("--config a --config b inspect MODEL", "as a and b"),
+])
+def test_an_option_with_one_value_is_given_once(refused, tiny_moe: Path, words: str, said: str) -> None:
+    assert said in refused(*(tiny_moe if word == "MODEL" else word for word in words.split()))
+
+
+def test_every_option_of_every_command_with_one_value_is_given_once() -> None:
+    seen = 0
+    for _, parser in with_nested(make_parser(COMMANDS)):
+        for action in parser._actions:
+            if isinstance(action, argparse._StoreAction) and action.option_strings and action.nargs is None:
+                values = action.choices or ("1", "2")
+                with pytest.raises(PyorchError, match="it is given more than once"):
+                    namespace = argparse.Namespace()
+                    for value in list(values)[:2]:
+                        action(parser, namespace, value, action.option_strings[0])
+                seen += 1
+    assert seen > 100
+
+
+def test_an_option_may_be_repeated_with_the_value_that_it_has(tiny_moe: Path) -> None:
+    assert main(["inspect", str(tiny_moe), "--ctx", "256", "--ctx", "256"]) == 0
 
 
 def test_an_empty_prompt(refused, small_moe: Path) -> None:

@@ -174,7 +174,7 @@ def test_pictures_that_cannot_be_written_are_refused_before_anything_is_measured
 ) -> None:
     pytest.importorskip("matplotlib")
     before = paths["TEXT"].read_bytes()
-    assert f"{paths['TEXT']} cannot be written: File exists" in refusal(line, paths, capsys)
+    assert f"{paths['TEXT']} is a file, and a folder is needed there" in refusal(line, paths, capsys)
     assert paths["TEXT"].read_bytes() == before and not paths["OUT"].exists()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
 import parts
 import pytest
 from ggufs import write_adapter, write_encoder_model, write_latent_model
+from models import CHECKPOINT
 from processes import pyorch as pyorch_process
 
 import pyorch
@@ -87,8 +89,11 @@ def test_a_small_model_for_advise_has_what_llama_cpp_needs_to_compute_it(
     mixed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first block with attention stands behind the first two with experts."""
-    assert main(["advise", str(mixed), "--read-bandwidth", "1GB/s"]) == 0
-    assert "run it with: pyorch run" in capsys.readouterr().out
+    assert main(["advise", str(mixed), "--read-bandwidth", "100MB/s", "--compute-ms", "1:1"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "run it with: pyorch run" in said
+    assert "a trace holds layers of one width, so neither maps, buddies nor ghosts can be made" in said
+    assert "pyorch prepare" in said and all(word not in said for word in ("--with-lossy", "pyorch buddies", "TRACE"))
 
 
 def routings_of(path: Path) -> tuple[list[Routing], dict[int, tuple[np.ndarray, np.ndarray]]]:
@@ -168,6 +173,12 @@ def test_commands_that_make_text_name_the_server_of_embeddings(
         said = capsys.readouterr().err
         assert said == (f"pyorch: error: {path} makes embeddings and no text: serve them with `pyorch serve {path} -- "
                         "--embeddings`\n"), words
+    lossy = ["--with-lossy", "--questions", str(CHECKPOINT / "facts-train.jsonl")]
+    assert main(["prepare", str(path), "--data", str(text), "--tokens", "200", "--budget", "40%", *lossy]) == 0
+    said = "\n" + capsys.readouterr().out
+    assert re.search("\nghosts +skipped: how an expert of nomic-bert-moe computes is not known here\n", said)
+    assert re.search("\ntune +skipped: .* makes embeddings and no text", said)
+    assert re.search("\nbuddies +made", said)
     embedded = []
     for budget in ("resident", "50%"):
         with pyorch.load(path, budget=budget, n_ctx=64, n_threads=1, embedding=True) as model:

@@ -21,7 +21,7 @@ import anthropic
 import huggingface_hub.constants
 import ollama
 import pytest
-from ggufs import write_adapter
+from ggufs import write_adapter, write_encoder_model
 from models import PROMPT
 from processes import HANG_SECONDS, pyorch, python
 from prometheus_client.parser import text_string_to_metric_families
@@ -34,6 +34,7 @@ from pyorch.llama import memory
 from pyorch.llama.memory import MemoryLimit
 from pyorch.serve import front
 from pyorch.serve.address import Address
+from pyorch.serve.failures import TEXT_PATHS
 from pyorch.serve.models import Models
 from pyorch.settings.budget import Budget
 from pyorch.sizes import GiB, MiB
@@ -349,6 +350,26 @@ def one(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
 
 _OF_ONE_ANSWER = {"id", "created", "created_at", "completed_at", "timings", "aliases", "tags", "owned_by", "meta",
                   "status"}
+
+
+def test_an_encoder_makes_no_text(start, tmp_path: Path):
+    write_encoder_model(tmp_path / "encoder.gguf")
+    of_models = start(serve_models(tmp_path, "--threads", "1"))
+    alone = start(pyorch_serve(tmp_path / "encoder.gguf", "--threads", "1", "--", "--alias", "encoder", "--embeddings"))
+    asked = {"model": "encoder", "prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x"}]}
+    why = '"encoder" makes embeddings and no text: ask /v1/embeddings'
+    for server in (of_models, alone):
+        for path in TEXT_PATHS:
+            for stream in (False, True):
+                status, said = server.post(path, asked | {"stream": stream})
+                assert status == 400 and json.loads(said)["error"]["message"].startswith(why), (path, said)
+    assert len(alone.client.embeddings.create(model="encoder", input="x").data[0].embedding) == 64
+    client = ollama.Client(host=of_models.url)
+    assert client.show("encoder").capabilities == ["embedding"]
+    for ask_for_text in (lambda: client.chat("encoder", asked["messages"]), lambda: client.generate("encoder", "x")):
+        with pytest.raises(ollama.ResponseError, match=why) as refused:
+            ask_for_text()
+        assert refused.value.status_code == 400
 
 
 OF_ALL = b'"model":"sparse","prompt":"x","content":"x","input":"x","messages":[{"role":"user","content":"x"}]'
