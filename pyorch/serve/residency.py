@@ -82,7 +82,7 @@ class Residency:
             self.change(body)
             if "budget" in body:
                 self._wait_for_eviction()
-        return as_json(self.state())
+            return as_json(self.state())
 
     def _wait_for_eviction(self) -> None:
         """Experts of a layer that is computed stay until it is, also above a budget that became less."""

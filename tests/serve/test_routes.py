@@ -125,6 +125,21 @@ def test_a_lower_budget_is_answered_when_experts_have_left(start, small_moe: Pat
         assert totals["used_bytes"] <= totals["budget_bytes"] == least and prompt.exception() is None
 
 
+def test_budgets_that_are_changed_at_once_are_answered_one_after_the_other(start, small_moe: Path):
+    """Else one answer would have another's budget, and experts that have not left yet."""
+    server = start(pyorch_serve(small_moe, "--budget", "100%", "--threads", "1"))
+    least = residency(server)["settings"]["least_budget"]
+    with ThreadPoolExecutor(12) as pool:
+        prompts = [pool.submit(server.complete, PROMPT * 10, 40) for _ in range(4)]
+        budgets = (least, "100%")
+        answers = pool.map(lambda i: (i, change(server, budget=budgets[i % 2])), range(200))
+        for i, answer in answers:
+            totals = answer["totals"]
+            assert totals["used_bytes"] <= totals["budget_bytes"]
+            assert (totals["budget_bytes"] == least) == (i % 2 == 0)
+        assert all(prompt.exception() is None for prompt in prompts)
+
+
 def test_it_says_how_many_slots_suit_the_budget(server: ServerProcess):
     before = residency(server)["settings"]
     assert (before["slots"], before["suitable_slots"], before["advice"]) == (4, 4, "")
