@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.convert import architectures
-from pyorch.errors import FormatError, PyorchError
+from pyorch.errors import FormatError, PyorchError, because
 
 # Bits per element of the safetensors dtypes that the converter reads.
 _DTYPE_BITS = {
@@ -85,7 +85,7 @@ def _read_json(path: Path) -> dict:
     except OSError as error:
         raise FormatError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise FormatError(f"{path} is not valid JSON: {error}") from None
+        raise FormatError(f"{path} is not valid JSON: {because(error)}") from None
     if not isinstance(value, dict):
         raise FormatError(f"{path} is not a JSON object")
     return value

@@ -47,6 +47,17 @@ def one_line(sentence: str) -> str:
     return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c for c in sentence)
 
 
+def because(error: Exception) -> str:
+    """What Python says of a text that it cannot read as a number, JSON or TOML, without its advice to programmers."""
+    said = str(error)
+    return "a number in it has too many digits" if "set_int_max_str_digits" in said else said
+
+
+def short_numbers(sentence: str) -> str:
+    """A sentence in which no number fills the terminal."""
+    return re.sub(r"\d{100,}", lambda digits: f"{digits[0][:20]}... ({len(digits[0])} digits)", sentence)
+
+
 def without_folders(sentence: str, files: Iterable[str | os.PathLike]) -> str:
     """A sentence for the users of a server, who are told the names of its files and not where these are.
 

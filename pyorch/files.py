@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pyorch.errors import FormatError, PyorchError
+from pyorch.errors import FormatError, PyorchError, because
 from pyorch.signals import terminable
 from pyorch.sizes import format_bytes
 
@@ -81,7 +81,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not TOML: {error}") from None
+        raise FormatError(f"{path} is not TOML: {because(error)}") from None
 
 
 def forget(descriptor: int, offset: int = 0, n_bytes: int = 0) -> None:

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from pyorch.errors import PyorchError, one_line
+from pyorch.errors import PyorchError, one_line, short_numbers
 
 if TYPE_CHECKING:
     from pyorch.cli.config import Configuration
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except PyorchError as error:
-        print(f"pyorch: error: {one_line(str(error))}", file=sys.stderr)
+        print(f"pyorch: error: {short_numbers(one_line(str(error)))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

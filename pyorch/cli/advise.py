@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _times(text: str) -> tuple[float, ...]:
     """Of a decoded token, and of one of a prompt if that is said."""
-    return tuple(map(number(above=0), text.split(":", 1)))
+    return tuple(map(number(above=0, most=1e9), text.split(":", 1)))
 
 
 def _link(text: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Callable
 
@@ -64,7 +65,9 @@ def number(
         try:
             value = float(text)
         except ValueError:
-            value = float("nan")
+            value = math.nan
+        if math.isinf(value) and "inf" not in text.lower():  # digits that no number holds
+            value = math.nan
         if not (least <= value <= most and value > above):
             bounds = [f"above {above:g}"] * (above > float("-inf"))
             bounds += [f"of {least:g} or more"] * (least > float("-inf"))

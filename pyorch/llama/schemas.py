@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pyorch.errors import PyorchError
+from pyorch.errors import PyorchError, because
 
 if TYPE_CHECKING:
     from llama_cpp.llama_grammar import LlamaGrammar
@@ -108,7 +108,7 @@ def check_schema(text: str | bytes) -> None:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PyorchError(f"the JSON schema is not JSON: {error}") from None
+        raise PyorchError(f"the JSON schema is not JSON: {because(error)}") from None
     if not isinstance(schema, dict):
         raise PyorchError("the JSON schema is not an object")
     _Walk(schema).visit_all()

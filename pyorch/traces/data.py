@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.errors import FormatError
+from pyorch.errors import FormatError, because
 from pyorch.files import reading
 
 MIN_CHOICES, MAX_CHOICES = 3, 5
@@ -134,7 +134,8 @@ def _objects(path: str | os.PathLike[str]) -> Iterator[tuple[dict, str]]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise FormatError(f"{where}: not JSON, and each line of this file must be a JSON object: {error}") from None
+            raise FormatError(f"{where}: not JSON, and each line of this file must be a JSON object: {because(error)}"
+                              ) from None
         if not isinstance(value, dict):
             raise FormatError(f"{where}: not a JSON object")
         yield value, where

@@ -300,6 +300,26 @@ def test_an_option_may_be_repeated_with_the_value_that_it_has(tiny_moe: Path) ->
     assert main(["inspect", str(tiny_moe), "--ctx", "256", "--ctx", "256"]) == 0
 
 
+@pytest.mark.parametrize("words", [
+    "run MODEL -p x --ctx DIGITS", "run MODEL -p x -n DIGITS", "run MODEL -p x --temp DIGITS",
+    "run MODEL -p x --budget DIGITS", "run MODEL -p x --budget DIGITS% --prefetch auto:DIGITS",
+    'run MODEL -p x --json-schema {"minLength":DIGITS}', "run MODEL -p x --pools DIGITS,1,1,1",
+    "serve MODEL --port DIGITS", "serve MODEL -- -np DIGITS", "serve MODEL --grace DIGITS",
+    "advise MODEL --compute-ms DIGITS", "advise MODEL --compute-ms inf", "--config TOML inspect MODEL",
+    "profile MODEL --data LINES -o OUT", "cluster up --config TOML",
+])
+def test_a_number_of_thousands_of_digits_is_a_short_sentence(
+    refused, tiny_moe: Path, tmp_path: Path, words: str
+) -> None:
+    digits = "1" * 5001
+    (tmp_path / "TOML").write_text(f"threads = {digits}")
+    (tmp_path / "LINES.jsonl").write_text(f'{{"text": "a", "n": {digits}}}')
+    paths = {"MODEL": tiny_moe, "TOML": tmp_path / "TOML", "LINES": tmp_path / "LINES.jsonl", "OUT": tmp_path / "out"}
+    said = refused(*(paths.get(word, word.replace("DIGITS", digits)) for word in words.split()))
+    assert "set_int_max_str_digits" not in said and "convert" not in said and len(said) < 600, said
+    assert not paths["OUT"].exists()
+
+
 def test_an_empty_prompt(refused, small_moe: Path) -> None:
     assert "the prompt is empty" in refused("run", small_moe, "-p", "")
 
