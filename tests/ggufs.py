@@ -164,6 +164,62 @@ def write_encoder_model(path: Path, n_layer: int = 4, n_embd: int = 64, n_expert
     _finish(writer)
 
 
+def write_gemma4_model(path: Path, n_layer: int = 8, n_embd: int = 128, n_expert: int = 8, n_per_layer: int = 0
+                       ) -> None:
+    """A random Gemma 4 with experts. Every fourth layer sees all tokens, the others a window of 16. Layers that see all
+    share `rope_freqs`, which the first ones lack; the last four have the keys and values of those before them.
+
+    n_per_layer: width of what each layer has of the tokens for itself, 0: nothing.
+    """
+    n_head, n_full, n_window, n_ff, n_shared = 4, n_embd // 4, 16, 32, 4
+    writer = _writer(path, "gemma4", n_layer, n_embd, n_head)
+    sees_all = [il % 4 == 3 for il in range(n_layer)]
+    writer.add_feed_forward_length(2 * n_embd)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(n_full)
+    writer.add_value_length(n_full)
+    writer.add_key_length_swa(n_window)
+    writer.add_value_length_swa(n_window)
+    writer.add_rope_dimension_count_swa(n_window)
+    writer.add_sliding_window(16)
+    writer.add_sliding_window_pattern([not each for each in sees_all])
+    writer.add_shared_kv_layers(n_shared)
+    writer.add_embedding_length_per_layer_input(n_per_layer)
+    writer.add_expert_feed_forward_length(n_ff)
+    writer.add_expert_count(n_expert)
+    writer.add_expert_used_count(2)
+    add = _tensors(writer, n_embd)
+    add("rope_freqs.weight", n_full // 2)
+    if n_per_layer:
+        add("per_layer_token_embd.weight", 256, n_per_layer * n_layer)
+        add("per_layer_model_proj.weight", n_per_layer * n_layer, n_embd)
+        add("per_layer_proj_norm.weight", n_per_layer)
+    for il, all_tokens in enumerate(sees_all):
+        name, n = f"blk.{il}", n_full if all_tokens else n_window
+        for norm in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "pre_ffw_norm_2",
+                     "post_ffw_norm_1", "post_ffw_norm_2"):
+            add(f"{name}.{norm}.weight", n_embd)
+        add(f"{name}.attn_q.weight", n_head * n, n_embd)
+        add(f"{name}.attn_q_norm.weight", n)
+        add(f"{name}.attn_output.weight", n_embd, n_head * n)
+        if il < n_layer - n_shared:
+            for part in ("k", "v"):
+                add(f"{name}.attn_{part}.weight", 2 * n, n_embd)
+            add(f"{name}.attn_k_norm.weight", n)
+        for part, shape in (("gate", (2 * n_embd, n_embd)), ("up", (2 * n_embd, n_embd)), ("down", (n_embd, 2 * n_embd))):
+            add(f"{name}.ffn_{part}.weight", *shape)
+        add(f"{name}.ffn_gate_inp.weight", n_expert, n_embd)
+        add(f"{name}.ffn_gate_inp.scale", n_embd)
+        add(f"{name}.ffn_gate_up_exps.weight", n_expert, 2 * n_ff, n_embd)
+        add(f"{name}.ffn_down_exps.weight", n_expert, n_embd, n_ff)
+        add(f"{name}.ffn_down_exps.scale", n_expert)
+        if n_per_layer:
+            add(f"{name}.inp_gate.weight", n_per_layer, n_embd)
+            add(f"{name}.proj.weight", n_embd, n_per_layer)
+            add(f"{name}.post_norm.weight", n_embd)
+    _finish(writer)
+
+
 def write_adapter(path: Path, model: Path, role: str, n_expert: int | None = None) -> None:
     """A random LoRA adapter of a model's tensors of a role. n_expert: for so many experts, in place of the model's."""
     reader = gguf.GGUFReader(model)

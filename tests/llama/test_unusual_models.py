@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import parts
 import pytest
-from ggufs import write_adapter, write_encoder_model, write_latent_model
+from ggufs import write_adapter, write_encoder_model, write_gemma4_model, write_latent_model
 from models import CHECKPOINT
 from processes import pyorch as pyorch_process
 
 import pyorch
+from pyorch.advise import machine
 from pyorch.cli import main
 from pyorch.convert.expert_outputs import LayerExperts
 from pyorch.errors import PyorchError
@@ -186,3 +187,21 @@ def test_commands_that_make_text_name_the_server_of_embeddings(
             with pytest.raises(PyorchError, match="makes embeddings and no text"):
                 list(model.generate("x"))
     assert embedded[0] == embedded[1]
+
+
+@pytest.mark.parametrize("n_per_layer", [0, 16])
+def test_layers_that_share_tensors_of_later_ones_are_computed_and_measured(
+    n_per_layer: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gemma 4: its first layers lack what llama.cpp loads for the fourth one, its last ones have no keys of their own."""
+    path = tmp_path / "gemma4.gguf"
+    write_gemma4_model(path, n_per_layer=n_per_layer)
+    assert is_identical(path)
+    for constant, value in (("N_ROUNDS", 1), ("N_PROMPT", 8), ("N_TOKENS", 4)):
+        monkeypatch.setattr(machine, constant, value)
+    with pyorch.ModelMap(path) as model_map:
+        assert machine.Machine(model_map, 1, lambda *_: None, again=True).compute().decode_seconds > 0
+    assert main(["inspect", str(path)]) == 0
+    assert "8, 8 of them with routed experts" in capsys.readouterr().out
+    assert main(["pack", str(path), "--codec", "table"]) == 0
+    assert is_identical(path)
