@@ -526,7 +526,8 @@ def test_a_record_of_other_conditions_is_refused(
     os.link(small_moe, model)
     arguments = [*sweep_arguments(model, buddies_file, record), "--text", str(TEXT), "--text-tokens", "64"]
     assert main(arguments) == 0
-    assert main([*arguments, "--limit", "9"]) == 2
+    limit = arguments.index("--limit") + 1
+    assert main([*arguments[:limit], "9", *arguments[limit + 1 :]]) == 2
     assert f"{record} was made with another --limit" in capsys.readouterr().err
     ghosts.write_bytes(b"of another fit")
     assert main(arguments) == 2
