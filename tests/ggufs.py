@@ -206,8 +206,9 @@ def write_gemma4_model(path: Path, n_layer: int = 8, n_embd: int = 128, n_expert
             for part in ("k", "v"):
                 add(f"{name}.attn_{part}.weight", 2 * n, n_embd)
             add(f"{name}.attn_k_norm.weight", n)
-        for part, shape in (("gate", (2 * n_embd, n_embd)), ("up", (2 * n_embd, n_embd)), ("down", (n_embd, 2 * n_embd))):
-            add(f"{name}.ffn_{part}.weight", *shape)
+        for part in ("gate", "up"):
+            add(f"{name}.ffn_{part}.weight", 2 * n_embd, n_embd)
+        add(f"{name}.ffn_down.weight", n_embd, 2 * n_embd)
         add(f"{name}.ffn_gate_inp.weight", n_expert, n_embd)
         add(f"{name}.ffn_gate_inp.scale", n_embd)
         add(f"{name}.ffn_gate_up_exps.weight", n_expert, 2 * n_ff, n_embd)

@@ -193,7 +193,7 @@ def test_commands_that_make_text_name_the_server_of_embeddings(
 def test_layers_that_share_tensors_of_later_ones_are_computed_and_measured(
     n_per_layer: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Gemma 4: its first layers lack what llama.cpp loads for the fourth one, its last ones have no keys of their own."""
+    """Gemma 4: llama.cpp loads `rope_freqs` for the fourth layer, and the last four have no keys of their own."""
     path = tmp_path / "gemma4.gguf"
     write_gemma4_model(path, n_per_layer=n_per_layer)
     assert is_identical(path)
