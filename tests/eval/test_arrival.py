@@ -85,6 +85,26 @@ def test_neither_do_a_busy_machine_and_what_is_guessed(small_moe: Path):
     assert beside.logits.tobytes() == alone.logits.tobytes() and beside.counts == alone.counts
 
 
+def test_what_a_context_left_behind_is_nothing_to_one_at_its_address(small_moe: Path):
+    """A context that is closed leaves its address to the next one, unless another context takes it before."""
+    def decoded(between: bool) -> list[bytes]:
+        found, others = [], []
+        with dynamic_model(small_moe, lossy_method(Substitution.parse("mode=random")), "30%", None, Arrival(),
+                           n_threads=1) as model:
+            tokens = model.llama.tokenize(TEXT.encode(), add_bos=False)
+            for start in range(0, 120, 20):
+                with Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+                    logits = [context.decode([token]) for token in (tokens * 4)[start : start + 20]]
+                found.append(np.concatenate(logits).tobytes())
+                if between:
+                    others.append(Context(model.llama.model, n_ctx=256, n_threads=1))
+            for other in others:
+                other.close()
+        return found
+
+    assert decoded(between=False) == decoded(between=True)
+
+
 def test_a_slower_simulated_disk_leaves_more_absent_and_a_seed_draws_other_times(small_moe: Path):
     at_once, slow = Found(small_moe, Arrival(0.0)), Found(small_moe, Arrival(8.0))
     assert at_once.counts.on_their_way == 0 < slow.counts.on_their_way

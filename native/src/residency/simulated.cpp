@@ -184,6 +184,12 @@ void SimulatedCache::pass(const void * context, int layer, const Demand & demand
     reader.run_until(now);
 }
 
+void SimulatedCache::forget(const void * context) {
+    std::lock_guard<std::mutex> lock(mutex);
+    owner.context = context;
+    table.forget(owner);
+}
+
 void SimulatedCache::wait_for(int layer, int expert, int role) {
     while (!table.address(owner, layer, expert, role, false) && reader.at_work()) {
         now = std::max(now, reader.ends_at());

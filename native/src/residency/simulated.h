@@ -108,6 +108,9 @@ public:
     // It asks for what it needs, waits for that, and computes. deferred: as of Table::defer.
     void pass(const void * context, int layer, const Demand & demand, const std::vector<int> & deferred);
 
+    // A context is gone: another one may get its address.
+    void forget(const void * context);
+
     void get_stats(int il, pyorch_stats & stats) { table.get_stats(il, stats); }
     void reset_stats() { table.reset_stats(); }
 

@@ -135,6 +135,9 @@ void end_context(const void * id, bool freed) {
     } else {
         context->routing.prefetcher.forget(id);
         context->routing.table.forget(context->owner);
+        if (context->routing.simulated_cache) {
+            context->routing.simulated_cache->forget(id);
+        }
         if (context->routing.device) {
             context->routing.device->forget(id);
         }
