@@ -22,6 +22,7 @@ typedef struct pyorch_exchange {
     int32_t      status; // of that; 404 where it does not
     int32_t      local;  // nonzero: it came over the loopback interface or a Unix socket
     void *       answer;
+    const void * request;
 } pyorch_exchange;
 
 // Calls pyorch_server_answer(); if it does not, llama-server's own answer stands. By the thread of the connection.
@@ -30,6 +31,9 @@ typedef void (*pyorch_answer_fn)(void * user, const pyorch_exchange * exchange);
 // location: for a redirection, else NULL.
 void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, const char * type, const char * location,
     const char * data, uint64_t data_size);
+
+// Nonzero: nobody waits for the answer any more.
+int32_t pyorch_server_has_left(const pyorch_exchange * exchange);
 
 typedef enum pyorch_server_when {
     PYORCH_SERVER_BEHIND = 0, // llama-server's own answer is shown, where it has the route

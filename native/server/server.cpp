@@ -71,6 +71,7 @@ void show(const Route & route, const server_http_req & request, server_http_res 
         response.status,
         connections().is_local(),
         &response,
+        &request,
     };
     route.answer(route.user, &exchange);
 }
@@ -278,6 +279,10 @@ void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, cons
     }
 }
 
+int32_t pyorch_server_has_left(const pyorch_exchange * exchange) {
+    return ends_answers || ((const server_http_req *) exchange->request)->should_stop();
+}
+
 void pyorch_server_add_route(
     const char * method, const char * path, int32_t when, pyorch_answer_fn answer, void * user) {
     routes.push_back({ method, path, when, answer, user });
@@ -294,7 +299,7 @@ void pyorch_server_check_schemas(pyorch_answer_fn check, void * user) {
     common_chat_schema_check = [check, user](const common_json & schema) {
         const std::string     text = schema.dump();
         server_http_res       response;
-        const pyorch_exchange exchange = { "", text.data(), text.size(), "", 0, 0, 0, &response };
+        const pyorch_exchange exchange = { "", text.data(), text.size(), "", 0, 0, 0, &response, nullptr };
         response.status                = 0;
         check(user, &exchange);
         if (response.status != 0) {

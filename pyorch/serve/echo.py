@@ -48,6 +48,10 @@ class _Asked:
     stop: list[str]
 
 
+class _Left(Exception):
+    """Nobody waits for the answer any more."""
+
+
 class Echo:
     """Answers completions that ask for an echo, and leaves others to llama-server.
 
@@ -85,7 +89,10 @@ class Echo:
             n_batch = min(_N_BATCH, max(1, _OUTPUT_BYTES // (4 * vocabulary.n_tokens)))
             try:
                 with Context(model, n_ctx, n_batch, n_batch, exact=True) as context:
-                    choices = [_choice(context, vocabulary, i, prompt, asked) for i, prompt in enumerate(asked.prompts)]
+                    choices = [_choice(context, vocabulary, i, prompt, asked, request.has_left)
+                               for i, prompt in enumerate(asked.prompts)]
+            except _Left:
+                return refusal(400, "the client has left")
             except PyorchError as error:
                 return refusal(503 if NOBODY_HAS_IT in str(error) else 500,
                                without_folders(str(error), files_of(self._managed.map)))
@@ -169,13 +176,19 @@ def _prompts(given: Any, vocabulary: Vocabulary) -> list[list[int]]:
 
 
 def _choice(
-    context: Context, vocabulary: Vocabulary, index: int, prompt: Sequence[int], asked: _Asked
+    context: Context, vocabulary: Vocabulary, index: int, prompt: Sequence[int], asked: _Asked,
+    has_left: Callable[[], bool],
 ) -> dict[str, Any]:
+    def decode(tokens: Sequence[int]) -> np.ndarray:
+        if has_left():
+            raise _Left
+        return context.decode(tokens)
+
     context.clear()
     tokens, values = list(prompt), _Values(asked.n_top)
     n_batch = context.n_batch
     for begin in range(0, len(prompt), n_batch):
-        rows = context.decode(prompt[begin : begin + n_batch])
+        rows = decode(prompt[begin : begin + n_batch])
         values.add(rows, prompt[begin + 1 : begin + 1 + len(rows)])
     row, reason = rows[-1], "length"
     text = _Text(map(vocabulary.piece, prompt))
@@ -190,7 +203,7 @@ def _choice(
             reason = "stop"
             break
         if len(tokens) < len(prompt) + asked.max_tokens:
-            row = context.decode([token])[0]
+            row = decode([token])[0]
     n_generated = len(tokens) - len(prompt)
     if end is None:
         text.finish()

@@ -28,7 +28,8 @@ class Request:
     """A request for a route.
 
     headers: by name, in lower case. own: what llama-server itself answers to it, "" where it lacks the route;
-    own_status with it. local: it came over the loopback interface or a Unix socket.
+    own_status with it. local: it came over the loopback interface or a Unix socket. has_left: whether nobody waits for
+    the answer any more; to be asked by the thread of the handler.
     """
 
     headers: dict[str, str]
@@ -36,6 +37,7 @@ class Request:
     own: str
     own_status: int
     local: bool
+    has_left: Callable[[], bool]
 
     def json(self) -> Any:
         """What the body holds; None where that is no JSON, for which llama-server has a sentence."""
@@ -201,4 +203,5 @@ def _read(exchange: Any) -> Request:
     return Request(
         {name.lower(): value for name, value in headers.items()}, data(exchange.body, exchange.body_size),
         data(exchange.data, exchange.data_size).decode("utf-8", "replace"), exchange.status, bool(exchange.local),
+        lambda: bool(lib.pyorch_server_has_left(exchange)),
     )

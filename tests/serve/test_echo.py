@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from models import CHECKPOINT, PROMPT
 from processes import HANG_SECONDS, python
-from servers import ServerProcess, pyorch_serve
+from servers import ServerProcess, pyorch_serve, wait_until
 
 from pyorch import load
 from pyorch.eval import arc
@@ -109,6 +110,21 @@ def test_a_stop_ends_the_text_and_is_no_part_of_it(server: ServerProcess):
     assert never == whole
     in_prompt, = echo(server, PROMPT, **options, stop=PROMPT[:4])
     assert in_prompt["text"].startswith(PROMPT)
+
+
+def test_a_request_whose_client_left_ends(server: ServerProcess):
+    """Others wait for it, and it would take half an hour."""
+    def uses() -> int:
+        totals = server.get("/residency")["totals"]
+        return totals["hits"] + totals["misses"]
+
+    body = json.dumps({"prompt": [[1] * 1000] * 5000, "echo": True, "max_tokens": 0}).encode()
+    before = uses()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+                           b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        wait_until(lambda: uses() > before)
+    assert echo(server, "import os")
 
 
 def test_several_prompts_are_answered_in_order(server: ServerProcess):
