@@ -28,6 +28,12 @@ typedef struct pyorch_exchange {
 // Calls pyorch_server_answer(); if it does not, llama-server's own answer stands. By the thread of the connection.
 typedef void (*pyorch_answer_fn)(void * user, const pyorch_exchange * exchange);
 
+// Of an answer: data is another body, which llama-server answers in place of the request's. REQUIRES: the route is
+// PYORCH_SERVER_FIRST.
+typedef enum pyorch_server_status {
+    PYORCH_SERVER_CONTINUE = 100,
+} pyorch_server_status;
+
 // location: for a redirection, else NULL.
 void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, const char * type, const char * location,
     const char * data, uint64_t data_size);

@@ -150,6 +150,11 @@ server_http_res_ptr answer(const Route & route, const server_http_req & request)
         response->status = first ? 0 : 404;
     }
     show(route, request, *response);
+    if (first && response->status == PYORCH_SERVER_CONTINUE) {
+        const server_http_req instead{ request.params, request.headers, request.path, request.query_string,
+            response->data, request.files, request.should_stop };
+        return own_answer(own, route.path, instead);
+    }
     return response->status ? std::move(response) : own_answer(own, route.path, request);
 }
 

@@ -108,6 +108,11 @@ def as_json(value: Any, status: int = 200) -> Answer:
     return Answer(json.dumps(value, separators=(",", ":"), allow_nan=False), status=status)
 
 
+def instead(body: Any) -> Answer:
+    """What llama-server is to answer in place of the request. Of a route that is asked before it."""
+    return as_json(body, lib.PYORCH_SERVER_CONTINUE)
+
+
 def refusal(status: int, sentence: str) -> Answer:
     """An error, in the form that llama-server gives it."""
     kind = {500: "server_error", 503: "unavailable_error"}.get(status, "invalid_request_error")

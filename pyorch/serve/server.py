@@ -160,7 +160,8 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
         handlers = [*(refuse_text(aliases[0], record) if path in TEXT_PATHS else ()), tools.check_grammars,
                     *([tools.require_functions] if path in tools.CHAT_PATHS else []),
                     *([tools.require_template] if path in tools.PATHS else []),
-                    *([echo.post] if path == "/v1/completions" else [])]
+                    *([echo.post] if path == "/v1/completions" else []),
+                    *([tools.translate] if path in (*tools.PATHS, *tools.COUNTING_PATHS) else [])]
         routes.add("POST", path, first_answer(*handlers), when=lib.PYORCH_SERVER_FIRST)
     pages.add_to(routes, bool(server.api_keys), root)
     return routes

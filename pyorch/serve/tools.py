@@ -1,5 +1,5 @@
-"""Requests that insist on a tool call of a model that cannot be asked for one, and grammars and schemas that are too
-much, or that llama-server would ignore."""
+"""Requests that insist on a tool call of a model that cannot be asked for one, grammars and schemas that are too much,
+and what llama-server would ignore."""
 
 from __future__ import annotations
 
@@ -92,6 +92,62 @@ def check_grammars(request: Request) -> Answer | None:
     return None
 
 
+def translate(request: Request) -> Answer | None:
+    """Asks in words that llama-server heeds: it ignores which tool is named, and the "text" of the Responses API.
+
+    If tools are named, the request has no others from now on. None: the request stands as it is.
+    """
+    if not any(word in request.body for word in (b"tool_choice", b'"text"', b"\\u")):
+        return None
+    body = request.json()
+    if not isinstance(body, dict):
+        return None
+    changed = _chosen_tools(body) | (_response_format(body) if "input" in body else {})
+    return routes.instead(body | changed) if changed else None
+
+
+def _chosen_tools(body: dict[str, Any]) -> dict[str, Any]:
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if not isinstance(choice, dict) or not isinstance(tools, list):
+        return {}
+    kind = choice.get("type", "function" if "function" in choice else None)
+    if kind == "allowed_tools":
+        inner = choice.get("allowed_tools")
+        inner = inner if isinstance(inner, dict) else choice
+        named, mode = _of_kind(inner, "tools", list, "a list") or [], inner.get("mode", "auto")
+    elif kind == "none":  # of Anthropic's API
+        return {"tools": []}
+    elif kind in ("function", "tool"):
+        named, mode = [choice], {"type": "any"} if kind == "tool" else "required"
+    else:
+        return {}
+    names = [_name_of(one) for one in named]
+    known = {_name_of(tool) for tool in tools}
+    for name in names:
+        if name is None or name not in known:
+            raise PyorchError(f'"tool_choice" is {json.dumps(choice)[:200]}, and "tools" has no {json.dumps(name)}')
+    return {"tools": [tool for tool in tools if _name_of(tool) in names], "tool_choice": mode}
+
+
+def _name_of(tool: Any) -> str | None:
+    of = tool.get("function", tool) if isinstance(tool, dict) else None
+    name = of.get("name") if isinstance(of, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _response_format(body: dict[str, Any]) -> dict[str, Any]:
+    """What "text" of responses says, as chat completions say it."""
+    form = _of_kind(_of_kind(body, "text", dict, "an object") or {}, "format", dict, "an object")
+    if form is None or form.get("type") == "text":
+        return {}
+    if form.get("type") == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise PyorchError(f'"format" of "text" is {json.dumps(form)[:200]}, and must be {{"type": "text"}}, {{"type": '
+                          '"json_object"} or {"type": "json_schema", "schema": {...}}')
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": form["schema"]}}}
+
+
 def require_functions(request: Request) -> Answer | None:
     """Refuses tools of chat completions that are no functions with a name: llama-server calls them its own error."""
     body = request.json() if b"tools" in request.body else None
@@ -126,9 +182,8 @@ def _check_form(form: dict[str, Any] | None) -> None:
 
 
 def _check_name(tool: Any) -> None:
-    of = tool.get("function", tool) if isinstance(tool, dict) else None
-    name = of.get("name") if isinstance(of, dict) else None
-    if isinstance(name, str) and len(name) > MAX_NAME:
+    name = _name_of(tool)
+    if name is not None and len(name) > MAX_NAME:
         raise PyorchError(f"the name of a tool has {len(name)} characters, and {MAX_NAME} are allowed")
 
 

@@ -453,6 +453,8 @@ def test_clients_get_the_answers_of_one_model(one: ServerProcess, several: Serve
             chats(**chat, logprobs=True, top_logprobs=2, **greedy), list(chats(**chat, stream=True, **greedy)),
             chats(**chat, response_format=schema, **greedy),
             openai.responses.create(model="sparse", input=PROMPT, max_output_tokens=6, **greedy).output_text,
+            openai.responses.create(model="sparse", input=PROMPT, max_output_tokens=6, **greedy, text={
+                "format": {"type": "json_schema", **schema["json_schema"]}}).output_text,
             openai.models.retrieve("sparse"), refusal_of(lambda: chats(**chat, temperature="hot"), server.error),
             refusal_of(lambda: openai.embeddings.create(model="sparse", input=PROMPT), server.error),
             claude.messages.create(**chat, **greedy), streamed,

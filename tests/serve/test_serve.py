@@ -130,6 +130,77 @@ def test_a_tool_call_that_is_required_of_a_template_with_tools_is_not_refused(st
     answer = server.client.chat.completions.create(
         model="", messages=[{"role": "user", "content": PROMPT}], max_tokens=8, tools=[TOOL], tool_choice="required")
     assert answer.usage.completion_tokens == 8
+    check_that_a_named_tool_is_required(server)
+
+
+def check_that_a_named_tool_is_required(server: ServerProcess) -> None:
+    """It is the only one that the model is told of, and no answer ends without a call: the end of text is likeliest."""
+    def post(path: str, body: dict) -> dict:
+        status, text = server.post(path, body)
+        assert status == 200, text
+        return json.loads(text)
+
+    end = server.get("/tokenizer_info")["eos_token"]
+    end, = post("/tokenize", {"prompt": end, "add_special_tokens": False})["tokens"]
+    asked = {"messages": [{"role": "user", "content": PROMPT}], "input": PROMPT, "max_tokens": 6,
+             "max_output_tokens": 6, "logit_bias": [[end, 1000]]}
+    other = {"type": "function", "function": {**TOOL["function"], "name": "other"}}
+    flat, claude = {**FLAT_TOOL, "name": "other"}, {**CLAUDE_TOOL, "name": "other"}
+    for path, count, tools, choices, free in (
+        ("/v1/chat/completions", "/v1/chat/completions/input_tokens", [other, TOOL], [
+            {"type": "function", "function": {"name": "add"}}, {"function": {"name": "add"}},
+            {"type": "allowed_tools", "allowed_tools": {
+                "mode": "required", "tools": [{"type": "function", "function": {"name": "add"}}]}}], "auto"),
+        ("/v1/responses", "/v1/responses/input_tokens", [flat, FLAT_TOOL], [
+            {"type": "function", "name": "add"},
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}], "auto"),
+        ("/v1/messages", "/v1/messages/count_tokens", [claude, CLAUDE_TOOL], [{"type": "tool", "name": "add"}],
+         {"type": "auto"}),
+    ):
+        def n_generated(tools: list, choice: object) -> int:
+            usage = post(path, asked | {"tools": tools, "tool_choice": choice})["usage"]
+            return usage.get("completion_tokens", usage.get("output_tokens"))
+
+        def n_prompt(tools: list, choice: object) -> int:
+            return post(count, asked | {"tools": tools, "tool_choice": choice})["input_tokens"]
+
+        biased = path != "/v1/messages"  # which takes no bias
+        assert not biased or n_generated(tools, free) <= 1, "nothing is required"
+        for choice in choices:
+            assert n_generated(tools, choice) == 6 or not biased, (path, choice)
+            assert n_prompt(tools, choice) == n_prompt(tools[1:], free) < n_prompt(tools, free), (path, choice)
+        absent = json.loads(json.dumps(choices[0]).replace("add", "absent"))
+        status, text = server.post(path, asked | {"tools": tools, "tool_choice": absent})
+        assert status == 400 and json.loads(text)["error"]["message"].endswith('and "tools" has no "absent"')
+    none = asked | {"tools": [claude, CLAUDE_TOOL], "tool_choice": {"type": "none"}}
+    without = asked | {"tools": []}
+    assert post("/v1/messages/count_tokens", none) == post("/v1/messages/count_tokens", without)
+
+
+@pytest.mark.parametrize(("form", "texts"), [
+    ({"type": "json_schema", "name": "answer", "schema": {"enum": ["yes", "no"]}}, ('"yes"', '"no"')),
+    ({"type": "json_schema", "name": "answer", "strict": True, "schema": {"const": 7}}, ("7",)),
+])
+def test_responses_obey_the_schema_of_their_text(server: ServerProcess, form: dict, texts: tuple[str, ...]):
+    asked = {"model": "", "input": PROMPT, "max_output_tokens": 24, "text": {"format": form}}
+    assert server.client.responses.create(**asked).output_text in texts
+    *_, last = server.client.responses.create(**asked, stream=True)
+    assert last.response.output_text in texts
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ({"format": {"type": "json_schema", "name": "a", "schema": {"type": "string", "minLength": 5, "maxLength": 2}}},
+     "the JSON schema allows nothing"),
+    ({"format": {"type": "json_schema", "name": "a", "schema": []}}, '"format" of "text" is'),
+    ({"format": {"type": "json_schema"}}, '"format" of "text" is'),
+    ({"format": {"type": "xml"}}, '"format" of "text" is'),
+    ({"format": "json"}, '"format" is "json", and must be an object'),
+    ("short", '"text" is "short", and must be an object'),
+])
+@pytest.mark.parametrize("path", ["/v1/responses", "/responses/input_tokens"])
+def test_a_form_that_responses_cannot_have_is_refused(server: ServerProcess, path: str, text: object, said: str):
+    status, answer = server.post(path, {"input": PROMPT, "max_output_tokens": 4, "text": text})
+    assert status == 400 and said in json.loads(answer)["error"]["message"], answer
 
 
 def test_stream_says_the_same_as_the_whole_answer(server: ServerProcess):
