@@ -54,7 +54,8 @@ def test_a_grammar_is_obeyed(small_moe: Path, tmp_path: Path, capsys: pytest.Cap
 
 def test_a_json_schema_is_obeyed(small_moe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schema = '{"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2}'
-    words = ("run", str(small_moe), "-p", "x = ", *FEW, "-n", "24", "--json-schema", schema)
+    few = [word if word != "4" else "24" for word in FEW]
+    words = ("run", str(small_moe), "-p", "x = ", *few, "--json-schema", schema)
     assert main(words) == 0
     assert all(isinstance(item, bool) for item in json.loads(capsys.readouterr().out))
 
@@ -101,7 +102,7 @@ def test_sampling_options_reach_the_sampler(small_moe: Path, capsys: pytest.Capt
     assert capsys.readouterr().out == certain
     assert main([*words, "--min-p", "0"]) == 0
     assert capsys.readouterr().out != certain
-    repeated = ["run", str(small_moe), *FEW, "-p", "a a a a a a a a", "-n", "8"]
+    repeated = ["run", str(small_moe), *(word if word != "4" else "8" for word in FEW), "-p", "a a a a a a a a"]
     outputs = []
     for penalty in ("1", "8"):
         assert main([*repeated, "--repeat-penalty", penalty]) == 0
