@@ -83,8 +83,7 @@ class Settings:
     )
     recovery: str = option(
         KERNELS, recovery, "kernels or affinity", metavar="ORDER",
-        help="the order in which experts of a compressed pack are read and recovered: kernels (matrix by matrix, as "
-             "they are computed), or affinity (expert by expert, as ZipMoE schedules them)",
+        help="how a compressed pack is recovered: kernels (by matrix) or affinity (by expert)",
     )
     device: str = option(
         NONE, device_name, "the names of devices", group=DEVICE, metavar="NAME,...",
