@@ -711,7 +711,7 @@ def test_a_budget_that_leaves_no_room_for_the_context_is_made_smaller_and_that_i
     settings = Settings(budget="50%", device=process.name, vram_budget="100%")
     with server.planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1", "-ub", "32"]), False) as ctx:
         assert 0 < ctx.engine.stats().device_budget_bytes <= 12 * MiB - dense
-    with server.planned(str(small_moe), settings, Flags(["-c", "256", "-np", "1"]), False) as ctx:
+    with server.planned(str(small_moe), settings, Flags(["-c", "2048", "-np", "1"]), False) as ctx:
         assert ctx.engine.stats().device_budget_bytes == 0
     assert planned == [32, 2048]
 

@@ -540,7 +540,8 @@ def test_what_cannot_be_profiled_is_one_sentence(
     small_moe: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, arguments: list[str], complaint: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    command = ["profile", str(small_moe), "--data", str(FACTS), "--budget", "50%", "-o", "a.trace", *arguments]
+    output = () if "-o" in arguments else ("-o", "a.trace")
+    command = ["profile", str(small_moe), "--data", str(FACTS), "--budget", "50%", *output, *arguments]
     assert main(command) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
