@@ -39,6 +39,11 @@ FILES = (
 MEANT = {
     "test_basic: test_no_ui": "/ leads to the live view where no chat page is wanted",
     "test_metrics: test_metrics_disabled": "/metrics is always there, with what experts do",
+    **dict.fromkeys(
+        ("test_compat_anthropic: test_anthropic_tool_result_with_image",
+         "test_compat_anthropic: test_anthropic_vision_format_accepted",
+         "test_security: test_local_media_file[None-file://mtmd/test-1.jpeg-False]"),
+        "a request that the model cannot answer has status 400, not 500"),
 }
 _MODEL_FLAGS = ("--hf-repo", "--hf-file", "--model-url", "--model")  # each has a value
 _HELPERS = {

@@ -178,6 +178,7 @@ def test_a_scheduler_that_is_killed_while_experts_move_goes_on_where_it_was(
     killed = cluster.scheduler()
     os.kill(killed["pid"], signal.SIGKILL)
     answers.add(cluster.complete(servers["a"]["url"], other))
+    wait_until(lambda: (cluster.scheduler() or {"last": None})["last"])  # the new scheduler has asked the servers
     report = settled(cluster)
     assert report["pid"] != killed["pid"] and report["failed"] == ""
     assert report["last"] == verdict and report["plan"] >= killed["plan"]
