@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 N_TABLES = 3
+N_MATCHES, TAU, HORIZON, SEARCHES = 32, 0.05, 12, 4
+LEAST_VOTES, ZERO_VOTES = 0.025, 0.375
 STEP, BIAS_SHARE, FEATURE_STEP, DISCOUNT = 0.02, 0.3, 0.25, 0.85
 
 
@@ -16,13 +18,14 @@ class LearnedValue:
         shape = n_layers, n_expert
         self.counts = np.full((3, *shape), self.share)
         self.age = np.full(shape, 20.0)
-        self.weights = np.array([0.4, 0.3, 0, 0, 1, 1, 1, np.log(self.share / (1 - self.share) + 1e-3)])
-        self.squares = np.full(8, 1e-2)
+        self.weights = np.array([0.4, 0.3, 0, 0, 1, 1, 1, 0, np.log(self.share / (1 - self.share) + 1e-3)])
+        self.squares = np.full(9, 1e-2)
         self.bias = np.zeros(shape)
         self.tables = np.zeros((N_TABLES, n_layers, n_expert, n_expert))
         self.value = np.full(shape, self.share)
         self.past: list[tuple[np.ndarray, list] | None] = [None] * n_layers
         self.previous: list[int] = []
+        self.moments = Moments(n_layers, n_expert, n_used)
 
     def visit(self, layer: int, used: np.ndarray, continues: bool) -> None:
         hit = np.isin(np.arange(self.bias.shape[1]), used).astype(float)
@@ -31,9 +34,11 @@ class LearnedValue:
         self.age[layer] = (self.age[layer] + 1) * (1 - hit)
         past = self.past[layer]
         active = [list(used), self.previous, past[1][0] if past else []]
+        votes = self.moments.votes(layer, hit, continues)
         features = np.vstack([
             np.log((self.counts[:, layer] + 2e-3) / self.share), np.log1p(self.age[layer]) - 2,
-            *(table[layer, rows].sum(0) for table, rows in zip(self.tables, active)), np.ones_like(hit),
+            *(table[layer, rows].sum(0) for table, rows in zip(self.tables, active)),
+            np.zeros_like(hit) if votes is None else np.log((votes + LEAST_VOTES) / ZERO_VOTES), np.ones_like(hit),
         ])
         value = 1 / (1 + np.exp(-(self.weights @ features + self.bias[layer])))
         if past and continues:
@@ -47,6 +52,52 @@ class LearnedValue:
         self.value[layer] = value
         self.past[layer] = features, active
         self.previous = list(used)
+
+
+class Moments:
+    """What tokens used after moments that were like the present one. Of one context, with room for all tokens."""
+
+    def __init__(self, n_layers: int, n_expert: int, n_used: int) -> None:
+        self.n_layers, self.n_used = n_layers, n_used
+        self.tokens: list[np.ndarray] = []  # [n_layers, n_expert] each, nonzero: used
+        self.follows: list[bool] = []  # the token follows on the one before
+        self.scale = n_used / n_expert * sum(DISCOUNT**h for h in range(HORIZON))
+        self.matches: list[tuple[int, float]] = []
+
+    def votes(self, layer: int, hit: np.ndarray, continues: bool) -> np.ndarray | None:
+        """Of the experts of a layer that was visited now, as a multiple of uniform votes; None: nothing is known."""
+        if layer == 0:
+            self.tokens.append(np.zeros((self.n_layers, len(hit))))
+            self.follows.append(continues and len(self.tokens) > 1)
+        self.tokens[-1][layer] = hit
+        if layer % -(-self.n_layers // SEARCHES) == 0:
+            self.matches = self.search(layer)
+        if not self.matches:
+            return None
+        sums = np.zeros_like(hit)
+        for token, weight in self.matches:
+            for h in range(HORIZON):
+                after = token + 1 + h
+                if after >= len(self.tokens) - 1 or not self.follows[after]:
+                    break
+                sums += weight * DISCOUNT**h * self.tokens[after][layer]
+        return sums / self.scale
+
+    def search(self, layer: int) -> list[tuple[int, float]]:
+        now = len(self.tokens) - 1
+        alike = {}
+        for token in range(now - 1):
+            if not self.follows[token + 1]:
+                continue
+            alike[token] = (self.tokens[token] * self.tokens[now])[: layer + 1].sum()
+            if self.follows[token] and self.follows[now]:
+                alike[token] += (self.tokens[token - 1] * self.tokens[now - 1])[layer + 1 :].sum()
+        if not alike:
+            return []
+        most = max(alike.values())
+        best = sorted(alike, key=lambda token: (alike[token], token), reverse=True)[:N_MATCHES]
+        weights = np.array([np.exp((alike[token] - most) / (TAU * self.n_layers * self.n_used)) for token in best])
+        return list(zip(best, weights / weights.sum()))
 
 
 def hit_rate(used: np.ndarray, request: np.ndarray, n_expert: int, capacity: int, n_warm: int) -> float:

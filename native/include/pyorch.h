@@ -378,6 +378,12 @@ typedef struct pyorch_learned {
     float * counts;  // [n_layers][n_counts][n_expert] fading use counts, 0 to 1
     float * bias;    // [n_layers][n_expert]
     float * tables;  // [n_layers][n_tables][n_expert][n_expert]
+
+    // The last tokens, the oldest first: masks of the experts that they used, and the index of the token before each in
+    // its context, or -1.
+    int32_t   n_moments, n_moment_words;
+    int32_t * moments;  // [n_moments][n_layers][n_moment_words]
+    int32_t * previous; // [n_moments]
 } pyorch_learned;
 
 // Fills in the sizes, and copies to those arrays that are not NULL. PYORCH_INVALID under another policy.

@@ -196,19 +196,20 @@ class Engine:
         check(lib.pyorch_set_uses(self.handle, il, array("double", uses), len(uses)))
 
     def learned(self) -> dict[str, np.ndarray]:
-        """A copy of what the policy "learned" has learned: the arrays of pyorch_learned, float32.
+        """A copy of what the policy "learned" has learned: the arrays of pyorch_learned, as LEARNED says.
 
         PyorchError under another policy.
         """
         raw = call(lib.pyorch_get_learned, self.handle, out="pyorch_learned")
-        arrays = {name: np.empty(shape, np.float32) for name, shape in _learned_shapes(raw).items()}
+        arrays = {name: np.empty(shape, LEARNED[name]) for name, shape in _learned_shapes(raw).items()}
         check(lib.pyorch_get_learned(self.handle, given("pyorch_learned", **_pointers(arrays))))
         return arrays
 
     def set_learned(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Goes on from what learned() gave. PyorchError under another policy, and for arrays that do not fit."""
         raw = call(lib.pyorch_get_learned, self.handle, out="pyorch_learned")
-        shapes = _learned_shapes(raw)
+        raw.n_moments = len(arrays["previous"]) if "previous" in arrays else 0
+        shapes = {name: shape for name, shape in _learned_shapes(raw).items() if 0 not in shape}
         for name, shape in shapes.items():
             found = list(arrays[name].shape) if name in arrays else "nothing"
             if found != list(shape):
@@ -504,6 +505,13 @@ class Engine:
         return read(RemoteStats, call(lib.pyorch_get_remote_counts, self.handle, out="pyorch_remote_counts"))
 
 
+# The arrays of a pyorch_learned, and what their numbers are.
+LEARNED = {
+    **dict.fromkeys(("weights", "counts", "bias", "tables"), "float32"),
+    **dict.fromkeys(("moments", "previous"), "int32"),
+}
+
+
 def _learned_shapes(raw) -> dict[str, tuple[int, ...]]:
     """Of the arrays of a pyorch_learned, by name."""
     return {
@@ -511,11 +519,14 @@ def _learned_shapes(raw) -> dict[str, tuple[int, ...]]:
         "counts": (raw.n_layers, raw.n_counts, raw.n_expert),
         "bias": (raw.n_layers, raw.n_expert),
         "tables": (raw.n_layers, raw.n_tables, raw.n_expert, raw.n_expert),
+        "moments": (raw.n_moments, raw.n_layers, raw.n_moment_words),
+        "previous": (raw.n_moments,),
     }
 
 
 def _pointers(arrays: Mapping[str, np.ndarray]) -> dict[str, object]:
-    return {name: array("float", values) for name, values in arrays.items()}
+    kinds = {"float32": "float", "int32": "int32_t"}
+    return {name: array(kinds[LEARNED[name]], values) for name, values in arrays.items()}
 
 
 def _endpoint(port: int, **texts: str):

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pyorch.errors import FormatError, PyorchError
 from pyorch.library.bindings import lib
 from pyorch.library.numerics import np
-from pyorch.runtime.engine import Engine
+from pyorch.runtime.engine import LEARNED, Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container
 
 KIND = "eviction"
-VERSION = 1
+VERSION = 2  # 1 had no moments
 
 _RESIDENT = "resident"
 
@@ -51,7 +51,7 @@ def write(
 ) -> None:
     """Writes the file, whole or not at all. PyorchError if it cannot be written, or there is nothing to write."""
     experts = resident(engine, model_map)
-    arrays = {**learned, **({_RESIDENT: experts} if len(experts) else {})}
+    arrays = {name: values for name, values in (*learned.items(), (_RESIDENT, experts)) if len(values)}
     if not arrays:
         raise PyorchError(f"{os.fspath(path)} is not written: no expert is resident, and nothing was learned")
     container.write(path, KIND, VERSION, model_map, {}, arrays)
@@ -68,5 +68,5 @@ def read(path: str | os.PathLike[str], model_map: ModelMap) -> Kept:
     if not (experts.dtype == np.int32 and experts.ndim == 2 and experts.shape[1] == 2 and (experts >= 0).all()
             and (experts[:, 0] < len(n_expert)).all() and (experts[:, 1] < n_expert[experts[:, 0]]).all()):
         raise FormatError(f"{path} names experts that {model_map.path} does not have: make it again")
-    learned = {name: values for name, values in arrays.items() if values.dtype == np.float32}
+    learned = {name: values for name, values in arrays.items() if values.dtype == LEARNED.get(name)}
     return Kept(path, learned, experts)

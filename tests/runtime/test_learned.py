@@ -82,13 +82,17 @@ def test_logits_are_those_of_the_resident_model(small_moe: Path) -> None:
 def test_what_cannot_have_been_learned_is_refused(small_moe: Path, tmp_path: Path) -> None:
     path = tmp_path / "eviction.gguf"
     with ModelMap(small_moe) as model_map, Engine(model_map, "40%", "learned", simulated=True) as engine:
-        good = engine.learned()
+        good = {**engine.learned(), "moments": np.zeros((2, 8, 2), np.int32), "previous": np.array([-1, 0], np.int32)}
         for changes, sentence in (
             ({"bias": np.full_like(good["bias"], np.nan)}, "bias that cannot be"),
             ({"counts": good["counts"] + 2}, "counts that cannot be"),
             ({"weights": np.zeros_like(good["weights"])}, "squares that cannot be"),
             ({"tables": good["tables"][:4]}, r"\[4, 3, 64, 64\] as tables, the model needs \[8, 3, 64, 64\]"),
             ({"bias": good["bias"].astype(np.float64)}, "nothing as bias"),
+            ({"previous": np.array([-1, 1], np.int32)}, "moments in an order that cannot be"),
+            ({"previous": np.array([-1, 0, 0], np.int32), "moments": np.zeros((3, 8, 2), np.int32)},
+             "moments in an order that cannot be"),
+            ({"moments": np.zeros((3, 8, 1), np.int32)}, r"\[3, 8, 1\] as moments, the model needs \[2, 8, 2\]"),
         ):
             container.write(path, eviction.KIND, eviction.VERSION, model_map, {}, {**good, **changes})
             with pytest.raises(FormatError, match=sentence):

@@ -49,7 +49,8 @@ void check_devices(const pyorch_config & given, int n_layers) {
 
 constexpr int32_t N_WEIGHTS = 2 * LearnedValue::N_WEIGHTS;
 
-void write_array(float * to, const std::vector<float> & from) {
+template <typename Number>
+void write_array(Number * to, const std::vector<Number> & from) {
     if (to) {
         std::copy(from.begin(), from.end(), to);
     }
@@ -64,6 +65,34 @@ std::vector<float> read_array(const float * from, size_t n, const char * what, f
         throw Failure(PYORCH_INVALID, format("what was learned for eviction has %s that cannot be", what));
     }
     return array;
+}
+
+// The index of the token before each. Each token has at most one behind it.
+std::vector<int32_t> read_tokens(const pyorch_learned & given) {
+    if (given.n_moments < 0 || (given.n_moments > 0 && (!given.moments || !given.previous))) {
+        throw Failure(PYORCH_INVALID, "what was learned for eviction lacks its moments");
+    }
+    std::vector<int32_t> previous(given.previous, given.previous + given.n_moments);
+    std::vector<bool>    followed(previous.size());
+    for (size_t i = 0; i < previous.size(); ++i) {
+        if (previous[i] < -1 || previous[i] >= (int64_t) i || (previous[i] >= 0 && followed[(size_t) previous[i]])) {
+            throw Failure(PYORCH_INVALID, "what was learned for eviction has moments in an order that cannot be");
+        }
+        if (previous[i] >= 0) {
+            followed[(size_t) previous[i]] = true;
+        }
+    }
+    return previous;
+}
+
+// Bits beyond the experts of the widest layer are 0.
+void check_masks(const std::vector<int32_t> & masks, int n_words, int n_expert) {
+    const uint32_t beyond = n_expert % 32 == 0 ? 0 : ~0u << (n_expert % 32);
+    for (size_t last = (size_t) n_words - 1; last < masks.size(); last += (size_t) n_words) {
+        if ((uint32_t) masks[last] & beyond) {
+            throw Failure(PYORCH_INVALID, "what was learned for eviction names experts that the model does not have");
+        }
+    }
 }
 
 // Nothing that is learned comes near it.
@@ -184,17 +213,22 @@ pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy) {
 pyorch_status pyorch_get_learned(pyorch_engine * engine, pyorch_learned * learned) {
     return guarded_outside_callbacks(__func__, [&] {
         engine->table.with_learned([&](LearnedValue & value) {
-            learned->n_layers  = value.n_layers;
-            learned->n_expert  = value.n_expert;
-            learned->n_tables  = LearnedValue::N_TABLES;
-            learned->n_counts  = LearnedValue::N_COUNTS;
-            learned->n_weights = N_WEIGHTS;
-            if (learned->weights || learned->counts || learned->bias || learned->tables) {
+            learned->n_layers       = value.n_layers;
+            learned->n_expert       = value.n_expert;
+            learned->n_tables       = LearnedValue::N_TABLES;
+            learned->n_counts       = LearnedValue::N_COUNTS;
+            learned->n_weights      = N_WEIGHTS;
+            learned->n_moments      = value.n_moments();
+            learned->n_moment_words = value.n_moment_words();
+            if (learned->weights || learned->counts || learned->bias || learned->tables || learned->moments ||
+                learned->previous) {
                 const LearnedValue::State state = value.export_state();
                 write_array(learned->weights, state.weights);
                 write_array(learned->counts, state.counts);
                 write_array(learned->bias, state.bias);
                 write_array(learned->tables, state.tables);
+                write_array(learned->moments, state.moments);
+                write_array(learned->previous, state.previous);
             }
         });
     });
@@ -221,6 +255,15 @@ pyorch_status pyorch_set_learned(pyorch_engine * engine, const pyorch_learned * 
             state.bias   = read_array(given.bias, layers * experts, "bias", -LARGE, LARGE);
             state.tables =
                 read_array(given.tables, layers * LearnedValue::N_TABLES * experts * experts, "tables", -LARGE, LARGE);
+            state.previous = read_tokens(given);
+            if (given.n_moment_words != value.n_moment_words()) {
+                throw Failure(PYORCH_INVALID,
+                    format("what was learned for eviction has moments of %d words, the model needs %d",
+                        given.n_moment_words, value.n_moment_words()));
+            }
+            state.moments.assign(
+                given.moments, given.moments + (size_t) given.n_moments * layers * (size_t) given.n_moment_words);
+            check_masks(state.moments, value.n_moment_words(), value.n_expert);
             value.import_state(state);
         });
     });

@@ -70,6 +70,74 @@ static void what_was_learned_goes_on_from_its_copy() {
     const auto a = one.export_state(), b = other.export_state();
     CHECK(a.weights == b.weights && a.counts == b.counts && a.bias == b.bias && a.tables == b.tables);
     CHECK(a.tables.size() == 2 * 3 * 20 * 20);
+    CHECK(a.moments == b.moments && a.previous == b.previous);
+    CHECK(a.moments.size() == 100 * 2 && a.previous.size() == 100);
+    for (int token = 0; token < 100; ++token) {
+        CHECK(a.previous[(size_t) token] == token - 1);
+        CHECK(__builtin_popcount((uint32_t) a.moments[(size_t) (2 * token)]) == 3);
+    }
+}
+
+// Long after the tables and counts have forgotten it, a moment is recognized by what came before it.
+static void what_followed_a_moment_that_was_alike_is_valued() {
+    constexpr int N = 40, N_USED = 2, N_LAYERS = 4, LENGTH = 30;
+    std::mt19937  rng(9);
+    auto          random_text = [&] {
+        std::vector<std::vector<int>> text(LENGTH * N_LAYERS);
+        for (auto & used : text) {
+            used = { (int) (rng() % (N / 2)), (int) (N / 2 + rng() % (N / 2)) };
+        }
+        return text;
+    };
+    Moments moments(N_LAYERS, N, N_USED);
+    auto    pass = [&](const std::vector<std::vector<int>> & text, int n_tokens) {
+        for (int i = 0; i < n_tokens * N_LAYERS; ++i) {
+            moments.visit({ &moments, i % N_LAYERS, i >= N_LAYERS, text[(size_t) i] });
+        }
+    };
+    const auto known = random_text();
+    pass(known, LENGTH);
+    for (int other = 0; other < 40; ++other) {
+        pass(random_text(), LENGTH);
+    }
+    pass(known, 10);
+    std::vector<float> votes((size_t) moments.n_words() * 32);
+    CHECK(moments.votes(&moments, N_LAYERS - 1, votes.data()));
+    for (int expert : known[10 * N_LAYERS + N_LAYERS - 1]) { // of the next token
+        const auto more =
+            std::count_if(votes.begin(), votes.end(), [&](float v) { return v > votes[(size_t) expert]; });
+        CHECK(more <= 3);
+    }
+    std::vector<float> untouched(votes.size(), 7);
+    CHECK(!moments.votes(&votes, 0, untouched.data()) && untouched[0] == 7);
+}
+
+// More tokens than there is room for, of two contexts that take turns.
+static void the_oldest_moments_make_room() {
+    constexpr int N_LAYERS = 40, N = 1024; // 5 KB a token
+    Moments       moments(N_LAYERS, N, 2);
+    int           a, b;
+    std::mt19937  rng(10);
+    CHECK(moments.capacity < 1000);
+    for (int token = 0; token < 2 * moments.capacity + 3; ++token) {
+        const void * context = rng() % 3 ? &a : &b;
+        for (int layer = 0; layer < N_LAYERS; ++layer) {
+            moments.visit({ context, layer, rng() % 20 != 0, { (int) (rng() % N) } });
+        }
+        std::vector<float> votes(N);
+        moments.votes(context, N_LAYERS - 1, votes.data());
+        CHECK(std::all_of(votes.begin(), votes.end(), [](float v) { return v >= 0 && v < 1e6f; }));
+        if (token % 97 == 0) {
+            moments.forget(&b);
+        }
+    }
+    std::vector<int32_t> masks, previous, masks2, previous2;
+    moments.export_tokens(masks, previous);
+    CHECK((int) previous.size() == moments.capacity && moments.size() == moments.capacity);
+    Moments other(N_LAYERS, N, 2);
+    other.import_tokens(masks, previous);
+    other.export_tokens(masks2, previous2);
+    CHECK(masks == masks2 && previous == previous2);
 }
 
 // No thread learns here: the layer that comes next does.
@@ -193,6 +261,8 @@ int main(int argc, char ** argv) {
             what_follows_what_is_learned_and_valued,
             what_does_not_follow_on_teaches_no_table,
             what_was_learned_goes_on_from_its_copy,
+            what_followed_a_moment_that_was_alike_is_valued,
+            the_oldest_moments_make_room,
             a_table_has_learned_from_all_layers_before_one_comes,
             pins_minima_and_limits_hold_for_what_is_worth_least,
             a_lowered_budget_keeps_what_is_worth_most_and_learning_goes_on,

@@ -13,6 +13,10 @@ constexpr float FIRST_AGE    = 20;
 constexpr float LEAST_COUNT  = 1e-12f; // smaller numbers are slow, and mean nothing
 constexpr float MOST_LOGIT   = 30;
 
+// Added to votes, and what votes are compared with: as multiples of uniform ones.
+constexpr float LEAST_VOTES = 0.025f;
+constexpr float ZERO_VOTES  = 0.375f;
+
 constexpr int LANES = 8;
 
 constexpr float TABLE_STEP = 0.02f; // on the rows that were active
@@ -99,6 +103,12 @@ void log_ages(float * __restrict to, float * __restrict age, const float * __res
     }
 }
 
+void log_votes(float * __restrict to, const float * __restrict votes, int n) {
+    for (int i = 0; i < n; ++i) {
+        to[i] = log_of((votes[i] + LEAST_VOTES) * (1 / ZERO_VOTES));
+    }
+}
+
 void sigmoid(float * __restrict to, const float * __restrict logit, int n) {
     for (int i = 0; i < n; ++i) {
         float x = logit[i];
@@ -121,8 +131,8 @@ int widest(const std::vector<int> & n_experts) { return *std::max_element(n_expe
 
 LearnedValue::LearnedValue(const std::vector<int> & n_experts, int n_used_) :
         n_layers((int) n_experts.size()), n_expert(widest(n_experts)), width((n_expert + LANES - 1) / LANES * LANES),
-        n_used(std::clamp(n_used_, 1, n_expert)), weights{ 0.4f, 0.3f, 0, 0, 1, 1, 1, 0 }, hit(width), logit(width),
-        value(width), error(width) {
+        n_used(std::clamp(n_used_, 1, n_expert)), weights{ 0.4f, 0.3f, 0, 0, 1, 1, 1, 0, 0 }, hit(width), logit(width),
+        value(width), error(width), moments(n_layers, n_expert, n_used), votes((size_t) moments.n_words() * 32) {
     const float share = (float) n_used / (float) n_expert;
     const float odds  = share < 1 ? share / (1 - share) : 1e3f;
     weights.back()    = std::log(odds + 1e-3f);
@@ -163,6 +173,11 @@ void LearnedValue::look(Layer & layer, const Visit & visit, const Active & activ
             add(sum.data(), layer.tables[t].data() + (size_t) row * width, width);
         }
     }
+    Row & voted = features[N_ROWS - 1];
+    std::fill(voted.begin(), voted.end(), 0.0f);
+    if (moments.votes(visit.context, visit.layer, votes.data())) {
+        log_votes(voted.data(), votes.data(), layer.n_expert);
+    }
 }
 
 // Moves the past value towards what came of it.
@@ -199,6 +214,7 @@ void LearnedValue::visit(const Visit & visit) {
     Past & past = passage.past[visit.layer];
 
     const Active active = { visit.experts, passage.previous, past.active[0] };
+    moments.visit(visit);
     look(layer, visit, active);
     std::copy(layer.bias.begin(), layer.bias.end(), logit.begin());
     for (int i = 0; i < N_ROWS; ++i) {
@@ -220,7 +236,10 @@ void LearnedValue::visit(const Visit & visit) {
     std::copy_n(value.begin(), layer.n_expert, layer.published.begin());
 }
 
-void LearnedValue::forget(const void * context) { passages.erase(context); }
+void LearnedValue::forget(const void * context) {
+    passages.erase(context);
+    moments.forget(context);
+}
 
 LearnedValue::State LearnedValue::export_state() const {
     State state;
@@ -238,6 +257,7 @@ LearnedValue::State LearnedValue::export_state() const {
             }
         }
     }
+    moments.export_tokens(state.moments, state.previous);
     return state;
 }
 
@@ -258,6 +278,7 @@ void LearnedValue::import_state(const State & state) {
             }
         }
     }
+    moments.import_tokens(state.moments, state.previous);
     passages.clear();
 }
 

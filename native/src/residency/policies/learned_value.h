@@ -2,12 +2,13 @@
 //
 // After a visit of a layer, for each of its experts e:
 //
-//     V = sigmoid(w . [log ema12, log ema48, log ema400, log age, W1, W2, W3, 1] + b[e])
+//     V = sigmoid(w . [log ema12, log ema48, log ema400, log age, W1, W2, W3, log votes, 1] + b[e])
 //
 // ema_h: fading use counts with a half-life of h visits; age: visits since the last use; Wk: the sum over the active
 // rows j of table k at [j, e]. Active are in the first table what the layer just used, in the second what the layer
-// before used, in the third what this layer used one visit earlier. The weights w are common to all experts: where uses
-// do not follow from each other, those of the tables fall, and with them the noise that their sums are. When the same
+// before used, in the third what this layer used one visit earlier. votes: of what followed the moments that were most
+// like this one (moments.h). The weights w are common to all experts: where uses do not follow from each other, those of
+// the tables fall, and with them the noise that their sums are. When the same
 // context visits the layer again, V is moved towards used + (1 - used) * DISCOUNT * V_new: its experts' uses, discounted
 // by how far off they are. Where the visit does not continue the last one, as at the beginning of a request, nothing is
 // moved: what comes then does not follow from what was.
@@ -16,10 +17,11 @@
 // has its own last visit.
 //
 // Memory: three tables of n_expert x n_expert floats for each layer: 0.4 MB at 8 x 64, 9 MB at 48 x 128, 46 MB at 58 x
-// 256. Loops are written for the compiler to vectorize, with arithmetic that is the same on every processor.
+// 256; and 2 MiB of moments at most. Loops are written for the compiler to vectorize, with arithmetic that is the same on every processor.
 
 #pragma once
 
+#include "residency/policies/moments.h"
 #include "residency/policies/policy.h"
 
 #include <array>
@@ -31,7 +33,7 @@ class LearnedValue {
 public:
     static constexpr int N_COUNTS  = 3;
     static constexpr int N_TABLES  = 3;
-    static constexpr int N_ROWS    = N_COUNTS + 1 + N_TABLES; // of features that differ by expert
+    static constexpr int N_ROWS    = N_COUNTS + 1 + N_TABLES + 1; // of features that differ by expert
     static constexpr int N_WEIGHTS = N_ROWS + 1;
 
     // n_used: by one token in one layer.
@@ -49,6 +51,8 @@ public:
         std::vector<float> counts;  // [n_layers][N_COUNTS][n_expert]
         std::vector<float> bias;    // [n_layers][n_expert]
         std::vector<float> tables;  // [n_layers][N_TABLES][n_expert][n_expert]
+
+        std::vector<int32_t> moments, previous; // as Moments::export_tokens() gives them
     };
 
     State export_state() const;
@@ -56,6 +60,9 @@ public:
 
     const int n_layers;
     const int n_expert; // of the widest layer
+
+    int n_moments() const { return moments.size(); }
+    int n_moment_words() const { return moments.n_words(); }
 
 private:
     using Row    = std::vector<float>;
@@ -91,6 +98,8 @@ private:
     std::unordered_map<const void *, Passage> passages; // by context
     std::array<Row, N_ROWS>                   features; // of the visit at hand
     Row                                       hit, logit, value, error;
+    Moments                                   moments;
+    Row                                       votes; // [words of a mask * 32]
 
     void look(Layer & layer, const Visit & visit, const Active & active);
     void teach(Layer & layer, const Past & past);
