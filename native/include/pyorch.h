@@ -386,7 +386,8 @@ typedef struct pyorch_learned {
     int32_t * previous; // [n_moments]
 } pyorch_learned;
 
-// Fills in the sizes, and copies to those arrays that are not NULL. PYORCH_INVALID under another policy.
+// Fills in the sizes, and copies to those arrays that are not NULL. moments and previous have room for n_moments tokens,
+// of which the newest are copied, and n_moments becomes how many these are. PYORCH_INVALID under another policy.
 pyorch_status pyorch_get_learned(pyorch_engine * engine, pyorch_learned * learned);
 
 // Goes on from there. Copied. PYORCH_INVALID under another policy, for other sizes, and for numbers that cannot be.

@@ -202,8 +202,10 @@ class Engine:
         """
         raw = call(lib.pyorch_get_learned, self.handle, out="pyorch_learned")
         arrays = {name: np.empty(shape, LEARNED[name]) for name, shape in _learned_shapes(raw).items()}
-        check(lib.pyorch_get_learned(self.handle, given("pyorch_learned", **_pointers(arrays))))
-        return arrays
+        filled = given("pyorch_learned", n_moments=raw.n_moments, **_pointers(arrays))
+        check(lib.pyorch_get_learned(self.handle, filled))
+        return {name: values[: filled.n_moments] if name in ("moments", "previous") else values
+                for name, values in arrays.items()}
 
     def set_learned(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Goes on from what learned() gave. PyorchError under another policy, and for arrays that do not fit."""
@@ -526,7 +528,7 @@ def _learned_shapes(raw) -> dict[str, tuple[int, ...]]:
 
 def _pointers(arrays: Mapping[str, np.ndarray]) -> dict[str, object]:
     kinds = {"float32": "float", "int32": "int32_t"}
-    return {name: array(kinds[LEARNED[name]], values) for name, values in arrays.items()}
+    return {name: array(kinds[LEARNED.get(name, "float32")], values) for name, values in arrays.items()}
 
 
 def _endpoint(port: int, **texts: str):

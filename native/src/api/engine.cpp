@@ -67,6 +67,16 @@ std::vector<float> read_array(const float * from, size_t n, const char * what, f
     return array;
 }
 
+// Tokens may have come since a caller asked how many there are: no more than it has room for.
+void keep_newest(LearnedValue::State & state, size_t n, size_t words_of_token) {
+    const size_t n_over = state.previous.size() > n ? state.previous.size() - n : 0;
+    state.moments.erase(state.moments.begin(), state.moments.begin() + (std::ptrdiff_t) (n_over * words_of_token));
+    state.previous.erase(state.previous.begin(), state.previous.begin() + (std::ptrdiff_t) n_over);
+    for (int32_t & before : state.previous) {
+        before = before < (int32_t) n_over ? -1 : before - (int32_t) n_over;
+    }
+}
+
 // The index of the token before each. Each token has at most one behind it.
 std::vector<int32_t> read_tokens(const pyorch_learned & given) {
     if (given.n_moments < 0 || (given.n_moments > 0 && (!given.moments || !given.previous))) {
@@ -218,15 +228,18 @@ pyorch_status pyorch_get_learned(pyorch_engine * engine, pyorch_learned * learne
             learned->n_tables       = LearnedValue::N_TABLES;
             learned->n_counts       = LearnedValue::N_COUNTS;
             learned->n_weights      = N_WEIGHTS;
+            const size_t room       = learned->moments && learned->previous ? (size_t) learned->n_moments : 0;
             learned->n_moments      = value.n_moments();
             learned->n_moment_words = value.n_moment_words();
             if (learned->weights || learned->counts || learned->bias || learned->tables || learned->moments ||
                 learned->previous) {
-                const LearnedValue::State state = value.export_state();
+                LearnedValue::State state = value.export_state();
                 write_array(learned->weights, state.weights);
                 write_array(learned->counts, state.counts);
                 write_array(learned->bias, state.bias);
                 write_array(learned->tables, state.tables);
+                keep_newest(state, room, (size_t) value.n_layers * (size_t) value.n_moment_words());
+                learned->n_moments = (int32_t) state.previous.size();
                 write_array(learned->moments, state.moments);
                 write_array(learned->previous, state.previous);
             }

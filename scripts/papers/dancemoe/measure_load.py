@@ -71,7 +71,7 @@ def write_prompts(directory: Path, n_each: int, seed: int) -> dict[tuple[str, st
     }
     files = {}
     for task in TASKS:
-        pieces = _pieces(texts[task], random.Random(f"{seed} {task}"))
+        pieces = list(dict.fromkeys(_pieces(texts[task], random.Random(f"{seed} {task}"))))  # each once
         random.Random(seed).shuffle(pieces)
         for i, part in enumerate(("known", "asked")):
             files[task, part] = directory / f"{part}-{task}.jsonl"
