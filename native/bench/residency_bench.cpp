@@ -152,13 +152,13 @@ static void measure_loads(const std::string & path, const char * what, int rows_
         1e6 * (seconds() - begin) / (double) n, (unsigned long long) n);
 }
 
-// What a token's visits teach.
+// What a token's visits teach, once there are as many moments as there is room for.
 static double learning_seconds(int n_layers, int n_expert) {
     constexpr int       N_TOKENS = 60;
     LearnedValue        learned(std::vector<int>(n_layers, n_expert), N_USED);
     std::mt19937        rng(1);
     std::vector<double> times;
-    for (int token = 0; token < N_TOKENS; ++token) {
+    for (int token = 0; token < learned.n_moments() + N_TOKENS; ++token) {
         double spent = 0;
         for (int layer = 0; layer < n_layers; ++layer) {
             Visit visit = { &learned, layer, true, {} };
@@ -174,6 +174,7 @@ static double learning_seconds(int n_layers, int n_expert) {
         }
         times.push_back(spent);
     }
+    times.erase(times.begin(), times.end() - N_TOKENS);
     return median(times);
 }
 
@@ -199,8 +200,7 @@ static double resident_layer_seconds(const ModelMap & map, pyorch_policy policy)
 static void measure_learning(const std::string & path, int n_layers, int n_expert) {
     const ModelMap map = synthetic_map(path, n_layers, n_expert, [](int) { return 2; });
     printf("%3d layers x %3d experts, policy learned: %.0f us a token; a layer whose %d experts are resident %.1f us, "
-           "%.1f "
-           "with finemoe\n",
+           "%.1f with finemoe\n",
         n_layers, n_expert, 1e6 * learning_seconds(n_layers, n_expert), N_USED,
         1e6 * resident_layer_seconds(map, PYORCH_LEARNED), 1e6 * resident_layer_seconds(map, PYORCH_FINEMOE));
 }
@@ -214,6 +214,7 @@ int main(int argc, char ** argv) {
     measure_loads(path, "experts of one size", 32768, 32768);
     measure_loads(path, "experts of two sizes", 32768, 40960);
     measure_learning(path, 8, 64);
+    measure_learning(path, 24, 32);
     measure_learning(path, 48, 128);
     measure_learning(path, 58, 256);
     return 0;

@@ -11,6 +11,7 @@ from models import CHECKPOINT
 import pyorch
 from pyorch.cli import main
 from pyorch.errors import FormatError, PyorchError
+from pyorch.library.bindings import array, check, given, lib
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
 from pyorch.runtime.engine import Engine
@@ -77,6 +78,21 @@ def test_what_begins_anew_does_not_follow_on(small_moe: Path) -> None:
 def test_logits_are_those_of_the_resident_model(small_moe: Path) -> None:
     assert main(["verify", str(small_moe), "--budget", "25%", "--policy", "learned", "--tokens", "64",
                  "--threads", "1"]) == 0
+
+
+def test_no_more_moments_are_copied_than_there_is_room_for(small_moe: Path) -> None:
+    """Tokens come between the question how many there are and the copy."""
+    with loaded(small_moe) as model, Context(model.llama.model, n_ctx=256, n_threads=1) as context:
+        for token in tokens_of(model, 6):
+            context.decode([token])
+        whole = model.engine.learned()
+        moments, previous = np.full((3, *whole["moments"].shape[1:]), -7, np.int32), np.full(3, -7, np.int32)
+        raw = given("pyorch_learned", n_moments=2, moments=array("int32_t", moments),
+                    previous=array("int32_t", previous))
+        check(lib.pyorch_get_learned(model.engine.handle, raw))
+    assert len(whole["previous"]) == 6 and raw.n_moments == 2
+    assert np.array_equal(moments[:2], whole["moments"][-2:]) and (moments[2] == -7).all()
+    assert previous.tolist() == [-1, 0, -7]
 
 
 def test_what_cannot_have_been_learned_is_refused(small_moe: Path, tmp_path: Path) -> None:

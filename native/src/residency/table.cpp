@@ -244,7 +244,9 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
             e->ready.store(Expert::FAILED, std::memory_order_release);
         }
     }
-    loads.demand(started, loading, n_recovering(owner, layer));
+    const int n_processors = std::max(1, (int) std::thread::hardware_concurrency());
+    const int n_recovering = std::min(n_processors, owner.n_threads + default_threads());
+    loads.demand(started, loading, orders_by_rows(layer) ? n_recovering : 0);
     if (!streamed.empty()) {
         streams.open(owner, layer, streamed, n_frames);
         error = owner.stream->error.empty() ? error : owner.stream->error;
@@ -252,11 +254,8 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     return true;
 }
 
-// Threads that recover what the layer waits for, if they have an order of their own; else 0.
-int Table::n_recovering(const Owner & owner, int layer) const {
-    const int  n_processors = std::max(1, (int) std::thread::hardware_concurrency());
-    const bool ordered      = recovery == PYORCH_RECOVERY_AFFINITY && is_compressed(map.layers[layer]);
-    return ordered ? std::min(n_processors, owner.n_threads + default_threads()) : 0;
+bool Table::orders_by_rows(int layer) const {
+    return recovery == PYORCH_RECOVERY_AFFINITY && is_compressed(map.layers[layer]);
 }
 
 // False: one of them could not be read.

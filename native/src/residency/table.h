@@ -55,6 +55,9 @@ public:
     // so much that this layer does not fit beside it.
     void acquire(Owner & owner, int layer, const Demand & demand);
 
+    // Whether what a layer waits for is ordered by how many rows each expert computes (Demand::rows).
+    bool orders_by_rows(int layer) const;
+
     // Experts that a layer was just asked for, and that others stand in for. Each is read when nothing else is wanted,
     // where it is worth more than what must go for it. In place of what was deferred for the layer before.
     void defer(int layer, const std::vector<int> & experts);
@@ -266,7 +269,6 @@ private:
     void expert_finished(Expert & e);
 
     bool share(Expert & e, Owner & other);
-    int  n_recovering(const Owner & owner, int layer) const;
     bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted);
     bool release_held(Owner & owner);
     void count_uses(int layer, const Demand & demand, const std::vector<int> & streamed);

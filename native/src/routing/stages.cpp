@@ -226,7 +226,7 @@ void acquire(Context & context, RoutedBatch & batch) {
     Table & table = context.routing.table;
     table.acquire(context.owner, batch.layer,
         { experts, asked, batch.n_tokens, context.continues, true, !batch.device.slots.empty(), true,
-            batch.n_tokens > 1 ? rows_of(batch, experts) : std::vector<int>() });
+            table.orders_by_rows(batch.layer) ? rows_of(batch, experts) : std::vector<int>() });
     if (!batch.deferred.empty()) {
         table.defer(batch.layer, batch.deferred);
     }

@@ -17,7 +17,7 @@
 // has its own last visit.
 //
 // Memory: three tables of n_expert x n_expert floats for each layer: 0.4 MB at 8 x 64, 9 MB at 48 x 128, 46 MB at 58 x
-// 256; and 2 MiB of moments at most. Loops are written for the compiler to vectorize, with arithmetic that is the same on every processor.
+// 256; and about 2 MiB of moments at most. Loops are written for the compiler to vectorize, with arithmetic that is the same on every processor.
 
 #pragma once
 

@@ -91,9 +91,10 @@ Moments::Moments(int n_layers, int n_expert, int n_used) :
         discounts.push_back(discount);
         sum += discount;
     }
-    for (float & discount : discounts) { // so that uniform votes sum up to 1
+    for (float & discount : discounts) { // so that uniform votes are 1 for each expert
         discount /= sum * share;
     }
+    masks.reserve((size_t) capacity * n_layers * words);
 }
 
 // The oldest token makes room.
