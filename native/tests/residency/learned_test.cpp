@@ -140,6 +140,28 @@ static void the_oldest_moments_make_room() {
     CHECK(masks == masks2 && previous == previous2);
 }
 
+// A context that rests in the middle of a token goes on in a new one, once others took its place.
+static void a_context_whose_place_was_taken_begins_anew() {
+    constexpr int N_LAYERS = 40, N = 1024;
+    Moments       moments(N_LAYERS, N, 2);
+    int           a, b;
+    moments.visit({ &b, 0, true, { 5 } });
+    for (int token = 0; token < moments.capacity; ++token) {
+        for (int layer = 0; layer < N_LAYERS; ++layer) {
+            moments.visit({ &a, layer, true, { 7 } });
+        }
+    }
+    moments.visit({ &b, 1, true, { 6 } });
+    std::vector<int32_t> masks, previous;
+    moments.export_tokens(masks, previous);
+    CHECK(previous.back() == -1);
+    const int words = moments.n_words();
+    for (size_t mask = 0; mask < masks.size(); mask += (size_t) words) {
+        const bool of_b = mask / (size_t) words / N_LAYERS == previous.size() - 1;
+        CHECK(masks[mask] == (!of_b ? 1 << 7 : mask / (size_t) words % N_LAYERS == 1 ? 1 << 6 : 0));
+    }
+}
+
 // No thread learns here: the layer that comes next does.
 static void a_table_has_learned_from_all_layers_before_one_comes() {
     House house(2, 0.75, PYORCH_LEARNED); // where all fit none goes, and nothing is learned
@@ -263,6 +285,7 @@ int main(int argc, char ** argv) {
             what_was_learned_goes_on_from_its_copy,
             what_followed_a_moment_that_was_alike_is_valued,
             the_oldest_moments_make_room,
+            a_context_whose_place_was_taken_begins_anew,
             a_table_has_learned_from_all_layers_before_one_comes,
             pins_minima_and_limits_hold_for_what_is_worth_least,
             a_lowered_budget_keeps_what_is_worth_most_and_learning_goes_on,
