@@ -34,7 +34,7 @@ class Iteration:
 
     compute_ms: what is not stall. read_ms: of all readers; hidden_ms: of it, what was no stall. bound_ms: had all
     reading been hidden behind computing that can be, as on-demand reading in the same context divides them
-    (Speculating Experts, section 5.2); reached: the share of that gain over on-demand reading, nan where that is none.
+    (Speculating Experts, section 5.1); reached: the share of that gain over on-demand reading, nan where that is none.
     """
 
     n_context: int

@@ -90,7 +90,7 @@ def best_pair(evaluation: Evaluation) -> Pair:
 
 def gain_reached(evaluation: Evaluation, row: Played) -> float:
     """Of the time that on-demand reading could at most have hidden behind computing, the share that was (Speculating
-    Experts, section 5.2). A better eviction saves reading too, so it may pass 1. nan where nothing can be hidden."""
+    Experts, section 5.1). A better eviction saves reading too, so it may pass 1. nan where nothing can be hidden."""
     base = _find(evaluation.budgets, ON_DEMAND, row.budget)
     bound = min(base.tpot_ms - base.stall_ms, base.stall_ms)
     return (base.tpot_ms - row.tpot_ms) / bound if bound > 0 else float("nan")
