@@ -76,8 +76,12 @@ def random_problem(rng: np.random.Generator) -> Problem:
 
 
 def counts_of_the_paper(problem: Problem) -> list[list[int]]:
-    """Algorithm 1 in plain Python, with the three additions that docs/papers.md names: no layer gets more than it has,
-    the rest goes to the others; memory that is left covers layers before they borrow, and is used in the end."""
+    """Algorithm 1 in plain Python, with the changes that docs/papers.md names.
+
+    No layer gets more places than it has experts; other layers get the rest. Memory that is left covers layers before
+    they borrow, and is used in the end. A layer gives only the places that it has beyond its own experts; as printed,
+    it may give more. Empty: these counts do not cover all experts, and allocate() takes others.
+    """
     f, memory = problem.frequencies, problem.server_bytes.tolist()
     n_servers, n_layers, n_expert = f.shape
     counts = []
