@@ -18,7 +18,7 @@ WORKERS ?= 2
 NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2>/dev/null)
 
 .PHONY: demo test lint test-vulkan test-cuda-build chat-page wheel test-wheel setup clean
-.PHONY: bench bench-disks bench-residency bench-prediction bench-codecs bench-ghosts bench-reads
+.PHONY: bench bench-disks bench-residency bench-prediction bench-codecs bench-kernels bench-ghosts bench-reads
 .DELETE_ON_ERROR:
 
 # Where nothing is built yet: what running a model needs, which is half of it.
@@ -90,6 +90,11 @@ bench-ghosts: setup
 bench-codecs: setup
 	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
 	    $(BIN)/cmake --build "$$tree" --target codecs_bench >/dev/null && "$$tree"/bin/codecs_bench
+
+# How fast a core multiplies experts, beside llama.cpp's kernels.
+bench-kernels: setup
+	@tree=$$(dirname build/py3-*/CMakeCache.txt) && \
+	    $(BIN)/cmake --build "$$tree" --target kernels_bench >/dev/null && "$$tree"/bin/kernels_bench 2>/dev/null
 
 # The small trained model, widened to 4 GiB: its experts are of a real size and its router is a real one.
 build/bench/small.gguf: tests/fixtures/small-moe/model.safetensors

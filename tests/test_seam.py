@@ -32,12 +32,12 @@ SEAM = (ROOT / "docs/seam.md").read_text(encoding="utf-8")
 def test_the_difference_to_llama_cpp_stays_small():
     added = [line for patch in sorted((ROOT / "patches").glob("*.patch"))
              for line in patch.read_text(encoding="utf-8").splitlines() if re.match(r"\+(?!\+\+ )", line)]
-    # Ten of them so that a device that is lost does not end the process, three so that its server goes on, four so
-    # that graphs bring no more from a device than is wanted, three so that repacked experts can be picked twice, eight
-    # so that threads wait at a barrier of ours, sixteen so that rows of an expert can lie in another form, and are made
-    # once for all tokens, four so that no threads meet where a device computes all experts, one so that an adapter for
-    # another number of experts is refused, fifty-two so that no grammar or schema of a request takes all time or
-    # memory, or ends the process, two so that a request ends when its client leaves.
+    # Ten of them so that a device that is lost does not end the process, three so that its server goes on, four so that
+    # graphs bring no more from a device than is wanted, three so that repacked experts can be picked twice, eight so
+    # that threads wait at a barrier of ours, seven so that kernels of ours may multiply an expert, four so that no
+    # threads meet where a device computes all experts, one so that an adapter for another number of experts is refused,
+    # fifty-two so that no grammar or schema of a request takes all time or memory, or ends the process, two so that a
+    # request ends when its client leaves.
     assert 200 < len(added) <= 400
     assert f"(`patches/`, {len(added)} added lines)" in (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
 

@@ -13,6 +13,7 @@ SRC = Path(__file__).parents[2] / "native/src"
 LAYERS = (
     ("base",),
     ("codecs",),
+    ("kernels",),
     ("model",),
     ("banks",),
     ("loading",),

@@ -16,6 +16,11 @@ const ManagedTensor * managed(const ggml_tensor * tensor) {
     return m && m->magic == ManagedTensor::MAGIC ? m : nullptr;
 }
 
+static Multiplication multiplication_of(const ExpertTensor & tensor, bool repacked, bool nibbles) {
+    const ggml_type type = type_of(tensor);
+    return { type == GGML_TYPE_COUNT ? nullptr : find_kernel(type, tensor.n_in, tensor.n_out, repacked), nibbles };
+}
+
 Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack) :
         table(table), prefetcher(prefetcher), routers(routers), remote(remote), activations(table.map.n_experts()),
         substitutions((int) table.map.layers.size()), calibration(table.map.n_experts()) {
@@ -23,12 +28,14 @@ Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, Remo
         const auto & of_layer = table.map.layers[i].tensors;
         const auto & pack     = table.map.layers[i].pack;
         for (size_t r = 0; r < PYORCH_MAX_ROLES; ++r) {
-            auto t      = std::make_unique<ManagedTensor>();
-            t->routing  = this;
-            t->layer    = (int) i;
-            t->role     = (int) r;
-            t->nibbles  = pack && r < of_layer.size() && pack->nibbles[r];
-            t->repacked = repack && r < of_layer.size() && can_repack(of_layer[r]);
+            auto t     = std::make_unique<ManagedTensor>();
+            t->routing = this;
+            t->layer   = (int) i;
+            t->role    = (int) r;
+            if (r < of_layer.size()) {
+                t->repacked       = repack && can_repack(of_layer[r]);
+                t->multiplication = multiplication_of(of_layer[r], t->repacked, pack && pack->nibbles[r]);
+            }
             tensors.push_back(std::move(t));
         }
     }

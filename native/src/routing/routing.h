@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cluster/remote_bank.h"
+#include "kernels/multiply.h"
 #include "prediction/prefetcher.h"
 #include "residency/simulated.h"
 #include "residency/table.h"
@@ -31,8 +32,9 @@ struct ManagedTensor {
     Routing * routing;
     int       layer; // index into the layers with experts
     int       role;
-    bool      nibbles;  // in the table: kernels get their rows by decode_nibbles()
     bool      repacked; // in the table: its order is not the file's, see model/layout.h
+
+    Multiplication multiplication;
 };
 
 // What a tensor's extra says, null for one that llama.cpp manages.

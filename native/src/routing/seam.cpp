@@ -4,7 +4,6 @@
 #include "base/cpu_backend.h"
 #include "base/placement.h"
 #include "base/status.h"
-#include "codecs/nibble.h"
 #include "routing/contexts.h"
 #include "routing/device_chain.h"
 #include "routing/graph.h"
@@ -98,21 +97,12 @@ bool on_repacked(const ggml_tensor * src0) {
     return m && m->repacked;
 }
 
-const void * on_rows(const ggml_tensor * src0, const void * matrix, int64_t first, int64_t n) {
-    const ManagedTensor * m = managed(src0);
-    if (!m || !m->nibbles) {
-        return nullptr;
-    }
-    if (n == 0) { // whether there would be any
-        return m;
-    }
-    struct Line {
-        alignas(64) uint8_t bytes[64];
-    };
-    static thread_local std::vector<Line> rows;
-    rows.resize(std::max<size_t>(rows.size(), n * src0->nb[1] / sizeof(Line) + 1));
-    decode_nibbles((const uint8_t *) matrix, src0->ne[0], src0->ne[1], first, n, rows[0].bytes);
-    return rows[0].bytes;
+bool on_multiply(ggml_tensor * op, const void * matrix, const int32_t * pairs, int64_t n, const void * quantized,
+    int thread, int n_threads, int * next_chunk) {
+    const ManagedTensor * m = managed(op->src[0]);
+    return m &&
+        multiply(m->multiplication,
+            { op, (const uint8_t *) matrix, pairs, n, (const uint8_t *) quantized, thread, n_threads, next_chunk });
 }
 
 bool on_failed() { return release_failed(); }
@@ -230,8 +220,8 @@ bool on_stale(const void * id, uint32_t n_tokens, bool decode) {
 // Set once, when the library is loaded: later, another model might be computing. Where kernels cannot ask, no engine
 // can be captured.
 const bool hooked = [] {
-    static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked, on_rows, adaptive_barrier(),
-        threads_of };
+    static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked, on_multiply,
+        adaptive_barrier(), threads_of };
     static const llama_moe_hooks       moe_hooks = { on_weight, on_weight_freed, on_route, on_done, on_stale, on_begin,
         end_context, on_file_size };
     try {

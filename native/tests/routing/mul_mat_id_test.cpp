@@ -1,8 +1,9 @@
-// mul_mat_id computes as before: with any number of experts, and with experts that are repacked, or have the form of
-// nibble.h, and lie anywhere and come late.
+// mul_mat_id computes the bits of llama.cpp's kernels: with any number of experts, and with experts that lie anywhere,
+// come late, are repacked or have the form of nibble.h, and are multiplied by our kernels.
 
 #include "codecs/interleave.h"
 #include "codecs/nibble.h"
+#include "kernels/multiply.h"
 #include "model/layout.h"
 
 #include "ggml-alloc.h"
@@ -64,7 +65,7 @@ static bool computes_any_number_of_experts() {
 struct Experts {
     std::vector<std::vector<char>> matrices;
     std::atomic<int>               n_late{ 0 };
-    std::atomic<int64_t>           n_rows{ 0 }; // of nibbles, that were made
+    pyorch::Multiplication         how;
 };
 
 static Experts * there = nullptr;
@@ -79,15 +80,31 @@ static const void * address(const ggml_tensor *, int64_t expert, bool wait) {
 
 static bool repacked(const ggml_tensor *) { return true; }
 
-static const void * rows(const ggml_tensor * experts, const void * matrix, int64_t first, int64_t n) {
-    if (n == 0) {
-        return experts;
+static bool multiply(ggml_tensor * op, const void * matrix, const int32_t * pairs, int64_t n, const void * quantized,
+    int thread, int n_threads, int * next_chunk) {
+    return pyorch::multiply(there->how,
+        { op, (const uint8_t *) matrix, pairs, n, (const uint8_t *) quantized, thread, n_threads, next_chunk });
+}
+
+// The types for which this processor has kernels of ours must have them: a trial that fails turns them off in silence.
+static bool has_its_kernels() {
+    bool complete = true;
+#if defined(__x86_64__)
+    const bool bytes  = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl");
+    const bool pairs  = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const auto expect = [&](bool condition, ggml_type type, bool repacked, int n_refused) {
+        if (condition && !pyorch::find_kernel(type, 512, 64, repacked, n_refused)) {
+            fprintf(stderr, "%s: no kernel of ours gives llama.cpp's bits\n", ggml_type_name(type));
+            complete = false;
+        }
+    };
+    for (const ggml_type type : { GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL, GGML_TYPE_MXFP4, GGML_TYPE_Q4_K }) {
+        expect(bytes, type, true, 0);
+        expect(pairs, type, true, bytes ? 1 : 0); // the kernel of 256 bits
     }
-    there->n_rows += n;
-    thread_local std::vector<uint8_t> decoded;
-    decoded.assign(n * experts->nb[1], 0);
-    pyorch::decode_nibbles((const uint8_t *) matrix, experts->ne[0], experts->ne[1], first, n, decoded.data());
-    return decoded.data();
+    expect(bytes, GGML_TYPE_Q8_0, false, 0);
+#endif
+    return complete;
 }
 
 static ggml_backend_buffer_type_t repack_buffers() {
@@ -139,17 +156,21 @@ static bool repacks_as_llama_cpp_does(ggml_type type, int64_t n_in, int64_t n_ou
     return equal;
 }
 
-// Bit for bit what CPU_REPACK buffers give, for one token and for a prompt; of BF16, what plain matrices give.
-static bool computes_kept_experts(ggml_type type, int64_t n_in, int64_t n_out, int n_tokens, int n_threads) {
+// How the matrices of an expert are kept.
+enum class Kept { PLAIN, REPACKED, NIBBLES };
+
+// Bit for bit what llama.cpp's kernels give for weights in a buffer, for one token and for a prompt.
+static bool computes_kept_experts(
+    Kept kept_as, ggml_type type, int64_t n_in, int64_t n_out, int n_tokens, int n_threads) {
     constexpr int64_t          n_expert = 6, n_used = 4;
-    const bool                 nibbles      = type == GGML_TYPE_BF16;
+    const bool                 nibbles = kept_as == Kept::NIBBLES, is_repacked = kept_as == Kept::REPACKED;
     const size_t               matrix_bytes = ggml_row_size(type, n_in) * n_out;
     const pyorch::ExpertTensor layout       = { "", "", ggml_type_name(type), 0, 0, matrix_bytes, n_in, n_out };
-    if (!nibbles && !pyorch::can_repack(layout)) {
+    if (is_repacked && !pyorch::can_repack(layout)) {
         return true;
     }
     const std::string name = std::string(ggml_type_name(type)) + " [" + std::to_string(n_out) + "]";
-    if (!nibbles && pyorch::layout_name(layout) == "plain") {
+    if (is_repacked && pyorch::layout_name(layout) == "plain") {
         fprintf(stderr, "%s: the layout has no name\n", name.c_str());
         return false;
     }
@@ -167,9 +188,10 @@ static bool computes_kept_experts(ggml_type type, int64_t n_in, int64_t n_out, i
         ggml_context *        weights = ggml_init({ ggml_tensor_overhead(), nullptr, true });
         ggml_tensor *         experts = ggml_new_tensor_3d(weights, type, n_in, n_out, n_expert);
         ggml_backend_buffer_t buffer  = ggml_backend_alloc_ctx_tensors_from_buft(
-            weights, hooked || nibbles ? ggml_backend_cpu_buffer_type() : repack_buffers());
+            weights, hooked || !is_repacked ? ggml_backend_cpu_buffer_type() : repack_buffers());
         Experts               kept;
-        ggml_cpu_expert_hooks hooks = { address, nullptr, nibbles ? nullptr : repacked, nibbles ? rows : nullptr };
+        ggml_cpu_expert_hooks hooks = { address, nullptr, is_repacked ? repacked : nullptr, multiply };
+        kept.how                    = { pyorch::find_kernel(type, n_in, n_out, is_repacked), nibbles };
         if (hooked) {
             ggml_backend_buffer_clear(buffer, 0xFF); // nobody looks there
             for (int e = 0; e < n_expert; ++e) {
@@ -185,8 +207,10 @@ static bool computes_kept_experts(ggml_type type, int64_t n_in, int64_t n_out, i
                     kept.matrices.emplace_back(made.begin(), made.end());
                     continue;
                 }
-                memcpy(block.data() + 64, file.data() + e * matrix_bytes, matrix_bytes);
-                pyorch::repack(layout, block.data() + 64, block.data());
+                memcpy(block.data() + (is_repacked ? 64 : 0), matrix, matrix_bytes);
+                if (is_repacked) {
+                    pyorch::repack(layout, block.data() + 64, block.data());
+                }
                 kept.matrices.push_back(block);
             }
             there = &kept;
@@ -220,13 +244,9 @@ static bool computes_kept_experts(ggml_type type, int64_t n_in, int64_t n_out, i
             fprintf(stderr, "%s: no expert was left for the second round\n", name.c_str());
             return false;
         }
-        if (hooked && nibbles && n_out >= 64 * n_threads && kept.n_rows > n_out * n_expert) {
-            fprintf(stderr, "%s, %d tokens: rows are made more than once\n", name.c_str(), n_tokens);
-            return false;
-        }
     }
     if (memcmp(results[0].data(), results[1].data(), results[0].size() * sizeof(float)) != 0) {
-        fprintf(stderr, "%s, %d tokens: experts that are kept one by one compute otherwise\n", name.c_str(), n_tokens);
+        fprintf(stderr, "%s, %d tokens: experts that are kept one by one give other bits\n", name.c_str(), n_tokens);
         return false;
     }
     return true;
@@ -284,14 +304,26 @@ static bool computes_an_expert_that_a_token_picks_twice(ggml_type type) {
 }
 
 int main() {
-    if (!computes_any_number_of_experts()) {
+    if (!computes_any_number_of_experts() || !has_its_kernels()) {
         return 1;
+    }
+    for (const ggml_type type : { GGML_TYPE_BF16, GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_0, GGML_TYPE_F32 }) {
+        for (const int64_t n_in : { 64, 192, 1184 }) {
+            for (const int n_tokens : { 1, 2, 5, 33 }) {
+                for (const int n_threads : { 1, 3 }) {
+                    if (!computes_kept_experts(Kept::PLAIN, type, n_in, 40, n_tokens, n_threads) ||
+                        !computes_kept_experts(Kept::PLAIN, type, n_in, 333, n_tokens, n_threads)) {
+                        return 1;
+                    }
+                }
+            }
+        }
     }
     for (const int64_t n_in : { 64, 192, 1184 }) {
         for (const int n_tokens : { 1, 2, 33, 512 }) {
             for (const int n_threads : { 1, 2, 3 }) {
-                if (!computes_kept_experts(GGML_TYPE_BF16, n_in, 40, n_tokens, n_threads) ||
-                    !computes_kept_experts(GGML_TYPE_BF16, n_in, 333, n_tokens, n_threads)) {
+                if (!computes_kept_experts(Kept::NIBBLES, GGML_TYPE_BF16, n_in, 40, n_tokens, n_threads) ||
+                    !computes_kept_experts(Kept::NIBBLES, GGML_TYPE_BF16, n_in, 333, n_tokens, n_threads)) {
                     return 1;
                 }
             }
@@ -302,8 +334,12 @@ int main() {
             continue;
         }
         for (const int64_t n_out : { 64, 40, 20 }) { // groups of 16, 8 and 4 rows
-            if (!computes_kept_experts((ggml_type) type, 512, n_out, 1, 2) ||
-                !computes_kept_experts((ggml_type) type, 512, n_out, 9, 2) ||
+            for (const int n_tokens : { 1, 2, 4, 9, 31 }) {
+                if (!computes_kept_experts(Kept::REPACKED, (ggml_type) type, 512, n_out, n_tokens, 2)) {
+                    return 1;
+                }
+            }
+            if (!computes_kept_experts(Kept::REPACKED, (ggml_type) type, 512, n_out, 9, 5) ||
                 !repacks_as_llama_cpp_does((ggml_type) type, 1280, n_out)) {
                 return 1;
             }
