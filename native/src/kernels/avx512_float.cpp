@@ -25,7 +25,8 @@ struct Bf16 {
     INLINE_VECTORS static Numbers load(const uint8_t * from) { return (Numbers) _mm512_loadu_si512(from); }
     INLINE_VECTORS static __m512  add(__m512 sum, Numbers a, Numbers b) { return _mm512_dpbf16_ps(sum, a, b); }
     INLINE_VECTORS static float   total(const __m512 * sums) {
-        return (float) ((double) _mm512_reduce_add_ps(sums[0]) + (double) _mm512_reduce_add_ps(sums[1]));
+        // Zero first, as llama.cpp has it: two sums of -0 make +0.
+        return (float) (0.0 + (double) _mm512_reduce_add_ps(sums[0]) + (double) _mm512_reduce_add_ps(sums[1]));
     }
 };
 

@@ -39,7 +39,7 @@ ggml_backend_buffer_type_t buffers(bool repacked) {
     return nullptr;
 }
 
-// A matrix with odd numbers of rows and inputs, multiplied by llama.cpp and by a kernel.
+// A matrix, multiplied by llama.cpp and by a kernel. Rows and inputs fill no whole number of tiles.
 struct Trial {
     static constexpr int64_t N_IN = 1024, N_OUT = 40, N_INPUTS = 11;
 
@@ -71,10 +71,14 @@ struct Trial {
         }
         cpu_backend().set_n_threads(backend.get(), 1);
         ggml_tensor * experts = ggml_new_tensor_3d(weights.get(), type, N_IN, N_OUT, 1);
-        ggml_tensor * input   = ggml_new_tensor_3d(others.get(), GGML_TYPE_F32, N_IN, 1, N_INPUTS);
-        ggml_tensor * ids     = ggml_new_tensor_2d(others.get(), GGML_TYPE_I32, 1, N_INPUTS);
-        ggml_tensor * output  = ggml_mul_mat_id(others.get(), experts, input, ids);
-        ggml_cgraph * graph   = ggml_new_graph(others.get());
+        ggml_set_name(experts, "trial of a kernel"); // llama.cpp's log names it
+        if (repacked && !cpu_backend().repack(experts, N_OUT, nullptr, nullptr)) {
+            return {};
+        }
+        ggml_tensor * input  = ggml_new_tensor_3d(others.get(), GGML_TYPE_F32, N_IN, 1, N_INPUTS);
+        ggml_tensor * ids    = ggml_new_tensor_2d(others.get(), GGML_TYPE_I32, 1, N_INPUTS);
+        ggml_tensor * output = ggml_mul_mat_id(others.get(), experts, input, ids);
+        ggml_cgraph * graph  = ggml_new_graph(others.get());
         ggml_build_forward_expand(graph, output);
         const Owned<ggml_backend_buffer> weight_bytes(
             ggml_backend_alloc_ctx_tensors_from_buft(weights.get(), of_weights));

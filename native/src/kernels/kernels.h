@@ -1,7 +1,7 @@
 // Kernels that multiply the rows of one expert's matrix with the inputs that its tokens bring.
 //
-// A kernel gives the bits that llama.cpp gives for each input by itself, whatever the number of inputs. It loads each row
-// once for several inputs, where llama.cpp's mul_mat_id loads it again for each.
+// A kernel gives the bits that llama.cpp gives for each finite input by itself, whatever the number of inputs. It loads
+// each row once for several inputs, where llama.cpp's mul_mat_id loads it again for each.
 
 #pragma once
 

@@ -21,7 +21,8 @@ static Multiplication multiplication_of(const ExpertTensor & tensor, bool repack
     return { type == GGML_TYPE_COUNT ? nullptr : find_kernel(type, tensor.n_in, tensor.n_out, repacked), nibbles };
 }
 
-Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack) :
+Routing::Routing(
+    Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack, bool computes) :
         table(table), prefetcher(prefetcher), routers(routers), remote(remote), activations(table.map.n_experts()),
         substitutions((int) table.map.layers.size()), calibration(table.map.n_experts()) {
     for (size_t i = 0; i < table.map.layers.size(); ++i) {
@@ -33,8 +34,10 @@ Routing::Routing(Table & table, Prefetcher & prefetcher, Routers & routers, Remo
             t->layer   = (int) i;
             t->role    = (int) r;
             if (r < of_layer.size()) {
-                t->repacked       = repack && can_repack(of_layer[r]);
-                t->multiplication = multiplication_of(of_layer[r], t->repacked, pack && pack->nibbles[r]);
+                t->repacked = repack && can_repack(of_layer[r]);
+                if (computes) {
+                    t->multiplication = multiplication_of(of_layer[r], t->repacked, pack && pack->nibbles[r]);
+                }
             }
             tensors.push_back(std::move(t));
         }

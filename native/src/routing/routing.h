@@ -49,8 +49,8 @@ struct Observer {
 };
 
 struct Routing {
-    // repack: what can be repacked is.
-    Routing(Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack);
+    // repack: what can be repacked is. computes: false for a replay, which needs no kernels.
+    Routing(Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack, bool computes);
     ~Routing(); // contexts that are left are not known any more: nothing is done when they end
 
     Routing(const Routing &)             = delete;

@@ -93,6 +93,9 @@ static bool has_its_kernels() {
     const bool bytes  = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vl");
     const bool pairs  = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const auto expect = [&](bool condition, ggml_type type, bool repacked, int n_refused) {
+        const pyorch::ExpertTensor layout = { "", "", ggml_type_name(type), 0, 0, ggml_row_size(type, 512) * 64, 512,
+            64 };
+        condition                         = condition && (!repacked || pyorch::can_repack(layout));
         if (condition && !pyorch::find_kernel(type, 512, 64, repacked, n_refused)) {
             fprintf(stderr, "%s: no kernel of ours gives llama.cpp's bits\n", ggml_type_name(type));
             complete = false;
@@ -103,6 +106,7 @@ static bool has_its_kernels() {
         expect(pairs, type, true, bytes ? 1 : 0); // the kernel of 256 bits
     }
     expect(bytes, GGML_TYPE_Q8_0, false, 0);
+    expect(ggml_cpu_has_avx512_bf16(), GGML_TYPE_BF16, false, 0);
 #endif
     return complete;
 }
@@ -179,6 +183,12 @@ static bool computes_kept_experts(
     for (size_t i = 0; i < numbers.size(); ++i) {
         numbers[i] = std::sin(0.37f * (float) i) + 0.2f * std::cos(1.7f * (float) i);
         numbers[i] *= nibbles && i % 311 == 0 ? 1e-30f * (float) (i % 2) : 1; // rare exponents
+        const size_t row = i / n_in;
+        if (!nibbles && row % 5 == 0) { // the largest numbers everywhere
+            numbers[i] = i % 3 == 0 || row % 2 == 0 ? -1.0f : 1.0f;
+        } else if (!nibbles && row % 7 == 0) { // scales below every exponent
+            numbers[i] *= 1e-38f;
+        }
     }
     std::vector<char> file(matrix_bytes * n_expert);
     ggml_quantize_chunk(type, numbers.data(), file.data(), 0, n_out * n_expert, n_in, nullptr);
@@ -219,11 +229,14 @@ static bool computes_kept_experts(
         }
         ggml_cpu_set_expert_hooks(hooked ? &hooks : nullptr);
 
-        ggml_context * ctx    = ggml_init({ (size_t) 64 << 20, nullptr, false });
-        ggml_tensor *  inputs = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_in, 1, n_tokens);
-        ggml_tensor *  ids    = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_used, n_tokens);
-        for (int i = 0; i < n_in * n_tokens; ++i) {
-            ((float *) inputs->data)[i] = std::cos(0.11f * (float) i);
+        ggml_context * ctx = ggml_init({ (size_t) 64 << 20, nullptr, false });
+        const int64_t  n_own =
+            n_tokens % 2 == 0 ? 1 : n_used; // inputs of a token: the down matrices have one for each expert
+        ggml_tensor * inputs = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_in, n_own, n_tokens);
+        ggml_tensor * ids    = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, n_used, n_tokens);
+        for (int i = 0; i < n_in * n_own * n_tokens; ++i) {
+            const float value           = std::cos(0.11f * (float) i);
+            ((float *) inputs->data)[i] = i / n_in % 3 == 2 ? (value < 0 ? -1.0f : 1.0f) : value;
         }
         for (int i = 0; i < n_used * n_tokens; ++i) {
             ((int32_t *) ids->data)[i] = (int32_t) ((i * 5 + i / n_used) % n_expert);
@@ -306,6 +319,15 @@ static bool computes_an_expert_that_a_token_picks_twice(ggml_type type) {
 int main() {
     if (!computes_any_number_of_experts() || !has_its_kernels()) {
         return 1;
+    }
+    // More inputs than are multiplied together.
+    for (const int n_tokens : { 401, 512 }) {
+        if (!computes_kept_experts(Kept::REPACKED, GGML_TYPE_Q4_0, 4096, 24, n_tokens, 2) ||
+            !computes_kept_experts(Kept::REPACKED, GGML_TYPE_Q4_K, 4096, 24, n_tokens, 2) ||
+            !computes_kept_experts(Kept::PLAIN, GGML_TYPE_Q8_0, 4096, 21, n_tokens, 2) ||
+            !computes_kept_experts(Kept::PLAIN, GGML_TYPE_F16, 4096, 21, n_tokens, 2)) {
+            return 1;
+        }
     }
     for (const ggml_type type : { GGML_TYPE_BF16, GGML_TYPE_F16, GGML_TYPE_Q8_0, GGML_TYPE_Q5_0, GGML_TYPE_F32 }) {
         for (const int64_t n_in : { 64, 192, 1184 }) {
