@@ -104,6 +104,11 @@ static bool has_its_kernels() {
     for (const ggml_type type : { GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL, GGML_TYPE_MXFP4, GGML_TYPE_Q4_K }) {
         expect(bytes, type, true, 0);
         expect(pairs, type, true, bytes ? 1 : 0); // the kernel of 256 bits
+        const pyorch::Kernel fastest = pyorch::find_kernel(type, 512, 64, true);
+        if (bytes && fastest && fastest == pyorch::find_kernel(type, 512, 64, true, 1)) {
+            fprintf(stderr, "%s: the kernel of 512 bits gives other bits than llama.cpp\n", ggml_type_name(type));
+            complete = false;
+        }
     }
     expect(bytes, GGML_TYPE_Q8_0, false, 0);
     expect(ggml_cpu_has_avx512_bf16(), GGML_TYPE_BF16, false, 0);
