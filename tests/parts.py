@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,11 +21,13 @@ from pyorch.sidecars.history import ExpertMaps
 _ffi = cffi.FFI()
 _ffi.cdef("""
     typedef void (*observer_fn)(const void * context, int32_t il_from, int32_t il, const int32_t * experts, int32_t n);
+    typedef void (*decided_fn)(const int32_t * rows, int64_t n);
     int parts_apply_router(void *, int32_t, void *, int32_t, void *, void *);
     int parts_estimate(void *, int32_t, void *, int32_t, void *, int32_t);
     int parts_apply_ghosts(void *, int32_t, void *, void *, int32_t, void *);
     int parts_substitute(void *, void *, void *, int32_t, int32_t, void *, void *, void *);
     int parts_set_prediction_observer(void *, observer_fn);
+    int parts_watch_replay(void *, const int64_t *, int64_t, decided_fn);
     void parts_search_map(void *, void *, void *, int32_t, int32_t *, float *);
 """)
 
@@ -124,6 +126,20 @@ def set_prediction_observer(engine: Engine, observer: Callable[[Prediction], Non
 
     check(_lib().parts_set_prediction_observer(_pointer(engine.handle), callback))
     _observers[id(engine)] = callback  # the old one is freed only now, when no call of it can be running
+
+
+def watch_replay(
+    engine: Engine, changes: Sequence[tuple[int, ...]], decided: Callable[[np.ndarray], None]
+) -> None:
+    """Shows decided() what the tables of a simulated engine decide in replays; see parts_watch_replay."""
+    @_ffi.callback("decided_fn", onerror=hold)
+    def callback(rows: Any, n: int) -> None:
+        decided(np.frombuffer(_ffi.buffer(rows, n * 24), np.int32).reshape(n, 6).copy())
+
+    flat = np.array(changes, np.int64).reshape(-1)
+    check(_lib().parts_watch_replay(_pointer(engine.handle), _ffi.from_buffer("int64_t[]", flat), len(changes),
+                                    callback))
+    _observers[id(engine)] = callback
 
 
 class Found(NamedTuple):

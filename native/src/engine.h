@@ -7,6 +7,7 @@
 #include "cluster/listener.h"
 #include "loading/readers.h"
 #include "prediction/prefetcher.h"
+#include "replay/replay.h"
 #include "residency/table.h"
 #include "routing/device_tier.h"
 #include "routing/expert_worker.h"
@@ -30,6 +31,7 @@ struct pyorch_engine {
     pyorch::RemoteBank                 remote;
     pyorch::Routing                    routing;
     std::unique_ptr<pyorch::Reader>    reader; // stops before the table goes; none in a simulated engine
+    pyorch::ReplayWatch                watch;  // of replays on a simulated engine
 
     // Goes before the reader, for which it may wait. Null: no device.
     std::unique_ptr<pyorch::DeviceTier> device;

@@ -30,7 +30,7 @@ pyorch_status pyorch_replay(pyorch_engine * engine, const pyorch_recording * rec
         checked_choice(PYORCH_CHOICES_POLICY, config->device_policy, true);
         engine->prefetcher.change([&](PrefetchPlanner & planner) {
             *result = replay(engine->table, planner, engine->routers.all(), *recording, *config,
-                { max_distance, n_ranks, right, total }, ends);
+                { max_distance, n_ranks, right, total }, ends, engine->watch);
         });
     });
 }

@@ -29,9 +29,9 @@ class Replay {
 public:
     Replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
         const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks,
-        double * ends) :
+        double * ends, const ReplayWatch & watch) :
             table(table), planner(planner), routers(routers), rec(recording), config(config), ranks(ranks), ends(ends),
-            n_layers(recording.n_layers),
+            watch(watch), n_layers(recording.n_layers),
             // Memory may be held by a read that nobody waits for any more: it ends, and time passes.
             reader(table.loader(), disk_of(config), decoders_of(config), [this](double ended) { wait_until(ended); }),
             forecasts(table.map.layers.size()) {
@@ -148,6 +148,7 @@ private:
     const pyorch_replay_config &                    config;
     const RankCounts                                ranks;
     double * const                                  ends;
+    const ReplayWatch &                             watch;
     const int                                       n_layers;
     SimulatedReader                                 reader;
     std::unique_ptr<SimulatedDevice>                device;   // null: none
@@ -230,7 +231,14 @@ private:
         result.stall_seconds += rec.decode[ubatch] ? waited : 0;
     }
 
+    void show(int layer) {
+        if (watch) {
+            watch(ubatch, layer, table, owner, device ? &device->table_of_slots() : nullptr);
+        }
+    }
+
     void play() {
+        show(-1);
         const int    n_tokens = (int) (rec.begin[ubatch + 1] - rec.begin[ubatch]);
         const bool   decode   = rec.decode[ubatch] != 0;
         const double began    = now;
@@ -284,6 +292,7 @@ private:
             run_until(now);
             table.acquire(owner, layer, { here, used, n_tokens, continues, true, device != nullptr });
             reader.run_until(now);
+            show(layer);
             if (predicts || (!decode && (planner.needs() & PYORCH_NEEDS_FUTURE))) {
                 pending.push_back({ now + config.predict_seconds, ubatch, routed_layer(layer, n_tokens, decode) });
             }
@@ -299,6 +308,7 @@ private:
             pass(std::max(0.0, there - now));
             table.release(owner);
             reader.run_until(now);
+            show(layer);
         }
         result.n_tokens += n_tokens;
         result.seconds += now - began;
@@ -495,14 +505,15 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
 }
 
 pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
-    const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks, double * ends) {
+    const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks, double * ends,
+    const ReplayWatch & watch) {
     for (const Router & router : routers) {
         if (recording.states && router && router.n_embd != recording.n_embd) {
             throw Failure(PYORCH_INVALID,
                 format("routers take %d values, the recording's states have %d", router.n_embd, recording.n_embd));
         }
     }
-    return Replay(table, planner, routers, recording, config, ranks, ends).run();
+    return Replay(table, planner, routers, recording, config, ranks, ends, watch).run();
 }
 
 } // namespace pyorch

@@ -8,7 +8,10 @@
 #include "pyorch-replay.h"
 
 #include "prediction/prefetch_planner.h"
+#include "residency/device_table.h"
 #include "residency/table.h"
+
+#include <functional>
 
 namespace pyorch {
 
@@ -20,11 +23,17 @@ struct RankCounts {
     uint64_t * total;
 };
 
+// Sees what the tables decided: before a ubatch, with the layer -1; when a layer has what it needs; and when it gave that
+// back. device: null where there is none. Whoever watches may change pins and limits.
+using ReplayWatch =
+    std::function<void(int64_t ubatch, int layer, Table & table, const Owner & owner, DeviceTable * device)>;
+
 // Throws Failure for a recording of another model, or numbers that cannot be.
 void check_recording(const ModelMap & map, const pyorch_recording & recording, const pyorch_replay_config & config);
 
-// ends: by ubatch, seconds since the first one began; or null.
+// ends: by ubatch, seconds since the first one began; or null. watch: or none.
 pyorch_replay_result replay(Table & table, PrefetchPlanner & planner, const std::vector<Router> & routers,
-    const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks, double * ends);
+    const pyorch_recording & recording, const pyorch_replay_config & config, const RankCounts & ranks, double * ends,
+    const ReplayWatch & watch = {});
 
 } // namespace pyorch

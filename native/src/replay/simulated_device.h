@@ -37,7 +37,9 @@ public:
     // comes behind that follows. True of an expert: it came. owner: what the layer holds in host memory.
     double bring(const Owner & owner, const DevicePass & pass, double now, std::vector<uint8_t> & came);
 
-    void foresee(int layer, int expert, uint64_t next_use) { seats->values.foresee(layer, expert, next_use); }
+    void          foresee(int layer, int expert, uint64_t next_use) { seats->values.foresee(layer, expert, next_use); }
+    DeviceTable & table_of_slots() { return *seats; }
+
     void reset_counts();
     void add_counts(pyorch_replay_result & result) const;
 

@@ -113,6 +113,9 @@ public:
     bool known(int layer, int expert) const { return coming_to(layer, expert) != NONE; }
     int  coming_to(int layer, int expert) const { return layers[layer].experts[expert].slot; }
 
+    bool is_guest(int layer, int expert) const { return layers[layer].experts[expert].guest_of != nullptr; }
+    bool passes_through(int layer, int expert) const { return layers[layer].experts[expert].passing; }
+
     void hold(int layer, int expert);
     void unhold(int layer, int expert);
 

@@ -3,6 +3,7 @@
 #include "api/api.h"
 #include "base/cpu_backend.h"
 #include "prediction/estimator.h"
+#include "residency/device_table.h"
 
 #include <algorithm>
 #include <numeric>
@@ -16,6 +17,82 @@ std::shared_ptr<const Estimator> estimator_of(pyorch_engine * engine) {
     engine->prefetcher.change([&](PrefetchPlanner & planner) { estimator = planner.estimator(); });
     return estimator;
 }
+
+// What tables decide, told by what is where after each step. It asks for nothing but that, so the tables may decide in
+// whichever way.
+class Decisions {
+public:
+    Decisions(const ModelMap & map, const std::vector<int64_t> & changes) : map(map), changes(changes) {
+        for (auto & tier : places) {
+            for (const MoeLayer & layer : map.layers) {
+                tier.emplace_back(layer.n_expert);
+            }
+        }
+    }
+
+    const std::vector<int32_t> & look(
+        int32_t ubatch, int layer, Table & table, const Owner & owner, DeviceTable * device) {
+        rows.clear();
+        while (layer < 0 && at < changes.size() && changes[at] == ubatch) {
+            change(&changes[at + 1], table, device);
+            at += 5;
+        }
+        for (int of = 0; of < (int) map.layers.size(); ++of) {
+            std::vector<uint8_t> resident, loading;
+            table.resident(of, resident, &loading);
+            const Stream * stream = owner.stream && owner.stream->layer == of ? owner.stream : nullptr;
+            for (int expert = 0; expert < map.layers[of].n_expert; ++expert) {
+                const bool passes = stream && stream->place_of[expert] >= 0;
+                note(ubatch, layer, 0, of, expert, passes ? 2 : resident[expert] || loading[expert]);
+                if (device) {
+                    note(ubatch, layer, 1, of, expert,
+                        device->is_guest(of, expert)           ? 3 :
+                            device->passes_through(of, expert) ? 2 :
+                                                                 device->known(of, expert));
+                }
+            }
+        }
+        return rows;
+    }
+
+private:
+    const ModelMap &                  map;
+    const std::vector<int64_t>        changes;
+    size_t                            at = 0;
+    std::vector<std::vector<uint8_t>> places[2]; // by tier, layer and expert
+    std::vector<int32_t>              rows;
+
+    void note(int32_t ubatch, int layer, int tier, int of, int expert, int place) {
+        if (places[tier][of][expert] != place) {
+            places[tier][of][expert] = (uint8_t) place;
+            rows.insert(rows.end(), { ubatch, layer, tier, of, expert, place });
+        }
+    }
+
+    void change(const int64_t * what, Table & table, DeviceTable * device) const {
+        const int     layer = (int) what[1];
+        const int32_t il    = map.layers[layer].il;
+        const auto    a = (int32_t) what[2], b = (int32_t) what[3];
+        switch (what[0]) {
+        case 0: return table.set_budget((uint64_t) what[2]);
+        case 1: return table.pin(il, &a, 1);
+        case 2: return table.unpin(il, &a, 1);
+        case 3: return table.set_layer_limits(il, a, b);
+        case 4: return device->set_limits(layer, a, b);
+        default: warm(layer, a, b, table, device);
+        }
+    }
+
+    // As a start with warm memory has it: from a to b, in both tiers.
+    void warm(int layer, int32_t a, int32_t b, Table & table, DeviceTable * device) const {
+        std::vector<int> experts(b - a);
+        std::iota(experts.begin(), experts.end(), a);
+        table.prefetch(map.layers[layer].il, experts.data(), (int) experts.size());
+        for (int expert : device ? device->fill(layer, experts) : std::vector<int>()) {
+            device->arrived(layer, expert);
+        }
+    }
+};
 
 } // namespace
 
@@ -128,6 +205,22 @@ pyorch_status parts_set_prediction_observer(pyorch_engine * engine,
             };
         }
         engine->prefetcher.change([&](PrefetchPlanner & planner) { planner.set_observer(std::move(shown)); });
+    });
+}
+
+// From now on replays on a simulated engine tell decided(rows[n][6], n) who came and who left, and play the changes.
+// A row: ubatch, layer that is played, tier (0: host, 1: device), layer, expert, and its place since then (0: none,
+// 1: there or coming, 2: passes through, 3: a guest). A change: before this ubatch, what (see change()), layer, two numbers.
+pyorch_status parts_watch_replay(
+    pyorch_engine * engine, const int64_t * changes, int64_t n, void (*decided)(const int32_t * rows, int64_t n)) {
+    return guarded([&] {
+        auto decisions = std::make_shared<Decisions>(engine->table.map, std::vector<int64_t>(changes, changes + 5 * n));
+        engine->watch  = [=](int64_t ubatch, int layer, Table & table, const Owner & owner, DeviceTable * device) {
+            const std::vector<int32_t> & rows = decisions->look((int32_t) ubatch, layer, table, owner, device);
+            if (!rows.empty()) {
+                decided(rows.data(), (int64_t) rows.size() / 6);
+            }
+        };
     });
 }
 
