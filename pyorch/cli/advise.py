@@ -14,7 +14,7 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.settings import OPTIONS, add_settings, given_settings, listed
 from pyorch.cli.tables import Facts, Table
 from pyorch.errors import FormatError, PyorchError
-from pyorch.settings.budget import AUTO, Budget
+from pyorch.settings.budget import AUTO
 from pyorch.settings.device import AUTO as ANY_GPU
 from pyorch.settings.device import NONE, REMOTE
 from pyorch.sizes import MiB, as_option, format_bytes
@@ -230,7 +230,6 @@ def _advise(
     from pyorch.llama.cores import physical_cores
     from pyorch.llama.device import host_bytes_beside_device
     from pyorch.llama.memory import memory_limit
-    from pyorch.llama.plan import divided_budget
     from pyorch.sidecars.beside import Sidecars
     from pyorch.sidecars.predictor import PredictorFile
     from pyorch.traces.file import Trace
@@ -251,17 +250,17 @@ def _advise(
     n_context_bytes = n_host_bytes = context_bytes(model_map, args.ctx, n_threads)
     host_dense_bytes, device, vram_budgets = info.dense_bytes, None, []
     without = rest_for_experts(info, memory, host_dense_bytes, n_context_bytes)
-    divides = False
     if wanted is not None:
         device = _device(wanted, model_map, n_threads, compute, progress)
-        divides = device.shares_memory and all(b == "auto" for b in wanted.budgets)  # one budget is for both sides
-        host_dense_bytes = host_bytes_beside_device(model_map)
-        n_host_bytes -= model_map.kv_bytes(args.ctx)
-        vram_budgets = [] if divides else [
-            budget if budget != "auto" else
+        if not device.shares_memory:
+            host_dense_bytes = host_bytes_beside_device(model_map)
+            n_host_bytes -= model_map.kv_bytes(args.ctx)
+        # Of memory that it shares, a device has none for experts unless it is told.
+        vram_budgets = [
+            budget if budget != "auto" else "0" if device.shares_memory else
             as_option(rest_of_device(device, model_map, host_dense_bytes, n_context_bytes))
             for budget in wanted.budgets or ("auto",)]
-    left = without if divides else rest_for_experts(info, memory, host_dense_bytes, n_host_bytes)
+    left = rest_for_experts(info, memory, host_dense_bytes, n_host_bytes)
     notes = []
     try:
         predictor = Sidecars(model_map).predictor
@@ -277,14 +276,7 @@ def _advise(
             for rest in (without, left)]
     asked = [(budget, budget) for budget in budgets]
     plan = [(budget, name, None) for budget, name in (rest[:1] if device else [*asked, rest[1]])]
-    if divides:
-        room = rest_of_device(device, model_map, host_dense_bytes, n_context_bytes)
-        for budget, name in [*asked, rest[1]]:
-            n_bytes = Budget.parse(budget).resolve(info)
-            there = divided_budget(n_bytes, info, room) if device.speed.decode > 1 else 0
-            plan.append((as_option(n_bytes - there), name, as_option(there) if there else None))
-    else:
-        plan += [(budget, name, vram_budget) for vram_budget in vram_budgets for budget, name in [*asked, rest[1]]]
+    plan += [(budget, name, vram_budget) for vram_budget in vram_budgets for budget, name in [*asked, rest[1]]]
     estimates = []
     for n, (budget, _, vram_budget) in enumerate(plan):
         beside = f", {vram_budget} of the device" if vram_budget else ""

@@ -13,7 +13,6 @@ from pyorch.llama import measure, memory
 from pyorch.llama.device import device_dense_bytes, host_dense_bytes, margin_bytes
 from pyorch.llama.managed import ManagedModel, lock, models
 from pyorch.llama.measure import LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH
-from pyorch.llama.plan import divided_budget, in_shares
 from pyorch.runtime import fatal
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO
@@ -146,8 +145,7 @@ def plan_context(
             sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
             return sizes.host + beside + sum(sizes.devices[i] + beside for i in shared)
 
-        divides = managed.plan.divides and managed.device_bytes is None  # of the first context: the rest
-        if shared and not divides:
+        if shared:
             sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
             budgets = managed.device_bytes or _device_budgets(managed, sizes, params.n_ubatch, is_loaded)
             there = sum(budgets[i] for i in shared)
@@ -163,17 +161,6 @@ def plan_context(
                and memory.rest_bytes(free, dense_bytes + to_come, needed) < info.floor_bytes):
             needed = need(params.n_ubatch // 2)
         budget = min(memory.budget_beside(info, free, dense_bytes, needed, to_come), slots_bytes)
-        if divides:
-            sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
-            left = _device_budgets(managed, sizes, params.n_ubatch, is_loaded)
-            rest = memory.rest_bytes(free, dense_bytes, needed)
-            # Another context, as large as this one, is the host's to make room for: what the device has, it keeps.
-            shares = in_shares(divided_budget(rest, info, sum(left), needed), managed.devices.expert_bytes(managed.map))
-            managed.device_bytes = tuple(map(min, shares, left))
-            there = sum(managed.device_bytes)
-            for i, n_bytes in enumerate(managed.device_bytes):
-                managed.engine.set_device_budget(i, n_bytes)
-            budget = min(rest - there, slots_bytes - there + info.floor_bytes)
     managed.engine.set_budget(budget)
     if managed.division.planner is not None:
         managed.division = managed.division.at(budget)
@@ -197,12 +184,6 @@ def plan_devices(managed: ManagedModel, params: llama.llama_context_params, is_l
     for i, (device, given, found) in enumerate(zip(devices.each, managed.plan.device_bytes, managed.device_bytes)):
         if is_automatic or found < given:
             managed.engine.set_device_budget(i, found)
-        if managed.plan.divides and found < given:
-            budget = managed.engine.stats().budget_bytes + given - found
-            managed.engine.set_budget(budget)
-            if managed.division.planner is not None:
-                managed.division = managed.division.at(budget)
-                managed.engine.set_pools(managed.division.pools)
         if not is_automatic and found < given:
             fatal.notice(f"note: {device.name} has {format_bytes(found)} left beside the other layers and the context: "
                          f"so much is for experts, not {format_bytes(given)}")
@@ -221,10 +202,7 @@ def _device_budgets(
             found.append(min(given, left))
             continue
         left = max(0, left - margin_bytes(device.total_bytes()))
-        if managed.plan.divides:
-            found.append(left if managed.plan.automatic else min(given, left))
-        else:  # one of several that shares the processor's memory has none
-            found.append(0 if device.shares_memory else left)
+        found.append(0 if device.shares_memory else left)  # one of several that shares the processor's memory has none
     return tuple(found)
 
 

@@ -157,16 +157,6 @@ def prompt_tokens_of(settings: Settings, devices: Devices, model_map: ModelMap) 
     return n if n <= widest and is_sooner(widest) else NO_PROMPT
 
 
-def gain_of(settings: Settings, devices: Devices, model_map: ModelMap) -> float:
-    """How many times as fast as the processor the slowest of these devices computes experts for one token; 0 where one
-    cannot be measured."""
-    try:
-        return min(there / processor for _, processor, _, there, _ in (
-            _rates(device, settings, model_map) for device in devices.each))
-    except PyorchError:
-        return 0
-
-
 def _rates(device: Device, settings: Settings, model_map: ModelMap) -> list[float]:
     return rates_of(device, model_map, settings.n_threads or physical_cores())
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.errors import BudgetError, DeviceError, ExpertReadError, FormatError, PyorchError
+from pyorch.errors import DeviceError, ExpertReadError, FormatError, PyorchError
 from pyorch.library.bindings import decode_error
 from pyorch.llama import warm
 from pyorch.llama.apply import apply_prefetch, apply_substitution, set_uses
@@ -24,7 +24,6 @@ from pyorch.settings.budget import RESIDENT
 from pyorch.settings.device import NONE, PROCESSOR, device_names
 from pyorch.settings.pools import RECOVERIES, Pools
 from pyorch.settings.settings import Settings
-from pyorch.sizes import format_bytes
 
 _noted: set[str] = set()  # what people were told
 
@@ -125,17 +124,8 @@ class ManagedModel:
         return self.plan.devices
 
     def budget_bytes(self) -> int:
-        """For experts now: of host memory, and of what devices share of it where one budget is for both."""
-        there = sum(self.device_bytes or self.plan.device_bytes) if self.plan.divides else 0
-        return self.engine.stats().budget_bytes + there
-
-    def set_budget(self, n_bytes: int) -> None:
-        """As budget_bytes() counts. What devices have, they keep: BudgetError where the rest is below the floor."""
-        there = self.budget_bytes() - self.engine.stats().budget_bytes
-        if there and n_bytes - there < self.map.info.floor_bytes:
-            raise BudgetError(f"{self.devices.name} has {format_bytes(there)} of the budget and keeps them: "
-                              f"{format_bytes(there + self.map.info.floor_bytes, round_up=True)} is the least")
-        self.engine.set_budget(n_bytes - there)
+        """For experts in host memory, now."""
+        return self.engine.stats().budget_bytes
 
     @property
     def unmanaged(self) -> str:

@@ -22,7 +22,6 @@ from pyorch.llama.device import (
     LEAST_PROMPT,
     choose,
     device_dense_bytes,
-    gain_of,
     host_dense_bytes,
     margin_bytes,
     misses_of,
@@ -33,7 +32,7 @@ from pyorch.llama.measure import NARROW_UBATCH
 from pyorch.runtime.devices import Devices
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.mirrors import add_mirrors
-from pyorch.runtime.model_map import MapInfo, ModelMap
+from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, RESIDENT, Budget
 from pyorch.settings.device import PROCESSOR
 from pyorch.settings.pools import KERNELS, Pools
@@ -52,9 +51,6 @@ if TYPE_CHECKING:
     from pyorch.sidecars.eviction import Kept
     from pyorch.sidecars.ghosts import Ghosts
     from pyorch.sidecars.history import ExpertMaps
-
-# Of memory that a device shares with the processor, one part in so many stays the processor's.
-HOST_PART = 8
 
 
 @dataclass(frozen=True)
@@ -117,12 +113,6 @@ class EnginePlan:
         """Whether contexts set the budget to what they leave."""
         return self.budget is not None and self.settings.budget == AUTO
 
-    @property
-    def divides(self) -> bool:
-        """Whether the devices share this machine's memory, so that one budget is for experts on both sides."""
-        return (self.budget is not None and self.devices is not None and self.devices.shares_memory
-                and self.settings.vram_budget == AUTO)
-
 
 def make_plan(
     settings: Settings, model_map: ModelMap, params: llama.llama_model_params, placed: bool = False,
@@ -165,34 +155,17 @@ def _for_experts_on(
     devices: Devices, settings: Settings, model_map: ModelMap, placed: bool
 ) -> tuple[Settings, tuple[str, ...]]:
     """What the settings leave to how fast both sides are, decided; and notes."""
-    shares = devices.shares_memory and settings.vram_budget == AUTO
     of_none = replace(settings, vram_budget=Budget.parse(0), device_misses=settings.device_misses or PROCESSOR)
+    shares = devices.shares_memory and settings.vram_budget == AUTO
     if placed or settings.budget == RESIDENT or not model_map.layers:  # others are promised what host memory has
         return of_none if shares else settings, ()
+    if shares:
+        return of_none, (f"{devices.name} shares this machine's memory: it computes the dense layers, and the "
+                         "processor the experts, unless --vram-budget says otherwise",)
     if settings.vram_budget != AUTO and settings.vram_budget.amount.of(100) == 0:
         return of_none, ()
     misses, note = misses_of(settings, devices, model_map)
-    settings = replace(settings, device_misses=misses)
-    if not shares:
-        return settings, (note,)
-    gain = gain_of(settings, devices, model_map)
-    if gain > 1:
-        return settings, (note, f"{devices.name} shares this machine's memory and computes experts {gain:.2g} times as "
-                                "fast as the processor: what --budget has beside the least is for experts there")
-    why = f"computes experts at {gain:.2g} of the processor's speed" if gain else "cannot be measured"
-    return of_none, (
-        f"{devices.name} shares this machine's memory and {why}: the processor computes them, unless --vram-budget "
-        "says otherwise",)
-
-
-def divided_budget(n_bytes: int, info: MapInfo, most: int, spare: int = 0) -> int:
-    """Of memory for experts that a device shares with the processor, what is for those on the device, at most so much.
-    The rest is what they pass through when they are read, has those that come next in value, and gives up to so much
-    for what comes later. Where all of them fit on the device, beside the least that they pass through, they are there.
-    """
-    least = info.floor_bytes + min(spare, n_bytes // 2)
-    whole = n_bytes - least >= info.expert_bytes
-    return max(0, min(n_bytes - (least if whole else max(least, n_bytes // HOST_PART)), info.expert_bytes, most))
+    return replace(settings, device_misses=misses), (note,)
 
 
 def _hold_all(
@@ -204,8 +177,7 @@ def _hold_all(
     info = model_map.info
     if settings.managed or settings.vram_budget != AUTO or settings.lossy or settings.source is not None or info.slim:
         return False
-    shared = [i for i, device in enumerate(devices.each) if device.shares_memory]
-    if shared and settings.budget != AUTO:  # which is for experts there, too
+    if any(device.shares_memory for device in devices.each):  # whose experts are the processor's
         return False
     if not model_map.layers or 0 <= params.n_gpu_layers <= info.n_layers:  # of which the processor has some
         return False
@@ -217,12 +189,7 @@ def _hold_all(
     rule = params.tensor_buft_overrides
     pipeline(params)
     sizes = measure.sizes_of(model_map, params, context or _first_context(settings, model_map), devices)
-    fits = all(size <= of for size, of in zip(sizes.devices, left))
-    if shared:
-        here = host_dense_bytes(model_map, devices, params) + sum(weights[i] for i in shared)
-        there = sizes.host + sum(sizes.devices[i] for i in shared)
-        fits &= memory.rest_bytes(memory.memory_limit(), here, there) >= 0
-    if fits:
+    if all(size <= of for size, of in zip(sizes.devices, left)):
         return True
     params.tensor_buft_overrides = rule
     return False
@@ -274,11 +241,6 @@ def _with_contents(plan: EnginePlan) -> EnginePlan:
         expert_bytes = plan.devices.expert_bytes(model_map)
         there = min(settings.vram_budget.amount.of(sum(expert_bytes)), sum(expert_bytes)) if (
             settings.vram_budget != AUTO) else 0
-        if plan.divides and not plan.automatic:
-            info = model_map.info
-            whole = plan.budget >= info.slots_bytes  # then all are there, and what they pass through comes on top
-            there = info.expert_bytes if whole else divided_budget(plan.budget, info, plan.budget)
-            plan = replace(plan, budget=max(plan.budget - there, info.floor_bytes))
         device_bytes = in_shares(there, expert_bytes)
         if there or settings.vram_budget == AUTO:  # else nothing passes there, and nothing is to be measured
             device_prompt = prompt_tokens_of(settings, plan.devices, model_map)

@@ -148,7 +148,8 @@ class Residency:
 
     def _changes(self) -> dict[str, _Change]:
         return {
-            "budget": _Change(self._read_budget, lambda _: self._managed.budget_bytes(), self._managed.set_budget),
+            "budget": _Change(self._read_budget, lambda _: self._managed.budget_bytes(),
+                              self._managed.engine.set_budget),
             "policy": _Change(lambda value: policies().choose(_text("policy", value)).name, lambda _: self._policy,
                               self._set_policy),
             "prefetch": _Change(self._read_prefetch, lambda _: Prefetch.parse(self._prefetch), self._set_prefetch),

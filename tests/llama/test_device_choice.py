@@ -81,58 +81,27 @@ def test_a_gpu_is_the_default_where_there_is_one(monkeypatch: pytest.MonkeyPatch
         assert with_device({"budget": "50%"}) == {"budget": "50%", **({"device": "auto"} if there_is_one else {})}
 
 
-def test_experts_lie_once_where_a_device_shares_the_memory_of_the_processor(
+def test_experts_are_the_processors_where_a_device_shares_its_memory_unless_it_is_told(
     small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
     expected: np.ndarray, said: list[str],
 ) -> None:
     shared = replace(only_device, shares_memory=True)
     monkeypatch.setattr(where, "find_devices", lambda _: [shared])
+    monkeypatch.setattr(where, "rates_of", lambda *_: FASTER)
     with ModelMap(small_moe) as model_map:
         given = Budget.parse("50%").resolve(model_map.info)
-    for rates in (SLOWER, FASTER):
-        monkeypatch.setattr(where, "rates_of", lambda *_: rates)
-        with small_model(small_moe, "50%", device="any") as model:
-            assert model.stats().experts.budget_bytes == (given if rates == SLOWER else given - given * 7 // 8)
+    for told, computes in (({}, False), ({"vram_budget": "50%"}, True)):
+        with small_model(small_moe, "50%", device="any", **told) as model:
+            assert model.device == shared.name
+            assert model.stats().experts.budget_bytes == find(model.llama.model).budget_bytes() == given
             assert_same_bits(logits(model, prompt_tokens), expected)
             experts = model.stats().experts
+            assert (experts.device_computed > 0) == (experts.device_used_bytes > 0) == computes
             assert experts.hits + experts.misses > 0
-            assert (experts.device_computed > 0) == (experts.device_used_bytes > 0) == (rates == FASTER)
-            assert experts.device_used_bytes + experts.used_bytes <= given
-    assert ["0.5 of the processor's speed: the processor computes them" in said[0],
-            "7 times as fast as the processor: what --budget has" in said[1], len(said)] == [True, True, 2]
-    said.clear()
-    with small_model(small_moe, "50%", device="any", vram_budget="50%") as model:
-        assert_same_bits(logits(model, prompt_tokens), expected)
-        assert model.stats().experts.device_computed > 0
-    assert said == []
-
-
-def test_one_budget_is_for_both_sides_whatever_it_is(
-    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=True)])
-    monkeypatch.setattr(where, "rates_of", lambda *_: [1e10, 1e9, 1e9, 2e9, 7e9])
-    with ModelMap(small_moe) as model_map:
-        info = model_map.info
-    for given, host, there in ((info.floor_bytes, info.floor_bytes, 0),
-                               (info.floor_bytes + 1000, info.floor_bytes, 1000),
-                               ("75%", info.slots_bytes * 3 // 32, info.slots_bytes * 21 // 32),
-                               ("100%", info.floor_bytes, info.expert_bytes)):  # all of them are on the device
-        with small_model(small_moe, given, device="any") as model:
-            record = find(model.llama.model)
-            assert record.device_bytes is not None
-            assert (model.stats().experts.budget_bytes, record.device_bytes[0]) == (host, there), given
-            assert model.stats().experts.device_used_bytes <= there
-            if given == "75%":
-                assert record.budget_bytes() == info.slots_bytes * 3 // 4
-                record.set_budget(record.budget_bytes())
-                assert model.stats().experts.budget_bytes == host
-                with pytest.raises(BudgetError, match=r"RPC\d+ has .* of the budget and keeps them"):
-                    record.set_budget(info.slots_bytes // 2)
-    # What other servers are promised is in host memory; and all is, where nothing manages experts.
+        assert ["the processor the experts, unless --vram-budget" in line for line in said[:1]] == [True]
+    # What other servers are promised is in host memory.
     with planned(str(small_moe), Settings(budget="50%", device="any", n_threads=1), Flags([]), True) as record:
-        assert record.budget_bytes() == info.slots_bytes // 2 and record.plan.device_bytes == (0,)
-        assert not record.plan.divides
+        assert record.budget_bytes() == given and record.plan.device_bytes == (0,)
 
 
 def test_of_two_devices_the_slower_one_decides(
@@ -143,76 +112,20 @@ def test_of_two_devices_the_slower_one_decides(
     monkeypatch.setattr(where, "rates_of", lambda device, *_: rates[device.name])
     settings = Settings(device="any")
     with ModelMap(small_moe) as model_map:
-        for devices, misses, gain in (((fast, fast), "upload", 7), ((fast, slow), "processor", 0.5)):
+        for devices, misses in (((fast, fast), "upload"), ((fast, slow), "processor")):
             both = Devices(devices, (4, 8))
             assert where.misses_of(settings, both, model_map)[0] == misses
-            assert where.gain_of(settings, both, model_map) == gain
         ahead = Settings(device="any", device_ahead=1, prefetch="quasi-hidden")
         assert where.misses_of(ahead, Devices((fast,), (8,)), model_map) == ("processor", "")
 
 
-def test_what_a_device_that_shares_memory_has_no_room_for_stays_with_the_processor(
-    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
-    expected: np.ndarray,
+@pytest.mark.parametrize("shares_memory", [False, True])
+def test_a_model_is_llama_cpps_where_it_fits_into_memory_that_is_the_devices_own(
+    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, shares_memory: bool
 ) -> None:
-    monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=True)])
-    monkeypatch.setattr(where, "rates_of", lambda *_: FASTER)
-    with ModelMap(small_moe) as model_map:
-        given = Budget.parse("80%").resolve(model_map.info)
-    monkeypatch.setattr(Device, "total_bytes", lambda _: GiB)
-    monkeypatch.setattr(Device, "free_bytes", lambda _: 0)
-    monkeypatch.setattr(where, "_layers_that_fit", lambda *_: 9)
-    with small_model(small_moe, "80%", device="any") as model:
-        assert_same_bits(logits(model, prompt_tokens), expected)
-        assert model.stats().experts.budget_bytes == given
-        assert model.stats().experts.device_used_bytes == 0
-
-
-def test_memory_that_a_device_shares_is_divided_under_the_automatic_budget(
-    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
-    expected: np.ndarray,
-) -> None:
-    monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=True)])
-    monkeypatch.setattr(where, "rates_of", lambda *_: FASTER)
-    limit = memory.MemoryLimit("test", 256 * MiB, 0)
-
-    def found(rest: int) -> tuple[int, int, int]:
-        """What experts get on both sides where so much is free beside a margin, and what the context takes."""
-        nonlocal limit
-        limit = replace(limit, free_bytes=memory.margin_bytes(limit) + rest)
-        monkeypatch.setattr(memory, "memory_limit", lambda: limit)
-        with small_model(small_moe, "auto", device="any", managed=True) as model:
-            record = find(model.llama.model)
-            assert record.device_bytes is not None
-            budgets = model.stats().experts.budget_bytes, record.device_bytes[0], sum(record.contexts.values())
-            assert_same_bits(logits(model, prompt_tokens), expected)
-            experts = model.stats().experts
-            assert experts.device_computed > 0 < experts.device_used_bytes <= record.device_bytes[0]
-            return budgets
-
-    with ModelMap(small_moe) as model_map:
-        slots, floor, experts = (model_map.info.slots_bytes, model_map.info.floor_bytes,
-                                 model_map.info.expert_bytes)
-    here, there, context = found(128 * MiB)
-    assert (here, there) == (slots - experts + floor, experts), "all of them have room there"
-    rest = slots * 6 // 10
-    here, there, _ = found(context + rest)
-    assert here == floor + rest // 2 and here + there == rest, "as much again as the context is more than that"
-
-
-def test_a_model_fits_into_shared_memory_only_as_far_as_that_is_free_and_not_given_to_experts(
-    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(where, "rates_of", lambda *_: FASTER)
-    limit = memory.MemoryLimit("test", GiB, GiB)
-    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
-    few = memory.margin_bytes(limit) + 14 * MiB
-    for shares_memory, budget, free, held in ((False, "50%", few, True), (True, "50%", GiB, False),
-                                              (True, "auto", GiB, True), (True, "auto", few, False)):
-        limit = replace(limit, free_bytes=free)
-        monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=shares_memory)])
-        with small_model(small_moe, budget, device="any", prefetch="none") as model:
-            assert (find(model.llama.model).engine is None) == held, (shares_memory, budget, free)
+    monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=shares_memory)])
+    with small_model(small_moe, "50%", device="any", prefetch="none") as model:
+        assert (find(model.llama.model).engine is None) == (not shares_memory)
 
 
 @pytest.mark.parametrize(("rates", "told", "uploads"), [

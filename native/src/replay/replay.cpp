@@ -243,7 +243,7 @@ private:
         const bool   decode   = rec.decode[ubatch] != 0;
         const double began    = now;
         const double compute  = decode ? config.compute_seconds : config.prefill_seconds * n_tokens;
-        const double speed    = !device ? 1 : decode ? config.device_speed : config.device_prefill_speed;
+        const double speed    = decode ? config.device_speed : config.device_prefill_speed;
 
         const bool predicts =
             (decode || (planner.needs() & PYORCH_NEEDS_ROUTERS)) && is_predicted(n_tokens, rec.n_used, rec.n_expert);
