@@ -3,13 +3,9 @@
 #include "residency/table.h"
 
 #include <algorithm>
-#include <iterator>
 
 namespace pyorch {
 namespace {
-
-constexpr int64_t  LOSS        = 64;  // hits
-constexpr uint64_t FIRST_PAUSE = 512; // tokens
 
 // So many layers' guests at once: of the layer that computes, and of the two that come next.
 constexpr int LAYERS_WITH_GUESTS = 3;
@@ -20,49 +16,13 @@ constexpr int MOST_KEPT = 4; // a fourth
 } // namespace
 
 void DeviceTable::set_ahead(int n) {
-    std::vector<int> pool_of, n_slots;
-    for (const Layer & l : layers) {
-        pool_of.push_back(l.pool);
-    }
-    for (const Pool & pool : pools) {
-        n_slots.push_back(pool.n_slots);
-    }
-    const size_t n_layers = layers.size();
-    ahead.reset(new Ahead{ n, {}, std::vector<std::vector<Rate>>(n_layers), { values, pool_of, n_slots }, -1, {},
-        std::vector<std::vector<int>>(n_layers) });
-    ahead->without.set_misses(misses);
-    ahead->pause = FIRST_PAUSE * n_layers;
-    keep_slots();
-}
-
-// From demand, which gives what it values least.
-void DeviceTable::keep_slots() {
+    ahead.reset(new Ahead{ n, {}, std::vector<std::vector<Rate>>(layers.size()) });
     for (Pool & pool : pools) {
-        const int most = std::min(LAYERS_WITH_GUESTS * ahead->n, pool.n_slots / MOST_KEPT);
-        while (pool.n_kept < most) {
-            if (pool.free.empty()) {
-                const Seat goes = goes_first(pool, NONE, false);
-                if (goes.expert == NONE) {
-                    break; // all are held
-                }
-                ++layers[goes.layer].counts.device_evictions;
-                give(goes.layer, goes.expert);
-            }
+        pool.n_kept = std::min(LAYERS_WITH_GUESTS * n, pool.n_slots / MOST_KEPT);
+        for (int i = 0; i < pool.n_kept; ++i) {
             pool.kept.push_back(pool.free.back());
             pool.free.pop_back();
-            ++pool.n_kept;
         }
-    }
-    ahead->keeps = true;
-}
-
-// Those in which guests are follow when these go.
-void DeviceTable::give_up_slots() {
-    ahead->keeps = false;
-    for (Pool & pool : pools) {
-        pool.free.insert(pool.free.end(), pool.kept.begin(), pool.kept.end());
-        pool.kept.clear();
-        pool.n_kept = 0;
     }
 }
 
@@ -157,40 +117,6 @@ void DeviceTable::judge(int layer, const DeviceDemand & demand) {
         }
     }
     ahead->orders.erase(found);
-}
-
-// The table without guests gets the same layer.
-void DeviceTable::weigh(int layer, const DeviceDemand & demand, int n_hits) {
-    Ahead &       a = *ahead;
-    DeviceTable & t = a.without;
-    for (int expert : a.held) {
-        t.unhold(a.at_layer, expert);
-    }
-    for (int expert : a.coming[layer]) {
-        t.arrived(layer, expert);
-    }
-    const DevicePass pass = t.pass(layer, demand);
-    a.at_layer            = layer;
-    a.held.clear();
-    std::copy_if(demand.experts.begin(), demand.experts.end(), std::back_inserter(a.held),
-        [&](int expert) { return pass.slots[expert] != NONE; });
-    if (demand.n_tokens < Demand::SCAN_TOKENS) { // a prompt comes before there are forecasts
-        a.gained += n_hits - (int64_t) a.held.size();
-    }
-    for (int expert : pass.uploads) {
-        t.arrived(layer, expert);
-        t.hold(layer, expert);
-        a.held.push_back(expert);
-    }
-    a.coming[layer] = pass.behind;
-    if (a.keeps && a.gained < -LOSS) {
-        give_up_slots();
-        a.until = values.now() + a.pause;
-        a.pause *= 4;
-    } else if (!a.keeps && values.now() >= a.until) {
-        keep_slots();
-        a.gained = 0;
-    }
 }
 
 } // namespace pyorch

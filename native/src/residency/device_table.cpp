@@ -10,19 +10,7 @@ namespace pyorch {
 
 DeviceTable::DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of,
     const std::vector<int> & n_slots, pyorch_policy policy, const Policies & policies) :
-        own_values(std::make_unique<Values>(n_experts, DEVICE, policies, policy)), values(*own_values),
-        eviction(values, keys()) {
-    seat(pool_of, n_slots);
-}
-
-DeviceTable::DeviceTable(Values & values, const std::vector<int> & pool_of, const std::vector<int> & n_slots) :
-        values(values), eviction(values, keys()) {
-    seat(pool_of, n_slots);
-}
-
-DeviceTable::~DeviceTable() = default;
-
-void DeviceTable::seat(const std::vector<int> & pool_of, const std::vector<int> & n_slots) {
+        values(n_experts, DEVICE, policies, policy), eviction(values, keys()) {
     pools.resize(n_slots.size());
     for (int layer = 0; layer < values.n_layers(); ++layer) {
         layers.push_back({ pool_of[layer], std::vector<Seated>(values.n_experts(layer)) });
@@ -35,6 +23,8 @@ void DeviceTable::seat(const std::vector<int> & pool_of, const std::vector<int> 
         }
     }
 }
+
+DeviceTable::~DeviceTable() = default;
 
 EvictionOrder::SetKeys DeviceTable::keys() {
     return [this](Victims & victims, int layer, int expert) {
@@ -50,9 +40,6 @@ void DeviceTable::set_limits(int layer, int min, int max) {
 }
 
 void DeviceTable::shrink_layer(int layer) {
-    if (ahead) {
-        ahead->without.shrink_layer(layer);
-    }
     while (eviction.n(layer) > values.max(layer)) {
         const Seat goes = goes_first(pools[layers[layer].pool], layer, true);
         if (goes.expert == NONE) {
@@ -64,13 +51,9 @@ void DeviceTable::shrink_layer(int layer) {
 }
 
 void DeviceTable::count_uses(int layer, const std::vector<int> & asked) {
-    if (counts_uses()) {
-        values.passes(layer);
-    }
+    values.passes(layer);
     for (int expert : asked) {
-        if (counts_uses()) {
-            values.used(layer, expert);
-        }
+        values.used(layer, expert);
         if (layers[layer].experts[expert].passing) {
             stays(layer, expert);
         }
@@ -110,7 +93,7 @@ void DeviceTable::replace(
     if (!scan) {
         count_uses(layer, demand.asked);
     }
-    if (!learned.empty() && counts_uses()) {
+    if (!learned.empty()) {
         values.set_learned(layer, learned);
     }
     std::vector<int> lacking, guests;
@@ -118,7 +101,6 @@ void DeviceTable::replace(
     std::copy_if(demand.experts.begin(), demand.experts.end(), std::back_inserter(lacking), [&](int expert) {
         return pass.slots[expert] == NONE && !std::binary_search(guests.begin(), guests.end(), expert);
     });
-    const int n_hits = (int) (demand.experts.size() - lacking.size());
     if (demand.stays) {
         lacking.clear();
     }
@@ -148,7 +130,6 @@ void DeviceTable::replace(
     }
     if (ahead) {
         judge(layer, demand);
-        weigh(layer, demand, n_hits);
     }
 }
 
@@ -248,9 +229,7 @@ bool DeviceTable::make_room(int layer, int expert, bool must, bool & took) {
     Seated &   e    = l.experts[expert];
     Pool &     pool = pools[l.pool];
     const bool full = eviction.is_full(layer); // it takes the place of another one of its layer
-    if (counts_uses()) {
-        values.came(layer, expert); // if it comes: it is worth what it will be then
-    }
+    values.came(layer, expert);                // if it comes: it is worth what it will be then
     took = full || pool.free.empty();
     if (took) {
         const Seat least    = least_of(pool, layer, full);
@@ -264,9 +243,7 @@ bool DeviceTable::make_room(int layer, int expert, bool must, bool & took) {
             return false;
         }
         ++layers[goes.layer].counts.device_evictions;
-        if (counts_uses()) {
-            values.evicted(goes.layer, goes.expert);
-        }
+        values.evicted(goes.layer, goes.expert);
         give(goes.layer, goes.expert);
         // No more pass through than one layer needs: after a prompt, all may have.
         if (!worth_it && pool.passing.size() < std::max<size_t>(n_needed, 1)) {
@@ -308,11 +285,6 @@ std::vector<int> DeviceTable::fill(int layer, const std::vector<int> & experts) 
         bool took;
         if (!known(layer, expert) && admit(layer, expert, false, took) != NONE) {
             admitted.push_back(expert);
-        }
-    }
-    if (ahead) { // the table without guests gets them, too
-        for (int expert : ahead->without.fill(layer, experts)) {
-            ahead->without.arrived(layer, expert);
         }
     }
     return admitted;

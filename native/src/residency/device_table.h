@@ -189,11 +189,9 @@ private:
         std::vector<Seat> passing = {}; // the first to come first
     };
 
-    const std::unique_ptr<Values> own_values; // null: those of the table that this one is compared with
-
 public:
     // Of the experts, whoever is there: policy, uses, limits.
-    Values & values;
+    Values values;
 
 private:
     EvictionOrder          eviction;
@@ -204,14 +202,9 @@ private:
     pyorch_device_misses   misses = PYORCH_PROCESSOR;
     std::unique_ptr<Ahead> ahead; // null: no guests
 
-    // With the values of another table, which alone counts uses: see Ahead.
-    DeviceTable(Values & values, const std::vector<int> & pool_of, const std::vector<int> & n_slots);
-
     EvictionOrder::SetKeys keys();
 
-    bool counts_uses() const { return own_values != nullptr; }
     void changed(int layer, int expert) { eviction.changed(layer, expert); }
-    void seat(const std::vector<int> & pool_of, const std::vector<int> & n_slots);
     void count_uses(int layer, const std::vector<int> & asked);
     void move(int layer, int expert, int slot);
     void mark_moved(int layer);
@@ -226,10 +219,7 @@ private:
     // Of guests: device_ahead.cpp.
     bool admit_guest(int layer, int expert, bool & took);
     void give_kept(Pool & pool, int slot);
-    void keep_slots();
-    void give_up_slots();
     void judge(int layer, const DeviceDemand & demand);
-    void weigh(int layer, const DeviceDemand & demand, int n_hits);
 };
 
 } // namespace pyorch

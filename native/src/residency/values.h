@@ -5,8 +5,8 @@
 // device is told no forecasts: they are made as time allows, and what it computes must not depend on that. Another
 // server is no such memory: which experts it holds is planned for all servers together, by what each of them uses.
 //
-// Values know nobody's place. Whoever fills a memory has an order of eviction for that (eviction_order.h), or two where
-// two ways to fill it are compared; each hears of every value that changes.
+// Values know nobody's place. Each memory has an order of eviction for that (eviction_order.h), which hears of every
+// value that changes.
 
 #pragma once
 
