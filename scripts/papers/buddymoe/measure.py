@@ -43,25 +43,21 @@ from pyorch.files import write_text
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
 from scripts.papers import program
+from scripts.papers.buddymoe.report import (
+    BETAS,
+    FULL_REPLACEMENT,
+    GHOSTS_BYTES,
+    LEAVING,
+    LEVERS,
+    MODELS,
+    READ_EXPERTS,
+    TUNED,
+    result_in,
+    write,
+)
 from scripts.papers.buddymoe.tables import leads
 
 FACTS = Path(__file__).parents[3] / "tests/fixtures/small-moe"
-MODELS = ("small", "upcycled", "less")
-
-LEAVING = "mode=none,order=weight,miss=drop"
-UNSURE = "mode=none,max_replaced=3,min_entropy=p30,order=weight,miss=drop"
-FULL_REPLACEMENT = "coverage=0.95,max_buddies=16,max_replaced=3"
-LEVERS = (  # what docs/lossy.md calls them, and settings as rows name them
-    ("leave out what is light", "heaviest"), ("", "heaviest:0.7"), ("", "heaviest:1.2"),
-    ("leave out all but the heaviest", f"{LEAVING},sacred=1"), ("leave out all but two", f"{LEAVING},sacred=2"),
-    ("leave out all but three", f"{LEAVING},sacred=3"), ("leave out all", "mode=none,miss=drop"),
-    ("ghosts compute what is light", "ghosts"), ("", "ghosts:1.2"),
-    ("leave out the unimportant, where the router is unsure", UNSURE),
-    ("cache-aware routing", "mode=cache,order=weight,max_weight=0.9,sacred=1,among=12"),
-    ("with a bonus", "mode=cache,order=weight,sacred=2,bonus=1.0"),
-    ("buddies compute what is light", "buddies"), ("buddies, settings of the paper", FULL_REPLACEMENT),
-    ("", "coverage=0.99,max_buddies=2"),
-)
 PAPER_BASES = LIGHT, THREE = ("buddies", "max_replaced=3")
 PAPER = (  # base, settings, how lists are made; and what stands beside: the same without, or at about equal reading
     *((base, *change) for base in PAPER_BASES for change in (
@@ -72,10 +68,7 @@ PAPER = (  # base, settings, how lists are made; and what stands beside: the sam
     (THREE, "min_entropy=0.85,temperature=0.8", "", "min_entropy=0.9", ""),
     (THREE, "min_entropy=0.93,temperature=1.2", "", "min_entropy=0.9", ""),
 )
-BETAS, READ_EXPERTS = (0.34, 0.51, 0.67), (1, 2, 4)  # of the requested ones absent; waited for by a token
 RATES = "0.5,0.375"
-TUNED = (0.75, 0.5, 0.375, 0.25)
-GHOSTS_BYTES = (2, 5)  # percent of the experts', beside the default
 
 
 class Folder:
@@ -96,7 +89,7 @@ class Folder:
         return self.path / f"{name}.trace"
 
     def result(self, part: str, name: str) -> Path:
-        return self.path / f"{part}.{name}.json"
+        return result_in(self.path, part, name)
 
     def prepare(self, name: str, checkpoint: Path | None) -> None:
         """The model with its trace, buddy lists and ghosts; without a checkpoint it was converted before."""
@@ -291,11 +284,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _measure(args: argparse.Namespace) -> int:
     if args.report is not None:
-        from scripts.papers.buddymoe.report import write
-
         if not args.output.is_dir():
             raise PyorchError(f"{args.output} is no folder: nothing was measured there")
-        write(Folder(args.output), args.report)
+        write(args.output, args.report)
         return 0
     folder, parts = Folder(args.output), args.parts.split(",")
     for part in parts:

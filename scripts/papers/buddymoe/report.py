@@ -23,16 +23,26 @@ from pyorch.eval.report import to_csv
 from pyorch.files import write_text
 from pyorch.sizes import GiB, MiB
 from scripts.bench_goals import interval
-from scripts.papers.buddymoe.measure import (
-    BETAS,
-    FULL_REPLACEMENT,
-    GHOSTS_BYTES,
-    LEVERS,
-    MODELS,
-    READ_EXPERTS,
-    TUNED,
-    Folder,
+
+MODELS = ("small", "upcycled", "less")
+
+LEAVING = "mode=none,order=weight,miss=drop"
+UNSURE = "mode=none,max_replaced=3,min_entropy=p30,order=weight,miss=drop"
+FULL_REPLACEMENT = "coverage=0.95,max_buddies=16,max_replaced=3"
+LEVERS = (  # what docs/lossy.md calls them, and settings as rows name them
+    ("leave out what is light", "heaviest"), ("", "heaviest:0.7"), ("", "heaviest:1.2"),
+    ("leave out all but the heaviest", f"{LEAVING},sacred=1"), ("leave out all but two", f"{LEAVING},sacred=2"),
+    ("leave out all but three", f"{LEAVING},sacred=3"), ("leave out all", "mode=none,miss=drop"),
+    ("ghosts compute what is light", "ghosts"), ("", "ghosts:1.2"),
+    ("leave out the unimportant, where the router is unsure", UNSURE),
+    ("cache-aware routing", "mode=cache,order=weight,max_weight=0.9,sacred=1,among=12"),
+    ("with a bonus", "mode=cache,order=weight,sacred=2,bonus=1.0"),
+    ("buddies compute what is light", "buddies"), ("buddies, settings of the paper", FULL_REPLACEMENT),
+    ("", "coverage=0.99,max_buddies=2"),
 )
+BETAS, READ_EXPERTS = (0.34, 0.51, 0.67), (1, 2, 4)  # of the requested ones absent; waited for by a token
+TUNED = (0.75, 0.5, 0.375, 0.25)
+GHOSTS_BYTES = (2, 5)  # percent of the experts', beside the default
 
 Row = dict[str, Any]  # of `pyorch eval arc --json`
 BEGAN = {"small": "from nothing", "upcycled": "copies", "less": "copies, trained on for 15 % of the run"}
@@ -42,6 +52,11 @@ _STAND_IN = ("ghosts", "mode=cache", "buddies", "coverage")  # levers that compu
 _PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
+def result_in(folder: Path, part: str, name: str) -> Path:
+    """The file of a part and a model."""
+    return folder / f"{part}.{name}.json"
+
+
 class NotMeasured(PyorchError):
     """The part is to be measured first."""
 
@@ -49,12 +64,12 @@ class NotMeasured(PyorchError):
 class Found:
     """What was measured, by part and model."""
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def read(self, part: str, name: str) -> Any:
         """NotMeasured, or PyorchError for what nobody can have measured."""
-        path = self._folder.result(part, name)
+        path = result_in(self._folder, part, name)
         if not path.exists():
             raise NotMeasured(f"{path} is not there")
         try:
@@ -67,7 +82,7 @@ class Found:
         return {(row["cache_rate"], row["settings"]): row for row in self.read(part, name)}
 
 
-def write(folder: Folder, page: Path) -> None:
+def write(folder: Path, page: Path) -> None:
     """Writes the tables of a page anew that were measured, and CSV files into the folder of its name. PyorchError for a
     table that nobody knows, and for results that are none."""
     found = Found(folder)
@@ -82,7 +97,7 @@ def write(folder: Folder, page: Path) -> None:
             print(f"the table {table} stays as it was: {missing}", file=sys.stderr)
             return match[0]
         except (LookupError, TypeError, ValueError, ArithmeticError, StopIteration, RuntimeError) as error:
-            raise PyorchError(f"the table {table} cannot be made of what {folder.path} has: {error!r}") from None
+            raise PyorchError(f"the table {table} cannot be made of what {folder} has: {error!r}") from None
         return f"{begin}\n{text}\n{end}"
 
     try:

@@ -22,7 +22,8 @@ from pyorch.eval.perplexity import Divergence
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.substitution import Substitution
 from scripts.papers.buddymoe import report
-from scripts.papers.buddymoe.measure import MODELS, Folder
+from scripts.papers.buddymoe.measure import Folder
+from scripts.papers.buddymoe.report import MODELS
 from scripts.papers.buddymoe.tables import baseline, leads, main
 
 FACTS = CHECKPOINT / "facts-test.jsonl"
@@ -81,7 +82,7 @@ def test_the_page_shows_what_its_files_say(tmp_path: Path) -> None:
         for row in rows:
             row.setdefault("settings", "")
         folder.result("levers", name).write_text(json.dumps(rows), encoding="utf-8")
-    found = report.Found(folder)
+    found = report.Found(tmp_path)
     assert all(report.levers(found, name) in page for name in MODELS[:2])
     assert report.gates(found) in page and report.replacing(found) in page
     marks = re.findall(r"<!-- measured: (\w+)(?: \w+)? -->\n\n(?!<)", page)
@@ -103,7 +104,7 @@ def test_only_marked_tables_of_a_page_are_written_anew(tmp_path: Path, capsys: p
         folder.result("similarity", name).write_text(json.dumps([layer, {**layer, "spearman": 0.75}]), encoding="utf-8")
         folder.result("levers", name).write_text(json.dumps([{"cache_rate": 0.5}]), encoding="utf-8")
     page.write_text("Before.\n<!-- measured: similarity -->\nold\n<!-- end -->\nBehind.\n", encoding="utf-8")
-    report.write(folder, page)
+    report.write(tmp_path, page)
     lines = page.read_text(encoding="utf-8").splitlines()
     assert (lines[0], lines[-1]) == ("Before.", "Behind.") and "old" not in lines
     assert sum("| 0.250 | 0.250 | 0.250 | 0.25 | 0.25 | 0.25 | 0.50 |" in line for line in lines) == 3
@@ -112,22 +113,22 @@ def test_only_marked_tables_of_a_page_are_written_anew(tmp_path: Path, capsys: p
                  "<!-- measured: similarity -->\nold\n<!-- end -->\n"):
         page.write_text(text, encoding="utf-8")
         with pytest.raises(PyorchError, match="has no end"):
-            report.write(folder, page)
+            report.write(tmp_path, page)
         assert page.read_text(encoding="utf-8") == text
     page.write_text("<!-- measured: nothing -->\n<!-- end -->\n", encoding="utf-8")
     with pytest.raises(PyorchError, match='there is no table "nothing"'):
-        report.write(folder, page)
+        report.write(tmp_path, page)
     page.write_text("<!-- measured: unseen -->\nkept\n<!-- end -->\n", encoding="utf-8")
-    report.write(folder, page)
+    report.write(tmp_path, page)
     assert "kept" in page.read_text(encoding="utf-8") and "the table unseen stays" in capsys.readouterr().err
     for name in MODELS[:2]:
         folder.result("time", name).write_text("[]", encoding="utf-8")
     page.write_text("<!-- measured: time -->\nkept\n<!-- end -->\n", encoding="utf-8")
     with pytest.raises(PyorchError, match="rows are missing"):
-        report.write(folder, page)
+        report.write(tmp_path, page)
     for damaged in ("[", "[{}]", "[]"):
         folder.result("similarity", "less").write_text(damaged, encoding="utf-8")
         page.write_text("<!-- measured: similarity -->\nkept\n<!-- end -->\n", encoding="utf-8")
         with pytest.raises(PyorchError, match="cannot be"):
-            report.write(folder, page)
+            report.write(tmp_path, page)
         assert "kept" in page.read_text(encoding="utf-8")
