@@ -326,6 +326,7 @@ typedef struct pyorch_config {
 typedef enum pyorch_recovery {
     PYORCH_RECOVERY_KERNELS  = 0, // that of the kernels: all experts with one matrix, then all with the next
     PYORCH_RECOVERY_AFFINITY = 1, // that of algorithm 1 of ZipMoE: expert by expert, so that no thread waits for a disk
+    PYORCH_RECOVERY_EXPONENTS_FIRST = 2, // the same with the paper's reads: first all exponents of a block
 } pyorch_recovery;
 
 // What becomes of an expert that is not in the memory of the device when its layer needs it.

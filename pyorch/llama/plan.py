@@ -341,7 +341,7 @@ def _use_pack(
     if not slim and not (settings.packed and settings.source is None and divided):
         return division, ()
     asked = ("--pools divides memory among the forms of" if settings.pools is not None else
-             "--recovery affinity is an order for" if settings.recovery != KERNELS else "")
+             f"--recovery {settings.recovery} is an order for" if settings.recovery != KERNELS else "")
     if not slim and not asked and "experts" not in model_map.sidecars():
         return division, ()
     from pyorch.llama.pools import best_division, planner_for

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pyorch.errors import PyorchError
 
 # In which order a layer's experts are read and recovered from a compressed pack: that of the kernels, or that of
-# ZipMoE's algorithm 1. In the order of pyorch_recovery.
-KERNELS, AFFINITY = RECOVERIES = ("kernels", "affinity")
+# ZipMoE's algorithm 1, matrix by matrix or with the paper's order of reads. In the order of pyorch_recovery.
+KERNELS, *_ = RECOVERIES = ("kernels", "affinity", "exponents-first")
 
 _TOLERANCE = 1e-6  # of the sum
 

@@ -82,8 +82,9 @@ class Settings:
         default_text="by MODEL.plan.json, else planned when the model is loaded",
     )
     recovery: str = option(
-        KERNELS, recovery, "kernels or affinity", metavar="ORDER",
-        help="how a compressed pack is recovered: kernels (by matrix) or affinity (by expert)",
+        KERNELS, recovery, "kernels, affinity or exponents-first", metavar="ORDER",
+        help="how a compressed pack is recovered: kernels (by matrix), affinity (by expert), or exponents-first (as "
+             "affinity, but all exponents of a block are read before signs and mantissas)",
     )
     device: str = option(
         NONE, device_name, "the names of devices", group=DEVICE, metavar="NAME,...",
@@ -173,8 +174,8 @@ class Settings:
             raise PyorchError("--pools divides memory among the forms of experts of a compressed pack, and with "
                               "--no-pack (packed=False in Python) none is read: leave out one of them")
         if self.recovery != KERNELS and not self.packed:
-            raise PyorchError("--recovery affinity is an order for experts of a compressed pack, and with --no-pack "
-                              "(packed=False in Python) none is read: leave out one of them")
+            raise PyorchError(f"--recovery {self.recovery} is an order for experts of a compressed pack, and with "
+                              "--no-pack (packed=False in Python) none is read: leave out one of them")
         if self.device == NONE and (self.vram_budget != AUTO or self.device_misses is not None):
             raise PyorchError("--vram-budget and --device-misses are about experts on a device: name it with --device")
         names_experts = self.prefetch.predictor not in (PREFETCH_AUTO, PREFETCH_NONE)

@@ -103,6 +103,8 @@ def compressed_with(small_moe: Path, tmp_path_factory: pytest.TempPathFactory) -
     ("table", {"pools": "0,0,0.5,0.5", "budget": "14%"}),  # layers are streamed
     ("table", {"pools": "0.4,0.3,0.2,0.1", "recovery": "affinity", "prefetch": "quasi-hidden:2:0"}),
     ("zstd", {"pools": "1,0,0,0", "recovery": "affinity", "reads": "threads:2"}),
+    ("table", {"pools": "0.3,0.2,0.2,0.3", "recovery": "exponents-first", "reads": "threads:2"}),
+    ("zstd", {"pools": "1,0,0,0", "recovery": "exponents-first", "prefetch": "quasi-hidden:2:0"}),
 ])
 def test_logits_of_a_compressed_pack_are_too_in_every_mix_of_forms(
     compressed_with: Callable[[str], Path], resident: Model, prompt_tokens: list[int], codec: str,
@@ -190,7 +192,7 @@ def test_an_order_of_recovery_without_a_compressed_pack_is_refused(
         small_model(model, "30%", recovery="affinity")
     with pytest.raises(PyorchError, match="with --no-pack .* none is read"):
         small_model(compressed_with("table"), "30%", recovery="affinity", packed=False)
-    with pytest.raises(PyorchError, match="recovery is arrival, and must be kernels or affinity"):
+    with pytest.raises(PyorchError, match="recovery is arrival, and must be kernels, affinity or exponents-first"):
         small_model(model, "30%", recovery="arrival")
 
 

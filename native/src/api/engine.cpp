@@ -114,7 +114,7 @@ pyorch_engine * make_engine(const pyorch_model_map * map, const pyorch_config * 
     const pyorch_config & given = *config;
     checked_choice(PYORCH_CHOICES_POLICY, given.policy, simulated);
     check_shares(given.pool_shares);
-    if (given.recovery < PYORCH_RECOVERY_KERNELS || given.recovery > PYORCH_RECOVERY_AFFINITY) {
+    if (given.recovery < PYORCH_RECOVERY_KERNELS || given.recovery > PYORCH_RECOVERY_EXPONENTS_FIRST) {
         throw Failure(PYORCH_INVALID, format("there is no order of recovery %d", given.recovery));
     }
     check_has_experts(map->map);

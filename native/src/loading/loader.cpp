@@ -5,7 +5,6 @@
 #include "base/status.h"
 #include "codecs/nibble.h"
 #include "loading/readers.h"
-#include "loading/schedule.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -149,17 +148,18 @@ void Loader::start(Load & load, std::deque<ReadRequest> & queue, uint64_t reques
     ++load.queued;
 }
 
-// The first of the places of some matrices.
-static int place_of(const Load & load, uint32_t roles) {
-    int place = INT_MAX;
+// The first of the places of some matrices, or of their reads.
+static int place_of(const Load & load, uint32_t roles, Part part = PART_MATRICES) {
+    const int * places = part == PART_SM ? load.sm_place : load.place;
+    int         place  = INT_MAX;
     for (int role = 0; role < PYORCH_MAX_ROLES; ++role) {
-        place = roles >> role & 1 ? std::min(place, load.place[role]) : place;
+        place = roles >> role & 1 ? std::min(place, places[role]) : place;
     }
     return place;
 }
 
 static int place_of(const ReadRequest & request) {
-    return place_of(*request.load, request.waits ? request.load->roles : request.touches);
+    return place_of(*request.load, request.waits ? request.load->roles : request.touches, request.part);
 }
 
 // In which order what a layer waits for is done. What needs no reading goes first: it is decoded while the disk works.
@@ -171,7 +171,7 @@ static bool goes_before(const ReadRequest & a, const ReadRequest & b) {
 
 // Algorithm 1 of ZipMoE for the matrices of compressed experts of one layer, with the rates of the disk and of the
 // codec so far. It groups the matrices of an expert; the more rows an expert computes, the sooner it is recovered.
-void Loader::place_for_recovery(const std::vector<Load *> & loads, int n_threads) {
+void Loader::place_for_recovery(const std::vector<Load *> & loads, const Recoverer & by) {
     const double                        read   = bytes_per_second() > 0 ? 1 / bytes_per_second() : 1;
     const double                        decode = decoded > 0 ? 1e-9 * (double) ns_decoded / (double) decoded : 0;
     std::vector<RecoveryTask>           tasks;
@@ -184,12 +184,13 @@ void Loader::place_for_recovery(const std::vector<Load *> & loads, int n_threads
                 bytes[e.part][role] += (double) extent_of(layer, load->expert, e, role).bytes;
             }
         }
+        load->scheduled = true;
         for (int role = 0; role < (int) layer.tensors.size(); ++role) {
             if (!(load->roles >> role & 1)) {
                 continue;
             }
             if (load->staged && load->unread[role] == 0) { // it was read ahead
-                load->place[role] = -1;
+                load->place[role] = load->sm_place[role] = -1;
                 continue;
             }
             const int n_chunks = Codec::recovery_steps(layer, role, load->expert); // the last is signs and mantissas
@@ -199,14 +200,17 @@ void Loader::place_for_recovery(const std::vector<Load *> & loads, int n_threads
         }
     }
     int place = 0;
-    for (const RecoveryBlock & block : schedule(tasks, { n_threads, true })) {
+    for (const RecoveryBlock & block : schedule(tasks, by)) {
         for (int task : block) {
-            matrices[(size_t) task].first->place[matrices[(size_t) task].second] = place++;
+            const auto [load, role] = matrices[(size_t) task];
+            load->place[role]       = place++;
+            load->sm_place[role]    = load->place[role] + (by.one_pass ? 0 : (int) block.size());
         }
+        place += by.one_pass ? 0 : (int) block.size();
     }
 }
 
-void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued, int n_recovering) {
+void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued, const Recoverer & by) {
     const size_t before = demanded.size();
     for (Load * load : loads) {
         load->in_order_of_kernels();
@@ -223,10 +227,10 @@ void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *>
         }
     }
     std::vector<Load *> in_order = loads; // in which they get memory for stored parts
-    if (n_recovering > 0) {
+    if (by.n_workers > 0) {
         std::vector<Load *> all = queued;
         all.insert(all.end(), loads.begin(), loads.end());
-        place_for_recovery(all, n_recovering);
+        place_for_recovery(all, by);
         std::stable_sort(in_order.begin(), in_order.end(),
             [](const Load * a, const Load * b) { return place_of(*a, a->roles) < place_of(*b, b->roles); });
     }
@@ -268,7 +272,15 @@ bool Loader::take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadR
             cut(load, requests, request_bytes);
             queue.erase(queue.begin() + i);
             --load.queued;
-            queue.insert(queue.begin() + i, requests.begin(), requests.end());
+            auto at = queue.begin() + i;
+            for (const ReadRequest & each : requests) {
+                const auto goes_behind = [&](const ReadRequest & other) {
+                    return other.load->layer == load.layer && !goes_before(each, other);
+                };
+                // Of a schedule each request has a place of its own, else they take that of the load.
+                at = load.scheduled ? std::find_if_not(queue.begin() + i, queue.end(), goes_behind) : at;
+                at = queue.insert(at, each) + 1;
+            }
         } else {
             fail(load, queue[i].role, queue[i].file, "there is no memory for it"); // takes the request away
             orders.finished(load);

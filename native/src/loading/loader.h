@@ -33,6 +33,7 @@
 
 #include "banks/bank.h"
 #include "loading/codec.h"
+#include "loading/schedule.h"
 #include "loading/source.h"
 
 #include <algorithm>
@@ -61,24 +62,31 @@ struct Load {
     int      layer  = 0; // index into the layers with experts
     int      expert = 0;
     Slot     slot;
-    Slot     parts[N_STORED_PARTS]    = {};      // of a compressed expert, from stage() on
-    uint32_t there                    = 0;       // bits: those of them that are whole in memory
-    bool     staged                   = false;   // who orders has given it memory for all of them
-    bool     damaged                  = false;   // what was read of them is not what was packed
-    bool     urgent                   = false;   // a layer waits for it
-    uint32_t roles                    = ~0u;     // bits: the matrices that are read
-    int      n_rows                   = 1;       // of the ubatch that the expert computes
-    int      place[PYORCH_MAX_ROLES]  = {};      // of each matrix, in the order of what a layer waits for
-    Stream * stream                   = nullptr; // of who orders: what the slot is a part of, if not an expert's own
-    bool     failed                   = false;
-    int      queued                   = 0;  // requests that no reader works on yet
-    int      in_flight                = 0;  // that one does
-    uint64_t read                     = 0;  // bytes that are there
-    int      unread[PYORCH_MAX_ROLES] = {}; // requests of each matrix that have not been read yet
-    bool     missed[PYORCH_MAX_ROLES] = {}; // the pack could not be read there
+    Slot     parts[N_STORED_PARTS]      = {};      // of a compressed expert, from stage() on
+    uint32_t there                      = 0;       // bits: those of them that are whole in memory
+    bool     staged                     = false;   // who orders has given it memory for all of them
+    bool     damaged                    = false;   // what was read of them is not what was packed
+    bool     urgent                     = false;   // a layer waits for it
+    uint32_t roles                      = ~0u;     // bits: the matrices that are read
+    int      n_rows                     = 1;       // of the ubatch that the expert computes
+    int      place[PYORCH_MAX_ROLES]    = {};      // of each matrix, in the order of what a layer waits for
+    int      sm_place[PYORCH_MAX_ROLES] = {};      // of the read of its signs and mantissas, in the same order
+    bool     scheduled                  = false;   // the places are those of schedule()
+    Stream * stream                     = nullptr; // of who orders: what the slot is a part of, if not an expert's own
+    bool     failed                     = false;
+    int      queued                     = 0;  // requests that no reader works on yet
+    int      in_flight                  = 0;  // that one does
+    uint64_t read                       = 0;  // bytes that are there
+    int      unread[PYORCH_MAX_ROLES]   = {}; // requests of each matrix that have not been read yet
+    bool     missed[PYORCH_MAX_ROLES]   = {}; // the pack could not be read there
 
     bool ended() const { return queued == 0 && in_flight == 0; }
-    void in_order_of_kernels() { std::iota(std::begin(place), std::end(place), 0); }
+
+    void in_order_of_kernels() {
+        std::iota(std::begin(place), std::end(place), 0);
+        std::iota(std::begin(sm_place), std::end(sm_place), 0);
+        scheduled = false;
+    }
 };
 
 struct ReadRequest {
@@ -200,9 +208,9 @@ public:
 
     // Queues all reads of experts that a layer needs now, each with a form and a slot. queued: those among the experts
     // of that layer that were to be read ahead; what no reader has begun of them is demanded too, and what was read of
-    // them is decoded as if it had been. n_recovering: threads that will recover compressed experts, which are then in
-    // the order of schedule(); 0: all are in the order of the kernels.
-    void demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued, int n_recovering = 0);
+    // them is decoded as if it had been. by: recovers compressed experts, which are then in the order of schedule(); all
+    // are in the order of the kernels if it has no workers.
+    void demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued, const Recoverer & by = { 0 });
 
     // Queues all reads of a load behind all demand.
     void read_ahead(Load & load) {
@@ -343,7 +351,7 @@ private:
     void         cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes);
     void         cut(Load & load, const Extent & extent, std::deque<ReadRequest> & queue, uint64_t request_bytes);
     void         ask_nothing(Load & load, std::deque<ReadRequest> & queue, int role, uint64_t needed = 0);
-    void         place_for_recovery(const std::vector<Load *> & loads, int n_threads);
+    void         place_for_recovery(const std::vector<Load *> & loads, const Recoverer & by);
     bool         take_offered(Load & load, std::deque<ReadRequest> & queue);
     bool         take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadRequest & request);
     bool         pop(ReadRequest & request);

@@ -8,8 +8,9 @@
 // to do than the disk. Blocks follow one another.
 //
 // Pure functions: nothing here reads, decodes or waits. The loader uses them where an engine asks for this order
-// (PYORCH_RECOVERY_AFFINITY). By default it reads and decodes in the order of the kernels, which compute all experts
-// with one matrix before they begin with the next. schedule_test.cpp compares the two.
+// (PYORCH_RECOVERY_AFFINITY, or PYORCH_RECOVERY_EXPONENTS_FIRST for the paper's order of reads). By default it reads
+// and decodes in the order of the kernels, which compute all experts with one matrix before they begin with the next.
+// schedule_test.cpp compares the two.
 
 #pragma once
 

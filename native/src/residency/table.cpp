@@ -246,7 +246,8 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     }
     const int n_processors = std::max(1, (int) std::thread::hardware_concurrency());
     const int n_recovering = std::min(n_processors, owner.n_threads + default_threads());
-    loads.demand(started, loading, orders_by_rows(layer) ? n_recovering : 0);
+    loads.demand(
+        started, loading, { orders_by_rows(layer) ? n_recovering : 0, recovery != PYORCH_RECOVERY_EXPONENTS_FIRST });
     if (!streamed.empty()) {
         streams.open(owner, layer, streamed, n_frames);
         error = owner.stream->error.empty() ? error : owner.stream->error;
@@ -255,7 +256,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
 }
 
 bool Table::orders_by_rows(int layer) const {
-    return recovery == PYORCH_RECOVERY_AFFINITY && is_compressed(map.layers[layer]);
+    return recovery != PYORCH_RECOVERY_KERNELS && is_compressed(map.layers[layer]);
 }
 
 // False: one of them could not be read.

@@ -24,9 +24,9 @@ static constexpr PoolShares MIXES[] = {
 
 static void experts_are_those_of_the_model_in_every_mix_of_forms() {
     const ModelMap map = compressed_map();
-    for (int mix = 0; mix < 2 * (int) std::size(MIXES); ++mix) {
-        const PoolShares & shares = MIXES[mix / 2];
-        House              house(map, 6, shares, plain_codec(), (pyorch_recovery) (mix % 2));
+    for (int mix = 0; mix < 3 * (int) std::size(MIXES); ++mix) {
+        const PoolShares & shares = MIXES[mix / 3];
+        House              house(map, 6, shares, plain_codec(), (pyorch_recovery) (mix % 3));
         std::mt19937       rng(7);
         for (int pass = 0; pass < 40; ++pass) {
             for (int layer = 0; layer < N_LAYERS; ++layer) {
@@ -42,13 +42,22 @@ static void experts_are_those_of_the_model_in_every_mix_of_forms() {
     }
 }
 
-// The experts of a layer, in the order in which the first request of each is read.
-static std::vector<int> read_order(House & house, const std::vector<int> & experts, const std::vector<int> & rows) {
+struct PartOfExpert {
+    int  expert;
+    Part part;
+
+    bool operator==(const PartOfExpert & other) const { return expert == other.expert && part == other.part; }
+};
+
+// The stored parts of the experts of a layer, in the order in which the first request of each is read.
+static std::vector<PartOfExpert> read_order(
+    House & house, const std::vector<int> & experts, const std::vector<int> & rows) {
     house.acquire(0, experts, 4, rows);
-    std::vector<int> order;
+    std::vector<PartOfExpert> order;
     for (ReadRequest request; house.table.loader().try_next(request);) {
-        if (std::find(order.begin(), order.end(), request.load->expert) == order.end()) {
-            order.push_back(request.load->expert);
+        const PartOfExpert read{ request.load->expert, request.part };
+        if (request.reads() && std::find(order.begin(), order.end(), read) == order.end()) {
+            order.push_back(read);
         }
         const int64_t n = house.table.loader().bytes().read(request.file, request.offset, request.buf, request.size);
         house.table.loader().finish(request, n, 1);
@@ -59,12 +68,76 @@ static std::vector<int> read_order(House & house, const std::vector<int> & exper
 
 static void with_affinity_the_expert_that_computes_most_rows_is_recovered_first() {
     const ModelMap map = compressed_map();
-    using Order        = std::vector<int>;
     for (const pyorch_recovery recovery : { PYORCH_RECOVERY_KERNELS, PYORCH_RECOVERY_AFFINITY }) {
-        const bool by_affinity = recovery == PYORCH_RECOVERY_AFFINITY;
-        House      house(map, 12, ALL_FULL, plain_codec(), recovery);
-        CHECK(read_order(house, { 1, 4, 5 }, { 1, 2, 4 }) == (by_affinity ? Order{ 5, 4, 1 } : Order{ 1, 4, 5 }));
-        CHECK(read_order(house, { 2, 7 }, {}) == Order({ 2, 7 }));
+        House house(map, 12, ALL_FULL, plain_codec(), recovery);
+        for (const bool first : { true, false }) {
+            const std::vector<int> asked = first ? std::vector<int>{ 1, 4, 5 } : std::vector<int>{ 2, 7 };
+            const std::vector<int> rows  = first ? std::vector<int>{ 1, 2, 4 } : std::vector<int>{};
+            std::vector<int>       order = asked;
+            if (first && recovery == PYORCH_RECOVERY_AFFINITY) {
+                std::reverse(order.begin(), order.end());
+            }
+            std::vector<PartOfExpert> expected;
+            for (int expert : order) {
+                expected.push_back({ expert, PART_E });
+                expected.push_back({ expert, PART_SM });
+            }
+            CHECK(read_order(house, asked, rows) == expected);
+        }
+    }
+}
+
+// The reads of a block of algorithm 1 of ZipMoE, one at a time, for experts in the order of the block: all exponents,
+// then all signs and mantissas. So many experts have memory at once; the next one gets it when one has been recovered.
+static std::vector<PartOfExpert> reads_of_a_block(const std::vector<int> & block, size_t n_at_once) {
+    std::vector<PartOfExpert> left, read;
+    for (const Part part : { PART_E, PART_SM }) {
+        for (int expert : block) {
+            left.push_back({ expert, part });
+        }
+    }
+    std::vector<int> waiting = block, with_memory;
+    while (!left.empty()) {
+        while (with_memory.size() < n_at_once && !waiting.empty()) {
+            with_memory.push_back(waiting.front());
+            waiting.erase(waiting.begin());
+        }
+        const auto next = std::find_if(left.begin(), left.end(), [&](const PartOfExpert & each) {
+            return std::find(with_memory.begin(), with_memory.end(), each.expert) != with_memory.end();
+        });
+        read.push_back(*next);
+        left.erase(next);
+        if (read.back().part == PART_SM) { // its exponents were read before
+            with_memory.erase(std::find(with_memory.begin(), with_memory.end(), read.back().expert));
+        }
+    }
+    return read;
+}
+
+// No rate is known yet, so decoding takes no time, no block is compute-bound, and up to 16 matrices are one block.
+static void the_order_of_the_paper_reads_all_exponents_of_a_block_first() {
+    constexpr int    N_MATRICES = 3, MOST_IN_A_BLOCK = 16;
+    constexpr size_t N_AT_ONCE = 3; // of a sixteenth of this budget
+    const ModelMap   map       = compressed_map();
+    std::mt19937     rng(13);
+    for (int round = 0; round < 40; ++round) {
+        House            house(map, 40, ALL_FULL, plain_codec(), PYORCH_RECOVERY_EXPONENTS_FIRST);
+        std::vector<int> asked = experts(N_EXPERT), rows(2 + rng() % (MOST_IN_A_BLOCK / N_MATRICES - 1));
+        std::shuffle(asked.begin(), asked.end(), rng);
+        asked.resize(rows.size());
+        std::sort(asked.begin(), asked.end());
+        for (int & n : rows) {
+            n = 1 + (int) (rng() % 3);
+        }
+        std::vector<int> block;
+        for (int n : { 3, 2, 1 }) {
+            for (size_t i = 0; i < asked.size(); ++i) {
+                if (rows[i] == n) {
+                    block.push_back(asked[i]);
+                }
+            }
+        }
+        CHECK(read_order(house, asked, rows) == reads_of_a_block(block, N_AT_ONCE));
     }
 }
 
@@ -437,6 +510,7 @@ int main(int argc, char ** argv) {
     return run(argc, argv,
         {
             with_affinity_the_expert_that_computes_most_rows_is_recovered_first,
+            the_order_of_the_paper_reads_all_exponents_of_a_block_first,
             experts_are_those_of_the_model_in_every_mix_of_forms,
             any_mix_of_forms_stays_within_any_budget_while_both_change,
             what_is_compressed_in_memory_is_not_read_again,
