@@ -67,6 +67,7 @@ PAPER = (  # base, settings, how lists are made; and what stands beside: the sam
     (THREE, "max_buddies=1", "", "", ""), (THREE, "max_buddies=4", "", "", ""),
     (THREE, "min_entropy=0.85,temperature=0.8", "", "min_entropy=0.9", ""),
     (THREE, "min_entropy=0.93,temperature=1.2", "", "min_entropy=0.9", ""),
+    (THREE, "max_lead=p70", "", "", ""), (THREE, "max_lead=p70", "", "min_entropy=p30", ""),
 )
 RATES = "0.5,0.375"
 
