@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from simulated_cluster import zipf
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.traces.file import DECODE, Trace, TraceHeader, TraceWriter
+from scripts.papers.dancemoe import skewed_traces
 from scripts.papers.dancemoe.workload import (
     Arrivals,
     Fitted,
@@ -107,6 +109,34 @@ def test_a_token_uses_different_experts_in_proportion_to_their_shares(seed, n_us
     error = 5 * np.sqrt(0.25 / n_tokens)
     assert np.abs(found - inclusion)[possible] == pytest.approx(0, abs=error)
     assert (found >= np.minimum(inclusion, 1) - error).all()
+
+
+def test_tasks_of_made_up_traces_prefer_different_experts_and_layers_are_uneven(monkeypatch, tmp_path):
+    """Uses of an expert follow the 1 / rank^s of its layer, as loops over all tokens count them."""
+    n_layers, n_expert, n_used = 5, 24, 2
+    monkeypatch.setattr(sys, "argv", ["skewed_traces", "-o", str(tmp_path), "--tasks", "2", "--requests", "150",
+                                      "--layers", str(n_layers), "--experts", str(n_expert), "--used", str(n_used)])
+    skewed_traces.main()
+    steepness = np.random.default_rng(0).uniform(0.4, 1.6, n_layers)
+    assert steepness.max() - steepness.min() > 0.5  # else the layers are too alike for this test
+    preferred = []
+    for task in range(2):
+        halves = np.zeros((2, n_layers, n_expert))
+        records = Trace(tmp_path / f"task-{task}.trace").records
+        for record in records:
+            for layer, experts in enumerate(record["experts"]):
+                for expert in experts:
+                    halves[record["request"] % 2, layer, expert] += 1
+        for layer in range(n_layers):
+            assert np.corrcoef(halves[:, layer])[0, 1] > 0.9  # requests of a task prefer the same experts
+            shares = np.sort(halves.sum(axis=0)[layer] / (n_used * len(records)))[::-1]
+            printed = [rank ** -steepness[layer] for rank in range(1, n_expert + 1)]
+            wanted = [value / sum(printed) for value in printed]
+            if wanted[0] * n_used <= 1:  # else the others get what is beyond
+                assert shares[:4] == pytest.approx(wanted[:4], rel=0.2)
+        preferred.append(halves.sum(axis=0))
+    alike = [np.corrcoef(preferred[0][layer], preferred[1][layer])[0, 1] for layer in range(n_layers)]
+    assert np.mean(alike) < 0.5
 
 
 def test_more_experts_than_have_shares_are_filled_up():
