@@ -29,11 +29,10 @@ from pyorch.settings.settings import Settings
 from pyorch.sidecars import packs
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.history import ExpertMaps
-from pyorch.sidecars.predictor import PredictorFile
 from pyorch.sizes import MiB
 from pyorch.traces.file import Trace
 from pyorch.traces.recording import Recording
-from pyorch.traces.replay import Replayed, ReplaySettings, replay
+from pyorch.traces.replay import Replayed, ReplaySettings, compute_time, replay
 from scripts.papers import program
 
 BUDGETS = tuple(map(Budget.parse, ("25%", "40%", "60%")))
@@ -93,7 +92,8 @@ def main(argv: list[str] | None = None) -> int:
                              "(default: 0)")
     parser.add_argument("--compute-ms", type=number(above=0), metavar="MS",
                         help="time to decode a token when all experts are resident; pyorch bench measures it (default: "
-                             "what pyorch calibrate measured; else 30 is assumed, and no times are shown)")
+                             "the trace has it, else what pyorch calibrate measured; else 30 is assumed, and no times "
+                             "are shown)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="decode N requests together (default: 1)")
     parser.add_argument("--warm", type=int, default=0, metavar="N", help="begin to count after N tokens (default: 0)")
     parser.add_argument("--prompts", action="store_true",
@@ -110,12 +110,14 @@ def _run(args: argparse.Namespace) -> int:
         if packed:
             packs.require_compressed(model_map)
         packed = packs.part_sizes(model_map) is not None  # a slim model's pack is attached whatever it is
-        uses = Sidecars(model_map).uses() if packed else None
-        recording = Recording.from_trace(Trace(args.trace), model_map)
-        sidecars = model_map.sidecars()
-        maps = ExpertMaps.read(sidecars["maps"], model_map) if "maps" in sidecars else None
-        predictor_file = PredictorFile.read(sidecars["predictor"], model_map) if "predictor" in sidecars else None
-        compute_ms, compute_from = _compute_time(args.compute_ms, predictor_file)
+        sidecars, trace, paths = Sidecars(model_map), Trace(args.trace), model_map.sidecars()
+        uses = sidecars.uses() if packed else None
+        recording = Recording.from_trace(trace, model_map)
+        maps = ExpertMaps.read(paths["maps"], model_map) if "maps" in paths else None
+        predictor_file = sidecars.predictor if "predictor" in paths else None
+        compute_ms, compute_from = compute_time(args.compute_ms, trace, sidecars)
+        if compute_ms is None:
+            compute_ms, compute_from = ReplaySettings.compute_ms, _ASSUMED
         settings = ReplaySettings(
             read_bandwidth=args.read_bandwidth or measure_bandwidth(model_map, PROBE_SECONDS).bytes_per_second,
             compute_ms=compute_ms, n_warm_tokens=args.warm, batch=args.batch, as_decode=not args.prompts,
@@ -147,15 +149,6 @@ def _of_device(args: argparse.Namespace) -> dict[str, Any]:
     return {"vram_budget": read.vram_budget, "device_misses": read.device_misses or PROCESSOR,
             "device_ahead": args.device_ahead, "link_bandwidth": args.link_bandwidth,
             "device_speed": args.device_speed or 1.0}
-
-
-def _compute_time(given: float | None, calibrated: PredictorFile | None) -> tuple[float, str]:
-    """Milliseconds of a token, and who says so."""
-    if given is not None:
-        return given, "given"
-    if calibrated is not None and calibrated.compute_ms is not None:
-        return calibrated.compute_ms, "calibrated"
-    return ReplaySettings.compute_ms, _ASSUMED
 
 
 def _row(replayed: Replayed, timed: bool) -> dict[str, Any]:

@@ -34,9 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "exponents (E) alone: the smaller the form, the more experts, and the more is to be done when one is needed. "
         "The command finds the shares of the budget with which a token waits least, by how unevenly experts are used "
         "and how fast this machine reads and decodes, and writes them beside the model, where every command finds "
-        "them. The end of a trace is played, with nothing read ahead: of the divisions that seem best and of whole "
-        "experts alone, the one that waits least then is taken; one with other forms than whole experts only where it "
-        "gains much."
+        "them. The end of a trace is played, with the time of computing, which hides waits, and with nothing read "
+        "ahead: of the divisions that seem best and of whole experts alone, the one that waits least then is taken; "
+        "one with other forms than whole experts only where it gains much."
     )
     add_model(parser, "with a compressed pack beside it")
     parser.add_argument("--trace", type=Path, metavar="FILE.trace",
@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=whole(1, 512), metavar="N",
                         help="threads that decode (default: those that compute and those of the engine, at most as "
                              "many as there are processors)")
+    parser.add_argument("--compute-ms", type=number(0, most=1e6), metavar="MS",
+                        help="time to decode a token when all experts are resident, with which a trace is played "
+                             "(default: the trace has it; else what pyorch calibrate measured, else 0)")
     add_output_options(parser, "MODEL.plan.json beside the model")
 
 
@@ -69,10 +72,14 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import json_file, packs
     from pyorch.sidecars import plan as plans
+    from pyorch.sidecars.beside import Sidecars
     from pyorch.traces.divisions import FINALISTS, choose
     from pyorch.traces.file import Trace
     from pyorch.traces.recording import decoded_recording
+    from pyorch.traces.replay import compute_time
 
+    if args.compute_ms is not None and args.trace is None:
+        raise PyorchError("--compute-ms is for playing a trace: give --trace")
     budget_setting = given_settings(args).get("budget", AUTO)
     if budget_setting.amount is None:
         raise PyorchError("a plan is for a size or a share of the experts: give --budget, such as 40%")
@@ -86,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     with (packs.open_model(args.model) as model_map, ModelMap(args.model) as plain_map, Progress() as progress):
         packs.require_compressed(model_map)
         budget = budget_setting.resolve(model_map.info)
-        recording = None if args.trace is None else decoded_recording(Trace(args.trace), model_map)
+        trace = None if args.trace is None else Trace(args.trace)
+        recording = None if trace is None else decoded_recording(trace, model_map)
         if recording is not None and recording.n_requests < args.batch:
             raise PyorchError(f"{args.trace} has {counted(recording.n_requests, 'request')}: for {args.batch} "
                               "sequences at once record as many, each of --ctx tokens of the text")
@@ -104,13 +112,15 @@ def run(args: argparse.Namespace) -> int:
         seconds = perf_counter() - begin
         whole, compressed = (planner.cost(shares, budget - reserved) for shares in ((1, 0, 0, 0), (0, 1, 0, 0)))
         best, handicap, n_played, n_played_tokens = planned.best, HANDICAP, 0, 0
+        compute_ms, compute_from = None, None
         divided = next((split for split in planned.finalists if split.is_mixed), None)
         if recording is not None and _can_play(recording, model_map):
             progress.update("playing the trace", 0, 0)
             simple = [*([whole] if "F" in pools else []), *([compressed] if "C" in pools else []),
                       *([planned.plain] if planned.plain is not None else [])]
+            compute_ms, compute_from = compute_time(args.compute_ms, trace, Sidecars(model_map))
             choice = choose([*simple, *planned.finalists], model_map, plain_map, recording, budget, machine,
-                            batch=args.batch)
+                            batch=args.batch, compute_ms=compute_ms or 0.0)
             best, divided, n_played, n_played_tokens = choice.best, choice.divided, choice.n_played, choice.n_tokens
             handicap = max(1.0, choice.handicap or HANDICAP)
         splits = {"plan": best, "full only": whole, "compressed only": compressed}
@@ -128,12 +138,13 @@ def run(args: argparse.Namespace) -> int:
             n_tokens, machine, packs.contents(model_map).codecs, tuple(map(tuple, np.asarray(inclusion).tolist())),
             tuple(map(tuple, np.asarray(uses).tolist())), args.batch,
         ), model_map)
-    # Sizes in bytes; seconds: that planning took.
+    # Sizes in bytes; seconds: that planning took; compute_ms, compute_from: null where nothing was played.
     report = {
         "model": args.model, "trace": args.trace, "routing": routing, "plan": output, "budget": budget,
         "batch": args.batch, "pools": pools, "n_tokens": n_tokens, **dataclasses.asdict(machine),
         "n_splits": planned.n_splits, "n_evaluated": planned.n_evaluated, "seconds": seconds, "n_played": n_played,
-        "n_played_tokens": n_played_tokens, "handicap": handicap, "rows": rows,
+        "n_played_tokens": n_played_tokens, "compute_ms": compute_ms, "compute_from": compute_from,
+        "handicap": handicap, "rows": rows,
     }
     return answer(args, report, lambda: _parts(report, model_map.info))
 
@@ -184,6 +195,14 @@ def _row(name: str, split) -> dict[str, Any]:
             "hits": tuple(float(n) for n in split.hits.mean(axis=0)), "wait_ms": 1000 * split.makespan}
 
 
+def _computing(report: dict[str, Any]) -> str:
+    source = {"given": "given", "trace": f"recorded in {report['trace']}", "calibrated": "measured by pyorch calibrate"}
+    if report["compute_ms"] is None:
+        return ("not known, so no wait is hidden behind it: give --compute-ms, or record the trace anew with pyorch "
+                "profile")
+    return f"{report['compute_ms']:.3g} ms a token ({source[report['compute_from']]})"
+
+
 def _parts(report: dict[str, Any], info) -> list[str | Table | Facts]:
     best, batch, n_workers = report["rows"][0], report["batch"], report["n_workers"]
     how = "compressed experts" if best["compressed"] else "experts as the model has them: compression does not pay"
@@ -202,6 +221,7 @@ def _parts(report: dict[str, Any], info) -> list[str | Table | Facts]:
                         f"{report['decoded_per_second'] / 1e9:.3g} GB/s each"),
             ("search", f"{report['n_splits']} divisions, {report['n_evaluated']} computed to the end, "
                        f"{report['seconds']:.2f} s{played}"),
+            *([("computing", _computing(report))] if report["n_played"] else []),
         ]),
         "",
         Table(columns, rows, left=("",), title=f"shares of the budget; of {tokens} experts in a layer, those in each "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import os
 import time
@@ -20,7 +19,7 @@ from pyorch.runtime.disk import measure_bandwidth
 from pyorch.settings.prefetch import NONE, Prefetch
 from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
 from pyorch.traces.data import read_documents
-from pyorch.traces.recorder import Recorder, trace_header
+from pyorch.traces.recorder import Recorder, measure_compute, trace_header
 from pyorch.traces.recording import Recording
 from pyorch.traces.replay import ReplaySettings, replay
 from pyorch.traces.routers import hidden_outputs
@@ -31,7 +30,6 @@ _PIECE = 512  # tokens that are computed together, from nothing but themselves
 _HELD_OUT = 10
 _TRIAL_TOKENS = 2048
 
-_TIMED_TOKENS = 24  # decoded to know what computing takes
 _DISK_SECONDS = 1.0
 _BUDGET = 0.4  # of the experts, at which distances are compared
 _DISTANCES = (1, 2, 3, 4)
@@ -120,7 +118,7 @@ def calibrate(
                 {il: hidden_outputs(model.map, il, outputs, n_embd) for il, (outputs, _) in means.items()},
                 {il: counts.astype(np.int64) for il, (_, counts) in means.items()}, n_done,
             )
-            compute_ms = _compute_ms(model, context, last)
+            compute_ms = measure_compute(model, context, last)
             if not held_out:
                 return Calibrated(vectors, compute_ms, why=f"that takes {_HELD_OUT} pieces of at most {_PIECE} tokens, "
                                   "and fewer were computed", cut_short=cut_short)
@@ -170,18 +168,6 @@ def _record(model: Model, context: Context, pieces: list[list[int]]) -> Recordin
     whole = np.concatenate(records)
     return Recording(header.layers, header.n_expert, whole["experts"], whole["weights"], whole["request"],
                      states=np.ascontiguousarray(whole["states"]))
-
-
-def _compute_ms(model: Model, context: Context, tokens: list[int]) -> float:
-    """Milliseconds of a decoded token beside the waits for experts."""
-    context.clear()
-    tokens = list(itertools.islice(itertools.cycle(tokens), _TIMED_TOKENS))
-    context.decode(tokens[:1])
-    stalled, begin = model.engine.stats().stall_ns, time.perf_counter()
-    for token in tokens[1:]:
-        context.decode([token])
-    seconds = time.perf_counter() - begin - (model.engine.stats().stall_ns - stalled) / 1e9
-    return max(1e-3, 1000 * seconds / (len(tokens) - 1))
 
 
 def _pieces(model: Model, data: Sequence[str | os.PathLike[str]]) -> Iterator[list[int]]:

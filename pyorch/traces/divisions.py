@@ -37,15 +37,16 @@ class Choice:
 
 def choose(
     splits: Sequence[Split], packed: ModelMap, plain: ModelMap, recording: Recording, budget: int, machine: Machine,
-    handicap: float = HANDICAP, batch: int = 1,
+    handicap: float = HANDICAP, batch: int = 1, compute_ms: float = 0.0,
 ) -> Choice:
     """The division that waits least when the end of a recording is played, behind the rest; the first of equals.
 
     Args:
         packed: the map of a model with its compressed pack attached; plain: one without.
-        machine: whose disk and cores are simulated. Nothing is computed: a token takes what it waits for.
+        machine: whose disk and cores are simulated.
         handicap: what divisions with more than whole experts are taken to wait, as a share of what they do when played.
         batch: requests of the recording that are decoded together.
+        compute_ms: computing of a token, which hides reads and decoding of matrices that are not yet needed.
     """
     n_tokens = min(max(1, len(recording) // 4), batch * (1 + _CHOICE_PASSES // len(recording.layers)))
     known, played = recording.divided(len(recording) - n_tokens, batch)
@@ -54,7 +55,7 @@ def choose(
 
     def wait_ms(split: Split) -> float:
         settings = ReplaySettings(
-            None, Prefetch(NONE), budget, machine.bytes_per_second, compute_ms=0.0, route_share=0.0, batch=batch,
+            None, Prefetch(NONE), budget, machine.bytes_per_second, compute_ms=compute_ms, batch=batch,
             pools=Pools(*split.shares) if split.compressed else Pools(),
             decode_bandwidth=machine.decoded_per_second, n_decoders=machine.n_workers,
         )

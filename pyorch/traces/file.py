@@ -3,7 +3,7 @@
 Layout, all little-endian:
 
     0     8 bytes   b"PYORCHTR"
-    8     u4        format version, 2; 1 is the same without states
+    8     u4        format version, 3; 2 is the same without compute_ms, 1 also without states
     12    u4        length of the header
     16    u4        CRC-32 of the header
     20              the header: the fields of TraceHeader as JSON, zeros up to byte 4096
@@ -39,7 +39,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars.container import fingerprint
 
 MAGIC = b"PYORCHTR"
-VERSION = 2
+VERSION = 3
 HEADER_BYTES = 4096
 PREFILL, DECODE = 0, 1
 
@@ -52,7 +52,8 @@ class TraceHeader:
 
     fingerprint: of the model (pyorch.sidecars.container); layers: block numbers il; router: "topk" or "full";
     n_inputs: tokens in the full sample of router inputs, 0 without one; seed: of the sample;
-    states: whether records have the residual states before the routers.
+    states: whether records have the residual states before the routers. compute_ms: that a decoded token takes beside
+    the waits for experts, on the machine that recorded; None: not measured.
     """
 
     fingerprint: str
@@ -65,6 +66,7 @@ class TraceHeader:
     n_inputs: int = 0
     seed: int = 0
     states: bool = False
+    compute_ms: float | None = None
 
     def record_dtype(self) -> np.dtype:
         """Of one token."""
@@ -275,7 +277,7 @@ class TraceWriter:
         found = _read_header(self._file, self.path)
         for field in dataclasses.fields(TraceHeader):
             there, here = getattr(found, field.name), getattr(self.header, field.name)
-            if there != here:
+            if there != here and field.name != "compute_ms":  # no two measurements are equal: the first stays
                 raise PyorchError(f"{self.path} cannot be appended to: its {field.name} is {there}, not {here}")
         size = os.fstat(self._file.fileno()).st_size
         # Slots of records that were cut off need no care: whatever token gets such a number gets its slot.
@@ -306,7 +308,7 @@ def _read_header(file: io.FileIO, path: Path) -> TraceHeader:
         raise FormatError(f"{path} is cut off in its header: it holds nothing")
     prefix = np.frombuffer(content, _PREFIX, count=1)[0]
     if not 1 <= prefix["version"] <= VERSION:
-        raise FormatError(f"{path} is a trace of version {prefix['version']}: this pyorch reads versions 1 and "
+        raise FormatError(f"{path} is a trace of version {prefix['version']}: this pyorch reads versions 1 to "
                           f"{VERSION}")
     text = content[_PREFIX.itemsize :][: prefix["length"]]
     if len(text) != prefix["length"] or zlib.crc32(text) != prefix["crc"]:
@@ -334,6 +336,8 @@ def _is_possible(header: TraceHeader) -> bool:
         and list(header.layers) == sorted(set(header.layers))
         and isinstance(header.fingerprint, str) and isinstance(header.arch, str)
         and header.router in ("topk", "full") and isinstance(header.states, bool)
+        and (header.compute_ms is None
+             or (type(header.compute_ms) in (int, float) and 0 < header.compute_ms < float("inf")))
     )
 
 

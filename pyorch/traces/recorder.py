@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 import os
 import time
@@ -35,6 +36,8 @@ MAX_REQUESTS_TOGETHER = 64
 # Bounds a batch: llama.cpp routes all tokens through the last layer only if it computes the logits of all,
 # and what the layers report is kept until the batch is done.
 _BATCH_BYTES = 256 << 20
+
+_TIMED_TOKENS = 24  # decoded to know what computing takes
 
 OnProgress = Callable[[str, int, int], None]  # "profiling", tokens done, of at most
 
@@ -116,9 +119,26 @@ def profile(
         if model.engine is None:
             raise PyorchError(model.note or f"{path}: nothing manages its experts, so no routing is seen")
         header = trace_header(model.map, router, n_inputs, seed, states)
+        append = append and Path(output).exists()
+        tokens = None if append else next(_documents(model, data), None)  # a trace that goes on has its header
+        if tokens is not None:
+            with Context(model.llama.model, _TIMED_TOKENS, _TIMED_TOKENS, n_threads=n_threads) as context:
+                header = dataclasses.replace(header, compute_ms=measure_compute(model, context, tokens))
         session = _Session(model, header, n_decode, n_ctx, n_ubatch, n_threads)
-        with session, TraceWriter(output, header, append and Path(output).exists()) as writer:
+        with session, TraceWriter(output, header, append) as writer:
             return session.run(lambda: _documents(model, data), n_tokens, writer, on_progress, seconds)
+
+
+def measure_compute(model: Model, context: Context, tokens: list[int]) -> float:
+    """Milliseconds that a decoded token takes beside the waits for experts. tokens: are repeated as often as needed."""
+    context.clear()
+    tokens = list(itertools.islice(itertools.cycle(tokens), _TIMED_TOKENS))
+    context.decode(tokens[:1])
+    stalled, begin = model.engine.stats().stall_ns, time.perf_counter()
+    for token in tokens[1:]:
+        context.decode([token])
+    seconds = time.perf_counter() - begin - (model.engine.stats().stall_ns - stalled) / 1e9
+    return max(1e-3, 1000 * seconds / (len(tokens) - 1))
 
 
 class RecordStream:

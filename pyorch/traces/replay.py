@@ -25,9 +25,11 @@ from pyorch.settings.device import DEVICE_MISSES, PROCESSOR
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import AUTO, DISTANCE, NONE, Prefetch
 from pyorch.settings.settings import Settings
+from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.predictor import PredictorFile
 from pyorch.sizes import counted
+from pyorch.traces.file import Trace
 from pyorch.traces.recording import Recording, Schedule
 from pyorch.traces.routers import read_router
 
@@ -290,6 +292,20 @@ def _play(
     hits, totals = (array("uint64_t", of) for of in counts)
     check(lib.pyorch_replay(engine.handle, raw, config, result, *counts.shape[2:], hits, totals, array("double", ends)))
     return result
+
+
+def compute_time(given: float | None, trace: Trace, sidecars: Sidecars) -> tuple[float | None, str]:
+    """Milliseconds of computing a decoded token, and where they are from: "given", "trace", "calibrated" or "unknown".
+
+    given: by the user; None: the trace has it, or the predictor file beside the model. FormatError where that file is
+    asked and is damaged or another model's.
+    """
+    if given is not None:
+        return given, "given"
+    if trace.header.compute_ms is not None:
+        return trace.header.compute_ms, "trace"
+    calibrated = sidecars.predictor.compute_ms
+    return calibrated, "unknown" if calibrated is None else "calibrated"
 
 
 def _warm_ubatches(schedule: Schedule, n_tokens: int) -> int:

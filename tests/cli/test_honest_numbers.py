@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from pyorch.runtime import kept
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget
 from pyorch.sidecars.predictor import DefaultVectors, PredictorFile
+from pyorch.traces.file import Trace, TraceWriter
 from scripts import replay
 
 
@@ -38,9 +40,19 @@ def replayed(small_moe: Path, trace: Path, *more: str) -> list[str]:
     return [str(small_moe), str(trace), "--budget", "50%", "--read-bandwidth", "1GB/s", *more]
 
 
+@pytest.fixture
+def untimed(trace: Path, tmp_path: Path) -> Path:
+    """The trace as an older version recorded it, without the time of computing."""
+    path, recorded = tmp_path / "untimed.trace", Trace(trace)
+    with TraceWriter(path, replace(recorded.header, compute_ms=None)) as writer:
+        writer.write(recorded.records)
+    return path
+
+
 def test_a_replay_shows_no_times_where_nobody_knows_how_long_computing_takes(
-    small_moe: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small_moe: Path, trace: Path, untimed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    recorded, trace = trace, untimed
     assert replay.main(replayed(small_moe, trace)) == 0
     shown = capsys.readouterr().out
     assert "hits" in shown and "ms/token" not in shown and "stall ms" not in shown
@@ -49,11 +61,15 @@ def test_a_replay_shows_no_times_where_nobody_knows_how_long_computing_takes(
     report = json.loads(capsys.readouterr().out)
     assert report["compute_from"] == "assumed" and report["rows"][0]["tpot_ms"] is None
     assert report["rows"][0]["hit_rate"] > 0
+    assert replay.main(replayed(small_moe, recorded, "--json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["compute_from"] == "trace" and report["compute_ms"] == Trace(recorded).header.compute_ms
 
 
 def test_a_replay_takes_the_calibrated_time(
-    small_moe: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+    small_moe: Path, untimed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    trace = untimed
     sidecar = small_moe.with_name("small-moe.predictor.gguf")
     with ModelMap(small_moe) as model_map:
         vectors = {layer.il: np.ones((layer.n_expert, 128), np.float32) for layer in model_map.layers}

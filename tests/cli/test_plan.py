@@ -31,6 +31,7 @@ from pyorch.settings.settings import Settings
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.plan import Machine, Reserve, default_path, new_planner, read_plan
+from pyorch.sidecars.predictor import PredictorFile
 from pyorch.traces.divisions import choose
 from pyorch.traces.file import Trace, TraceHeader, TraceWriter
 from pyorch.traces.recording import decoded_recording
@@ -160,6 +161,47 @@ def test_other_forms_are_taken_where_they_gain_more_than_a_handicap(model: Path,
             choose(splits, packed, plain, recording, budget, machine, handicap) for handicap in (1.0, HANDICAP)
         )
     assert free.best.is_mixed and free.best is free.divided is held.divided and held.best is whole
+
+
+def test_the_division_that_is_taken_depends_on_how_long_computing_takes(model: Path, trace: Path) -> None:
+    """Computing hides reads: of these small experts it hides those of the model sooner than those of the pack."""
+    machine = Machine(1e8, 1e9, 1)
+    with ModelMap(model) as packed, ModelMap(model) as plain:
+        packs.attach(packed)
+        recording = decoded_recording(Trace(trace), packed)
+        budget = int(0.3 * packed.info.slots_bytes)
+        reserved = Reserve.of(packed).bytes(budget)
+        planner = new_planner(packed, inclusion_by_rank(recording.experts, recording.n_expert), machine)
+        splits = [planner.cost((0, 1, 0, 0), budget - reserved), planner.plain(budget)]
+        at_once, computed = (choose(splits, packed, plain, recording, budget, machine, 1.0, compute_ms=ms).best
+                             for ms in (0.0, 5.0))
+    assert at_once is splits[0] and computed is splits[1]
+
+
+def test_a_plan_takes_the_time_of_computing_from_the_trace_or_what_knows_it(
+    model: Path, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed = tmp_path / "timed.trace"
+    with TraceWriter(timed, replace(Trace(trace).header, compute_ms=5.0)) as writer:
+        writer.write(Trace(trace).records)
+
+    def computing(recorded: Path, *more: object) -> tuple[float | None, str]:
+        report = planned(capsys, model, "--trace", recorded, "--budget", "30%", *SPEEDS, *more)
+        assert report["rows"][0]["compressed"] == (not report["compute_ms"])
+        return report["compute_ms"], report["compute_from"]
+
+    assert computing(trace) == (None, "unknown")
+    assert computing(timed) == (5.0, "trace")
+    assert computing(timed, "--compute-ms", 0) == (0.0, "given")
+    with ModelMap(model) as model_map:
+        path = container.default_path(model, "predictor")
+        PredictorFile(curve=np.zeros((1, 2), np.float32), compute_ms=6.0).write(path, model_map)
+    assert computing(trace) == (6.0, "calibrated") and computing(timed) == (5.0, "trace")
+    for recorded, shown in ((timed, f"5 ms a token (recorded in {timed})"), (trace, "6 ms a token (measured by")):
+        assert main(["plan", str(model), "--trace", str(recorded), "--budget", "30%", *SPEEDS]) == 0
+        assert shown in " ".join(capsys.readouterr().out.split())
+    report = planned(capsys, model, "--budget", "30%", *SPEEDS)
+    assert report["n_played"] == 0 and report["compute_ms"] is report["compute_from"] is None
 
 
 def test_a_model_is_loaded_with_its_plan_and_computes_the_same(
@@ -370,6 +412,8 @@ def test_a_plan_of_another_model_refuses_to_load(model: Path, trace: Path, capsy
     (("--budget", "30%", "--forms", "F,X", *SPEEDS), 'forms "F,X" are not understood'),
     (("--budget", "1KiB", *SPEEDS), "is below the floor"),
     (("--budget", "30%", "--decode-bandwidth", "fast"), 'bandwidth: "fast" is not understood'),
+    (("--budget", "30%", "--compute-ms", "5"), "--compute-ms is for playing a trace: give --trace"),
+    (("--budget", "30%", "--compute-ms", "inf"), "is not a number of 0 or more"),
     (("--budget", "30%", "--step", "0.001"), "is not a number of 0.01 or more"),
     (("--budget", "30%", "--trace", "nowhere.trace", *SPEEDS), "nowhere.trace cannot be read"),
 ])

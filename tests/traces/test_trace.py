@@ -145,8 +145,8 @@ def test_a_trace_that_was_cut_off_before_its_records_is_empty(tmp_path: Path, si
         (lambda content: b"GGUF" + content[4:], "is not a trace"),
         (lambda content: content[:100], "is cut off in its header"),
         (
-            lambda content: content[:8] + b"\x03" + content[9:],
-            "is a trace of version 3: this pyorch reads versions 1 and 2",
+            lambda content: content[:8] + b"\x04" + content[9:],
+            "is a trace of version 4: this pyorch reads versions 1 to 3",
         ),
         (lambda content: content.replace(b"qwen2moe", b"qwen9moe"), "the header is damaged"),
         (lambda content: content[:12] + b"\xff\xff" + content[14:], "the header is damaged"),
@@ -185,6 +185,10 @@ def test_a_file_with_another_header_is_refused(tmp_path: Path, damage, complaint
         {"n_inputs": float("nan")},
         {"seed": "x"},
         {"states": 1},
+        {"compute_ms": 0},
+        {"compute_ms": True},
+        {"compute_ms": "30"},
+        {"compute_ms": float("inf")},
         {"router": "some"},
         {"router": ["full"]},
         {"arch": 5},
@@ -212,17 +216,23 @@ def write_header(path: Path, text: str) -> None:
     path.write_bytes((prefix + text.encode()).ljust(HEADER_BYTES, b"\0") + path.read_bytes()[HEADER_BYTES:])
 
 
-def test_a_trace_of_version_1_is_one_without_states(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("version", "absent"), [(1, ["states", "compute_ms"]), (2, ["compute_ms"])])
+def test_a_trace_of_an_older_version_has_no_fields_that_came_later(
+    tmp_path: Path, version: int, absent: list[str]
+) -> None:
     path, records = tmp_path / "a.trace", random_records(HEADER, 10)
     write_trace(path, records)
     fields = dataclasses.asdict(HEADER)
-    del fields["states"]
+    for name in absent:
+        del fields[name]
     header = json.dumps(fields).encode()
     content = path.read_bytes()
-    prefix = np.array([(b"PYORCHTR", 1, len(header), zlib.crc32(header))], "S8,<u4,<u4,<u4").tobytes()
+    prefix = np.array([(b"PYORCHTR", version, len(header), zlib.crc32(header))], "S8,<u4,<u4,<u4").tobytes()
     path.write_bytes((prefix + header).ljust(HEADER_BYTES, b"\0") + content[HEADER_BYTES:])
     trace = Trace(path)
     assert trace.header == HEADER and np.array_equal(trace.records, records)
+    write_trace(path, records, dataclasses.replace(HEADER, compute_ms=2.5), append=True)
+    assert Trace(path).header == HEADER and len(Trace(path)) == 20
 
 
 def test_an_absent_trace_is_refused(tmp_path: Path) -> None:
@@ -422,7 +432,8 @@ def test_recording_is_the_same_at_any_budget(small_moe: Path, tmp_path: Path) ->
             budget=budget,
             n_threads=2,
         )
-        contents.append((tmp_path / "a.trace").read_bytes())
+        header = dataclasses.replace(Trace(tmp_path / "a.trace").header, compute_ms=None)
+        contents.append((header, (tmp_path / "a.trace").read_bytes()[HEADER_BYTES:]))
     assert contents[0] == contents[1]
 
 
@@ -474,7 +485,9 @@ def test_texts_are_cut_and_counted(small_moe: Path, tmp_path: Path) -> None:
         tokens = [request["token"].tolist() for request in requests_of(trace).values()]
         assert model.llama.detokenize(tokens[0]).decode().startswith("Question: A zoo keeper must feed the klaklur.")
     assert max(map(len, tokens)) <= 32 and done.n_requests == len(tokens)
+    compute_ms = Trace(path).header.compute_ms
     again = profile(small_moe, [FACTS], path, n_tokens=50, append=True, **OPTIONS)
+    assert 0.001 < Trace(path).header.compute_ms == compute_ms
     assert again.prefill_tokens == 50 and again.n_records == 150
     assert Trace(path).records["request"][100:].min() == done.n_requests
 

@@ -95,7 +95,7 @@ def compare(
     rows: list[Played] = []
     for budget in conditions.budgets:
         budget.resolve(plain.info)
-        divisions = _divisions(planner, plain, packed, known, conditions.machine, budget)
+        divisions = _divisions(planner, plain, packed, known, conditions, budget)
         for kept, policy in strategies:
             on_progress(f"replaying {kept}, {policy}, {budget}", len(rows), len(strategies) * len(conditions.budgets))
             try:
@@ -119,7 +119,7 @@ def shown_policy(policies: tuple[str, ...]) -> str:
 
 
 def _divisions(
-    planner: Planner, plain: ModelMap, packed: ModelMap, known: Recording, machine: Machine, budget: Budget
+    planner: Planner, plain: ModelMap, packed: ModelMap, known: Recording, conditions: Conditions, budget: Budget
 ) -> dict[str, tuple[Pools | None, float]]:
     """By what is kept: the shares, None without the pack, and milliseconds that the plan expects a token to wait."""
     nan = float("nan")
@@ -131,8 +131,9 @@ def _divisions(
     reserved = Reserve.of(packed).bytes(n_bytes)
     planned = planner.plan(n_bytes, POOLS, STEP, reserved, HANDICAP, FINALISTS)
     simple = [planner.cost(divisions[kept][0].shares, n_bytes - reserved) for kept in (FULL, COMPRESSED)]
-    best = choose([*simple, planned.plain, *planned.finalists], packed, plain, known, n_bytes, machine,
-                  handicap=1.0).best  # what divisions bring in a replay is compared, be it much or little
+    best = choose([*simple, planned.plain, *planned.finalists], packed, plain, known, n_bytes, conditions.machine,
+                  handicap=1.0,  # what divisions bring in a replay is compared, be it much or little
+                  compute_ms=conditions.compute_ms).best
     return {**divisions, PLAN: (Pools(*best.shares) if best.compressed else None, 1000 * best.makespan)}
 
 
