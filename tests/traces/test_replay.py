@@ -480,10 +480,10 @@ def test_the_command_prints_all_combinations(small_moe: Path, trace: Path, capsy
 def test_the_command_prints_what_a_device_has_and_gets(small_moe: Path, trace: Path, capsys) -> None:
     command = [str(small_moe), str(trace), "--policy", "lfu", "--budget", "40%", "--read-bandwidth", "1GB/s",
                "--vram-budget", "20%", "--device-misses", "upload", "--link-bandwidth", "10GB/s",
-               "--device-speed", "8"]
+               "--device-speed", "8", "--compute-ms", "30"]
     assert program.main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "device: room for 20% of the experts, misses: upload, uploads with 10 GB/s, computing 8 times" in lines[3]
+    assert "device: room for 20% of the experts, misses: upload, uploads with 10 GB/s, computing 8 times" in lines[2]
     assert program.main([*command, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     row = report["rows"][0]
