@@ -19,6 +19,7 @@ NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2
 
 .PHONY: demo test lint test-vulkan test-cuda-build chat-page wheel test-wheel setup clean
 .PHONY: bench bench-disks bench-residency bench-prediction bench-codecs bench-kernels bench-ghosts bench-reads
+.PHONY: bench-serve
 .DELETE_ON_ERROR:
 
 # Where nothing is built yet: what running a model needs, which is half of it.
@@ -75,6 +76,11 @@ bench-reads: setup
 # Whether defaults gain on disks of 0.3, 1 and 3 GiB/s, made of memory. Needs root, and memory for the model twice.
 bench-disks: setup build/bench/bench.gguf
 	@$(BIN)/python -m scripts.bench_disks build/bench/bench.gguf
+
+# A server under load: eight requests at once, in 1, 4 and 8 slots, beside llama-server with everything in memory.
+bench-serve: setup build/bench/bench.gguf
+	@$(BIN)/python -m scripts.bench_serve build/bench/bench.gguf --budget 40%,100% --np 1,4,8 --baseline stock \
+	    --rate inf --requests 8 --prompt-tokens 128 --tokens 64 --max-seconds 600
 
 # What predictors cost at the shapes of large models, likewise.
 bench-prediction: setup

@@ -16,6 +16,7 @@ from pyorch.bench.job import Config, Text
 from pyorch.bench.rounds import Results
 from pyorch.bench.summary import Summary, TextChange, ratio, text_change
 from pyorch.llama.cores import physical_cores
+from pyorch.runtime.disk import Bandwidth
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import GiB, MiB, counted, format_bytes
 
@@ -94,16 +95,8 @@ def footer(
     results: Results, resident: Summary | None, summaries: Sequence[Summary], cached: bool = False
 ) -> list[tuple[str, str]]:
     """Labels, and what the numbers of the table depend on. cached: the model fits into the processor's cache."""
-    rates = sorted(bandwidth.bytes_per_second for bandwidth in results.bandwidths)
-    best = max(results.bandwidths, key=lambda bandwidth: bandwidth.bytes_per_second)
-    how = "direct" if best.direct else "buffered"
     rows = [("failed", f"{summary.config.label}: {summary.failure}") for summary in summaries if summary.failure]
-    rows.append((
-        "disk",
-        f"peak {rates[len(rates) // 2] / GiB:.2f} GiB/s, from {rates[0] / GiB:.2f} to {rates[-1] / GiB:.2f} during "
-        f"the benchmark (best with {best.reader}, {counted(best.depth, 'request')} of "
-        f"{format_bytes(best.request_bytes)} at once, {how})",
-    ))
+    rows.append(("disk", speed(results.bandwidths)))
     if resident is not None and resident.n_rounds:
         rows.append((
             "compute", f"decode {1000 / resident.decode_rate:.1f} ms/token, prefill "
@@ -125,6 +118,16 @@ def footer(
                  "not shown: the model fits into the processor's cache, and the disk plays no part" if cached else
                  "max(compute time, missed bytes / peak disk bandwidth) / measured time"))
     return rows
+
+
+def speed(bandwidths: Sequence[Bandwidth]) -> str:
+    """The speed of a disk that was measured several times during a benchmark."""
+    rates = sorted(bandwidth.bytes_per_second for bandwidth in bandwidths)
+    best = max(bandwidths, key=lambda bandwidth: bandwidth.bytes_per_second)
+    how = "direct" if best.direct else "buffered"
+    return (f"peak {rates[len(rates) // 2] / GiB:.2f} GiB/s, from {rates[0] / GiB:.2f} to {rates[-1] / GiB:.2f} during "
+            f"the benchmark (best with {best.reader}, {counted(best.depth, 'request')} of "
+            f"{format_bytes(best.request_bytes)} at once, {how})")
 
 
 def ratio_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> list[str]:

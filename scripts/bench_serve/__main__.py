@@ -13,6 +13,7 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.settings import add_settings, given_settings, listed
 from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
+from pyorch.runtime import disk
 from pyorch.settings.budget import AUTO
 from pyorch.settings.option import EXPERTS, LOSSY
 from pyorch.settings.settings import Settings
@@ -58,8 +59,9 @@ def main(argv: list[str] | None = None) -> int:
                         help="text that prompts are cut of (default: a module of Python's standard library)")
     parser.add_argument("--memory-limit", metavar="SIZE",
                         help="limit the memory of each server, page cache included: 1600MiB, or 40%% of the file")
-    parser.add_argument("--baseline", choices=("mmap",),
-                        help="also measure llama.cpp without a budget, on mmap, under the same limit")
+    parser.add_argument("--baseline", choices=("mmap", "stock"),
+                        help="also measure llama.cpp without a budget: mmap (under the same limit), or stock (all in "
+                             "memory, as it is by default)")
     parser.add_argument("--repeat", type=whole(1), default=1, metavar="R",
                         help="measure R rounds: percentiles are over all of them (default: 1)")
     parser.add_argument("--max-seconds", type=number(above=0), default=120, metavar="S",
@@ -82,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
         info = model_map.info
     ways = _ways(args, settings, info)
     rounds.check_limits([served.config for served in ways])
+    with packs.open_model(args.model) as model_map:
+        bandwidth = disk.measure_bandwidth(model_map, rounds.BANDWIDTH_SECONDS)
     load = Load(args.model, Path(text).read_bytes(), tuple(arrivals), args.max_seconds, n_threads)
     with Progress() as progress:
         runs = run_rounds(load, ways, args.repeat, progress.update, progress.say)
@@ -90,12 +94,13 @@ def run(args: argparse.Namespace) -> int:
         raise PyorchError(next((summary.failure for summary in summaries if summary.failure), "nothing was answered"))
     advice = _advice(summaries)
     if args.json:
-        print_json({"machine": table.machine(), "model": args.model, "info": info, "arrivals": arrivals,
-                    "summaries": summaries, "suits": {label: summary.served.slots for label, summary in advice},
-                    "runs": runs})
+        print_json({"machine": table.machine(), "bandwidth": bandwidth, "model": args.model, "info": info,
+                    "arrivals": arrivals, "summaries": summaries, "runs": runs,
+                    "suits": {label: summary.served.slots for label, summary in advice}})
         return 0
-    show([Facts(_header(args, load)), "", Table(_COLUMNS, [_row(summary) for summary in summaries], left=("server",)),
-          "", *map(_lost, (summary for summary in summaries if summary.n_answered and summary.failure)),
+    header = [*_header(args, load), ("disk", table.speed([bandwidth]))]
+    show([Facts(header), "", Table(_COLUMNS, [_row(summary) for summary in summaries], left=("server",)), "",
+          *map(_lost, (summary for summary in summaries if summary.n_answered and summary.failure)),
           *(_sentence(label, summary, summaries) for label, summary in advice)])
     return 0
 
@@ -109,6 +114,8 @@ def _ways(args: argparse.Namespace, settings: dict, info: object) -> list[Served
         configs.append(plan.budget_config(Settings(budget=budget, **settings), *limit))
     if args.baseline == "mmap":
         configs.append(plan.mmap_config(*limit))
+    if args.baseline == "stock":
+        configs.append(plan.STOCK)
     return [Served(config, slots) for config in configs for slots in args.np]
 
 
