@@ -19,7 +19,7 @@ NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2
 
 .PHONY: demo test lint test-vulkan test-cuda-build chat-page wheel test-wheel setup clean
 .PHONY: bench bench-disks bench-residency bench-prediction bench-codecs bench-kernels bench-ghosts bench-reads
-.PHONY: bench-serve
+.PHONY: bench-scale bench-serve
 .DELETE_ON_ERROR:
 
 # Where nothing is built yet: what running a model needs, which is half of it.
@@ -81,6 +81,10 @@ bench-disks: setup build/bench/bench.gguf
 bench-serve: setup build/bench/bench.gguf
 	@$(BIN)/python -m scripts.bench_serve build/bench/bench.gguf --budget 40%,100% --np 1,4,8 --baseline stock \
 	    --rate inf --requests 8 --prompt-tokens 128 --tokens 64 --max-seconds 600
+
+# Models of the shapes of large ones, as holes that occupy no disk. ARGUMENTS='--shape 48x512 --budget 25%' selects.
+bench-scale: setup
+	@$(BIN)/python -m scripts.bench_scale $(ARGUMENTS)
 
 # What predictors cost at the shapes of large models, likewise.
 bench-prediction: setup

@@ -21,7 +21,7 @@ Types = gguf.GGMLQuantizationType
 
 
 class Header:
-    """A GGUF without weights: tensors are added by name, type and shape, the slowest dimension first."""
+    """A GGUF whose weights are holes: tensors are added by name, type and shape, the slowest dimension first."""
 
     def __init__(
         self, path: Path, arch: str, n_layers: int, n_embd: int, n_head: int, n_head_kv: int, n_ctx: int
@@ -29,6 +29,7 @@ class Header:
         self.n_layers = n_layers
         self.writer = gguf.GGUFWriter(path, arch)
         self._path, self._n_bytes = path, 0
+        self._filled: list[tuple[int, Callable[[], np.ndarray]]] = []
         self.writer.add_name(path.stem)
         self.writer.add_block_count(n_layers)
         self.writer.add_context_length(n_ctx)
@@ -43,7 +44,10 @@ class Header:
         self.writer.add_expert_feed_forward_length(n_ff)
         self.writer.add_feed_forward_length(n_ff)
 
-    def add(self, name: str, kind: Types, *shape: int) -> None:
+    def add(self, name: str, kind: Types, *shape: int, fill: Callable[[], np.ndarray] | None = None) -> None:
+        """Adds a tensor. close() writes the values that fill returns; without it the tensor is a hole."""
+        if fill is not None:
+            self._filled.append((self._n_bytes, fill))
         values, size = gguf.GGML_QUANT_SIZES[kind]
         n_bytes = int(np.prod(shape)) // values * size
         self.writer.add_tensor_info(name, shape, np.dtype(np.float32), n_bytes, kind)
@@ -55,7 +59,11 @@ class Header:
         self.writer.write_ti_data_to_file()
         self.writer.close()
         with self._path.open("r+b") as file:
-            file.truncate(-(-file.seek(0, 2) // 32) * 32 + self._n_bytes)
+            data = -(-file.seek(0, 2) // 32) * 32
+            file.truncate(data + self._n_bytes)
+            for offset, fill in self._filled:
+                file.seek(data + offset)
+                file.write(fill().tobytes())
 
 
 def _more_bits(il: int, n_layers: int) -> bool:

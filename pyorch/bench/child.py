@@ -59,13 +59,14 @@ def measure(job: Job) -> Measurement:
         run.reader = reader = _Reader()
         decode = run.timed(lambda: run.decode([text[n_warm_up:] for text in texts], job.max_decode_seconds))
         run.reader = None
+        memory_bytes = memory.resident_bytes()
         run.clear()
         prefill = run.timed(lambda: run.prefill(second_prompt, 0))
         stats = run.engine.stats() if run.engine is not None else None
         peak_memory_bytes = memory.peak_bytes()
     of_engine = (stats.budget_bytes, stats.peak_bytes, stats.device_used_bytes) if stats is not None else (0, 0, 0)
     return Measurement(load_seconds, ttft_seconds, prefill, decode, peak_memory_bytes, *of_engine,
-                       run.planned_stall_seconds, reader.text())
+                       run.planned_stall_seconds, reader.text(), memory_bytes)
 
 
 class _Reader:
@@ -150,13 +151,14 @@ class _Run:
         """work() returns the number of tokens."""
         if self.engine is not None:
             self.engine.reset_stats()
-        before = _kernel_bytes_read()
+        before, processor = _kernel_bytes_read(), time.process_time()
         begin = time.perf_counter()
         n_tokens = work()
         seconds = time.perf_counter() - begin - (self.reader.seconds if self.reader is not None else 0)
+        processor_seconds = time.process_time() - processor
         if self.engine is None:
             n = _kernel_bytes_read() - before
-            return Phase(n_tokens, seconds, 0, 0, n, n, 0.0)
+            return Phase(n_tokens, seconds, 0, 0, n, n, 0.0, processor_seconds=processor_seconds)
         stats = self.engine.stats()
         useful = round(stats.bytes_read * stats.useful_share) if stats.loads else stats.bytes_read
         lossy = self.engine.substitution_stats()
@@ -165,7 +167,7 @@ class _Run:
         return Phase(
             n_tokens, seconds, stats.hits, stats.misses, stats.bytes_read, useful, stats.stall_ns / 1e9, changed,
             stats.device_hits, stats.device_misses, stats.device_computed, stats.device_bytes, stats.device_ahead,
-            stats.device_ahead_hits,
+            stats.device_ahead_hits, processor_seconds,
         )
 
 

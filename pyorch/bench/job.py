@@ -61,6 +61,7 @@ class Phase:
     device_hits, device_misses: uses of experts that found them on the device, and all others, which ask host memory;
     device_computed: uses that it computed, the processor the others; device_bytes: uploaded. device_ahead,
     device_ahead_hits: experts that forecasts ordered there, and those of them that their layer used.
+    processor_seconds: of all threads of the process, system calls included.
     """
 
     n_tokens: int
@@ -77,6 +78,7 @@ class Phase:
     device_bytes: int = 0
     device_ahead: int = 0
     device_ahead_hits: int = 0
+    processor_seconds: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -114,6 +116,7 @@ class Measurement:
     prefill, decode: later, in the steady state; tokens of all sequences. peak_memory_bytes: of the process (VmHWM).
     planned_stall_seconds: that a decoded token waits as planned, with a compressed pack beside the model (pyorch plan);
     nan where nobody planned. text: that was decoded. device_used_bytes: of the device's memory, by experts.
+    memory_bytes: resident in the process after the decode phase (VmRSS), 0 where the system does not report it.
     """
 
     load_seconds: float
@@ -126,3 +129,4 @@ class Measurement:
     device_used_bytes: int = 0
     planned_stall_seconds: float = float("nan")
     text: Text | None = None
+    memory_bytes: int = 0

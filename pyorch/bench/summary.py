@@ -39,6 +39,8 @@ class Summary:
     decode_stall_seconds_per_token: float = _median_of(lambda run: run.decode.stall_seconds / run.decode.n_tokens)
     decode_stall_seconds_per_miss: float = _median_of(
         lambda run: run.decode.stall_seconds / run.decode.misses if run.decode.misses else math.nan)
+    decode_processor_seconds_per_token: float = _median_of(
+        lambda run: run.decode.processor_seconds / run.decode.n_tokens)
     planned_stall_seconds_per_token: float = _median_of(lambda run: run.planned_stall_seconds)
     decode_changed_slots_per_token: float = _median_of(lambda run: run.decode.changed_slots / run.decode.n_tokens)
     decode_device_hit_rate: float = _median_of(lambda run: run.decode.device_hit_rate)
@@ -48,6 +50,7 @@ class Summary:
     device_used_bytes: float = _median_of(lambda run: run.device_used_bytes)
     ttft_seconds: float = _median_of(lambda run: run.ttft_seconds)
     peak_memory_bytes: float = _median_of(lambda run: run.peak_memory_bytes)
+    memory_bytes: float = _median_of(lambda run: run.memory_bytes)
     budget_bytes: float = _median_of(lambda run: run.budget_bytes)
     peak_group_bytes: float = math.nan
     prefill_roofline: float = math.nan

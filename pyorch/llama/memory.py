@@ -48,6 +48,15 @@ def peak_bytes() -> int:
     return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[1]) * KiB
 
 
+def resident_bytes() -> int:
+    """Bytes of this process that are in memory now (VmRSS). 0 where the system does not report it."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # not Linux
+        return 0
+    return int(re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)[1]) * KiB
+
+
 def _physical_memory(root: Path) -> MemoryLimit:
     try:
         text = (root / "proc/meminfo").read_text()
