@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 N_TABLES = 3
-N_MATCHES, TAU, HORIZON, SEARCHES = 32, 0.05, 12, 4
-LEAST_VOTES, ZERO_VOTES = 0.025, 0.375
-STEP, BIAS_SHARE, FEATURE_STEP, DISCOUNT = 0.02, 0.3, 0.25, 0.85
+N_MATCHES, TAU, HORIZON, SEARCHES = 8, 0.08, 12, 2
+N_VOTERS, FADE, LEAST_VOTES = 24, 0.7, 0.02
+STEP, BIAS_SHARE, FEATURE_STEP, DISCOUNT = 0.02, 0.3, 0.5, 0.85
 
 
 class LearnedValue:
@@ -38,7 +38,8 @@ class LearnedValue:
         features = np.vstack([
             np.log((self.counts[:, layer] + 2e-3) / self.share), np.log1p(self.age[layer]) - 2,
             *(table[layer, rows].sum(0) for table, rows in zip(self.tables, active)),
-            np.zeros_like(hit) if votes is None else np.log((votes + LEAST_VOTES) / ZERO_VOTES), np.ones_like(hit),
+            np.zeros_like(hit) if votes is None else np.log((votes + LEAST_VOTES) / (1 - votes + LEAST_VOTES)) + 0.5,
+            np.ones_like(hit),
         ])
         value = 1 / (1 + np.exp(-(self.weights @ features + self.bias[layer])))
         if past and continues:
@@ -61,27 +62,32 @@ class Moments:
         self.n_layers, self.n_used = n_layers, n_used
         self.tokens: list[np.ndarray] = []  # [n_layers, n_expert] each, nonzero: used
         self.follows: list[bool] = []  # the token follows on the one before
-        self.scale = n_used / n_expert * sum(DISCOUNT**h for h in range(HORIZON))
-        self.matches: list[tuple[int, float]] = []
+        self.voters: dict[int, float] = {}  # weights, by token
 
     def votes(self, layer: int, hit: np.ndarray, continues: bool) -> np.ndarray | None:
-        """Of the experts of a layer that was visited now, as a multiple of uniform votes; None: nothing is known."""
+        """Returns votes from 0 to 1 for the experts of a layer that was visited now, or None if no moment votes."""
         if layer == 0:
             self.tokens.append(np.zeros((self.n_layers, len(hit))))
             self.follows.append(continues and len(self.tokens) > 1)
+            self.voters = {token + 1: weight for token, weight in self.voters.items() if self.follows[token + 1]}
         self.tokens[-1][layer] = hit
         if layer % -(-self.n_layers // SEARCHES) == 0:
-            self.matches = self.search(layer)
-        if not self.matches:
+            faded = {token: FADE * weight for token, weight in self.voters.items()}
+            for token, weight in self.search(layer):
+                faded[token] = faded.get(token, 0) + weight
+            self.voters = dict(sorted(faded.items(), key=lambda voter: (voter[1], voter[0]))[-N_VOTERS:])
+        if not self.voters:
             return None
         sums = np.zeros_like(hit)
-        for token, weight in self.matches:
+        for token, weight in self.voters.items():
+            unused = np.ones_like(hit)
             for h in range(HORIZON):
                 after = token + 1 + h
                 if after >= len(self.tokens) - 1 or not self.follows[after]:
                     break
-                sums += weight * DISCOUNT**h * self.tokens[after][layer]
-        return sums / self.scale
+                sums += weight * DISCOUNT**h * self.tokens[after][layer] * unused
+                unused *= 1 - self.tokens[after][layer]
+        return np.minimum(sums / sum(self.voters.values()), 1)
 
     def search(self, layer: int) -> list[tuple[int, float]]:
         now = len(self.tokens) - 1

@@ -112,6 +112,27 @@ static void what_followed_a_moment_that_was_alike_is_valued() {
     CHECK(!moments.votes(&votes, 0, untouched.data()) && untouched[0] == 7);
 }
 
+// In a text that repeats itself, the vote for an expert is DISCOUNT^h if the h-th of the next tokens is the first one that
+// uses it. A moment one period ago ends with the present token, so the last token of a period may lack a vote.
+static void votes_are_discounted_by_the_first_use() {
+    constexpr int N_LAYERS = 4, PERIOD = 10, N_PERIODS = 12;
+    Moments       moments(N_LAYERS, 32, 2);
+    // Expert 0 is used by every second token, and expert 1 + i by token i alone.
+    auto experts = [](int token) { return std::vector<int>{ token % 2 ? 31 : 0, 1 + token % PERIOD }; };
+    for (int token = 0; token < N_PERIODS * PERIOD; ++token) {
+        for (int layer = 0; layer < N_LAYERS; ++layer) {
+            moments.visit({ &moments, layer, token > 0, experts(token) });
+        }
+    }
+    std::vector<float> votes(32);
+    CHECK(moments.votes(&moments, N_LAYERS - 1, votes.data()));
+    for (int h = 0; h < PERIOD - 1; ++h) {
+        CHECK(std::abs(votes[(size_t) (1 + h)] - std::pow(DISCOUNT, h)) < 1e-3);
+    }
+    CHECK(std::abs(votes[0] - 1) < 1e-3 && std::abs(votes[31] - DISCOUNT) < 1e-3); // their later uses add nothing
+    CHECK(votes[20] == 0);
+}
+
 // More tokens than there is room for, of two contexts that take turns.
 static void the_oldest_moments_make_room() {
     constexpr int N_LAYERS = 40, N = 1024; // 5 KB a token
@@ -126,7 +147,7 @@ static void the_oldest_moments_make_room() {
         }
         std::vector<float> votes(N);
         moments.votes(context, N_LAYERS - 1, votes.data());
-        CHECK(std::all_of(votes.begin(), votes.end(), [](float v) { return v >= 0 && v < 1e6f; }));
+        CHECK(std::all_of(votes.begin(), votes.end(), [](float v) { return v >= 0 && v <= 1.001f; }));
         if (token % 97 == 0) {
             moments.forget(&b);
         }
@@ -284,6 +305,7 @@ int main(int argc, char ** argv) {
             what_does_not_follow_on_teaches_no_table,
             what_was_learned_goes_on_from_its_copy,
             what_followed_a_moment_that_was_alike_is_valued,
+            votes_are_discounted_by_the_first_use,
             the_oldest_moments_make_room,
             a_context_whose_place_was_taken_begins_anew,
             a_table_has_learned_from_all_layers_before_one_comes,

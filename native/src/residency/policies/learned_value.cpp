@@ -8,14 +8,13 @@ namespace {
 
 constexpr float HALF_LIVES[] = { 12, 48, 400 }; // visits
 constexpr float BIAS_SHARE   = 0.3f;            // of the tables' step, for the bias
-constexpr float FEATURE_STEP = 0.25f;           // Adagrad's, for the weights
+constexpr float FEATURE_STEP = 0.5f;            // Adagrad's, for the weights
 constexpr float FIRST_AGE    = 20;
 constexpr float LEAST_COUNT  = 1e-12f; // smaller numbers are slow, and mean nothing
 constexpr float MOST_LOGIT   = 30;
 
-// Added to votes, and what votes are compared with: as multiples of uniform ones.
-constexpr float LEAST_VOTES = 0.025f;
-constexpr float ZERO_VOTES  = 0.375f;
+// Added to votes and to their distance from 1, so that both have a logarithm.
+constexpr float LEAST_VOTES = 0.02f;
 
 constexpr int LANES = 8;
 
@@ -103,9 +102,10 @@ void log_ages(float * __restrict to, float * __restrict age, const float * __res
     }
 }
 
-void log_votes(float * __restrict to, const float * __restrict votes, int n) {
+void logits(float * __restrict to, const float * __restrict votes, int n) {
     for (int i = 0; i < n; ++i) {
-        to[i] = log_of((votes[i] + LEAST_VOTES) * (1 / ZERO_VOTES));
+        const float vote = votes[i] > 1 ? 1 : votes[i];
+        to[i]            = log_of((vote + LEAST_VOTES) / (1 - vote + LEAST_VOTES)) + 0.5f;
     }
 }
 
@@ -176,7 +176,7 @@ void LearnedValue::look(Layer & layer, const Visit & visit, const Active & activ
     Row & voted = features[N_ROWS - 1];
     std::fill(voted.begin(), voted.end(), 0.0f);
     if (moments.votes(visit.context, visit.layer, votes.data())) {
-        log_votes(voted.data(), votes.data(), layer.n_expert);
+        logits(voted.data(), votes.data(), layer.n_expert);
     }
 }
 

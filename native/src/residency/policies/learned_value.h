@@ -2,22 +2,23 @@
 //
 // After a visit of a layer, for each of its experts e:
 //
-//     V = sigmoid(w . [log ema12, log ema48, log ema400, log age, W1, W2, W3, log votes, 1] + b[e])
+//     V = sigmoid(w . [log ema12, log ema48, log ema400, log age, W1, W2, W3, logit votes, 1] + b[e])
 //
 // ema_h: fading use counts with a half-life of h visits; age: visits since the last use; Wk: the sum over the active
 // rows j of table k at [j, e]. Active are in the first table what the layer just used, in the second what the layer
-// before used, in the third what this layer used one visit earlier. votes: of what followed the moments that were most
-// like this one (moments.h). The weights w are common to all experts: where uses do not follow from each other, those of
-// the tables fall, and with them the noise that their sums are. When the same
-// context visits the layer again, V is moved towards used + (1 - used) * DISCOUNT * V_new: its experts' uses, discounted
-// by how far off they are. Where the visit does not continue the last one, as at the beginning of a request, nothing is
+// before used, in the third what this layer used one visit earlier. votes: of the tokens that followed
+// the moments that were most like this one (moments.h). The weights w are common to all experts: where uses do not follow
+// from each other, those of the tables fall, and with them the noise that their sums are. When the same context visits
+// the layer again, V is moved towards used + (1 - used) * DISCOUNT * V_new: its experts' uses, discounted by how far off
+// they are. Where the visit does not continue the last one, as at the beginning of a request, nothing is
 // moved: what comes then does not follow from what was.
 //
 // A ubatch of several sequences is one visit, of all that they use. Counts and tables are shared by all contexts; each
 // has its own last visit.
 //
 // Memory: three tables of n_expert x n_expert floats for each layer: 0.4 MB at 8 x 64, 9 MB at 48 x 128, 46 MB at 58 x
-// 256; and about 2 MiB of moments at most. Loops are written for the compiler to vectorize, with arithmetic that is the same on every processor.
+// 256; and about 2 MiB of moments at most. Loops are written for the compiler to vectorize, with arithmetic that is the
+// same on every processor.
 
 #pragma once
 

@@ -1,98 +1,141 @@
 #include "residency/policies/moments.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
+#include <tuple>
 
 namespace pyorch {
 namespace {
 
-// Moments that vote: of equally alike ones the newest.
-constexpr int N_MATCHES = 32;
+// Moments that a search finds: of equally alike ones the newest.
+constexpr size_t N_MATCHES = 8;
 
 // Of the uses in a window.
-constexpr double TAU = 0.05;
+constexpr double TAU = 0.08;
 
 // Tokens behind a moment that vote.
 constexpr int HORIZON = 12;
 
+// Moments that vote, and what a search leaves of the weights of earlier ones.
+constexpr size_t N_VOTERS = 24;
+constexpr float  FADE     = 0.7f;
+
 // A search passes over all stored tokens, so their number is bounded by bytes, and so is the number of searches.
 constexpr size_t MOST_BYTES   = 2u << 20;
-constexpr int    MOST_TOKENS  = 4096;
+constexpr int    MOST_TOKENS  = 16384;
 constexpr int    LEAST_TOKENS = 256;
-constexpr int    SEARCHES     = 4; // for each token
+constexpr int    SEARCHES     = 2; // for each token
 
 int tokens_for(int n_layers, int n_words) {
     const size_t bytes = (size_t) n_layers * n_words * sizeof(uint32_t);
     return (int) std::clamp<size_t>(MOST_BYTES / bytes, LEAST_TOKENS, MOST_TOKENS);
 }
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define WITH_POPCOUNT __attribute__((target("popcnt")))
-bool has_popcount() { return __builtin_cpu_supports("popcnt"); }
-#else
-#define WITH_POPCOUNT
-bool has_popcount() { return true; }
-#endif
-
-// Bits that both have.
-inline __attribute__((always_inline)) int count_common(const uint32_t * a, const uint32_t * b, int n_words) {
-    int n = 0, i = 0;
-    for (; i + 1 < n_words; i += 2) {
-        uint64_t x, y;
-        memcpy(&x, a + i, sizeof(x));
-        memcpy(&y, b + i, sizeof(y));
-        n += __builtin_popcountll(x & y);
-    }
-    return i < n_words ? n + __builtin_popcount(a[i] & b[i]) : n;
+template <typename T, typename Test>
+void erase_if(std::vector<T> & from, Test test) {
+    from.erase(std::remove_if(from.begin(), from.end(), test), from.end());
 }
 
-// What a search compares: of the present token the layers up to this one, of the token before it the others.
-struct Window {
+#if defined(__x86_64__) && defined(__GNUC__)
+#define BY_POPCOUNT __attribute__((target("popcnt")))
+#define BY_VECTORS __attribute__((target("popcnt,avx512f,avx512vl,avx512vpopcntdq")))
+#define ON_PROCESSORS_WITH(feature) __builtin_cpu_supports(feature)
+#else
+#define BY_POPCOUNT
+#define BY_VECTORS
+#define ON_PROCESSORS_WITH(feature) false
+#endif
+
+// The window of the present token, and the stored tokens that a search compares with it.
+struct Search {
     const uint32_t * masks;    // of all tokens
     const int32_t *  previous; // of each
     const int32_t *  next;
     int              n_tokens, token_words;
-    int              token, before; // the places of the present tokens; before may be -1
-    int              n_words;       // of the first part
+    int              present; // its place
+    const uint32_t * window;  // [token_words] the layers after this one of the token before, then those up to this one
+    int              n_words; // of the second part
 };
 
-// -1 for tokens that nothing follows yet.
-inline __attribute__((always_inline)) void compare_all(const Window & w, int32_t * common) {
-    const uint32_t * now    = w.masks + (size_t) w.token * w.token_words;
-    const uint32_t * before = w.before < 0 ? nullptr : w.masks + (size_t) w.before * w.token_words + w.n_words;
-    const int        rest   = w.token_words - w.n_words;
-    for (int t = 0; t < w.n_tokens; ++t) {
-        if (w.next[t] < 0 || w.next[t] == w.token || t == w.token) {
-            common[t] = -1;
-            continue;
+struct Alike {
+    int n_common = -1, token = -1;
+};
+
+using MostAlike = std::array<Alike, N_MATCHES>; // the most alike first
+
+// Bits that both have.
+inline __attribute__((always_inline)) int count_common(const uint32_t * a, const uint32_t * b, int n_words) {
+    int n = 0;
+    for (int i = 0; i < n_words / 2; ++i) {
+        uint64_t x, y;
+        memcpy(&x, a + 2 * i, sizeof(x));
+        memcpy(&y, b + 2 * i, sizeof(y));
+        n += __builtin_popcountll(x & y);
+    }
+    return n_words % 2 ? n + __builtin_popcount(a[n_words - 1] & b[n_words - 1]) : n;
+}
+
+// Of tokens that are equally alike the one that is compared first stays first.
+inline __attribute__((always_inline)) void compare(const Search & search, int token, MostAlike & most) {
+    if (search.next[token] < 0 || search.next[token] == search.present || token == search.present) {
+        return; // no other token follows it
+    }
+    const uint32_t * masks  = search.masks + (size_t) token * search.token_words;
+    const int        before = search.previous[token], rest = search.token_words - search.n_words;
+    int              n;
+    if (before >= 0 && before == token - 1) { // its window is in one piece
+        n = count_common(masks - rest, search.window, search.token_words);
+    } else {
+        n = count_common(masks, search.window + rest, search.n_words);
+        if (before >= 0) {
+            n +=
+                count_common(search.masks + (size_t) before * search.token_words + search.n_words, search.window, rest);
         }
-        common[t] = count_common(w.masks + (size_t) t * w.token_words, now, w.n_words);
-        if (before && w.previous[t] >= 0) {
-            common[t] += count_common(w.masks + (size_t) w.previous[t] * w.token_words + w.n_words, before, rest);
+    }
+    if (n > most.back().n_common) {
+        size_t place = most.size() - 1;
+        for (; place > 0 && most[place - 1].n_common < n; --place) {
+            most[place] = most[place - 1];
         }
+        most[place] = { n, token };
     }
 }
 
-WITH_POPCOUNT void compare_all_by_popcount(const Window & window, int32_t * common) { compare_all(window, common); }
-void               compare_all_by_bits(const Window & window, int32_t * common) { compare_all(window, common); }
+// The newest token first, which is at a place of its own: places are taken in turn.
+inline __attribute__((always_inline)) MostAlike compare_all(const Search & search, int newest) {
+    MostAlike most;
+    for (int token = newest; token >= 0; --token) {
+        compare(search, token, most);
+    }
+    for (int token = search.n_tokens - 1; token > newest; --token) {
+        compare(search, token, most);
+    }
+    return most;
+}
+
+BY_VECTORS MostAlike  compare_by_vectors(const Search & search, int newest) { return compare_all(search, newest); }
+BY_POPCOUNT MostAlike compare_by_popcount(const Search & search, int newest) { return compare_all(search, newest); }
+MostAlike             compare_by_bits(const Search & search, int newest) { return compare_all(search, newest); }
+
+auto fastest_comparison() {
+    return ON_PROCESSORS_WITH("avx512vpopcntdq") && ON_PROCESSORS_WITH("avx512vl") ? compare_by_vectors :
+        ON_PROCESSORS_WITH("popcnt")                                               ? compare_by_popcount :
+                                                                                     compare_by_bits;
+}
 
 } // namespace
 
 Moments::Moments(int n_layers, int n_expert, int n_used) :
         capacity(tokens_for(n_layers, (n_expert + 31) / 32)), n_layers(n_layers), words((n_expert + 31) / 32),
-        layers_a_search((n_layers + SEARCHES - 1) / SEARCHES), share((float) n_used / (float) n_expert) {
+        layers_a_search((n_layers + SEARCHES - 1) / SEARCHES) {
     const auto step = (float) std::exp(-1 / (TAU * n_layers * n_used));
-    float      sum  = 0;
     for (float weight = 1; weight > 1e-6f; weight *= step) {
         likeness_weight.push_back(weight);
     }
     for (float discount = 1; (int) discounts.size() < HORIZON; discount *= (float) DISCOUNT) {
         discounts.push_back(discount);
-        sum += discount;
-    }
-    for (float & discount : discounts) { // so that uniform votes are 1 for each expert
-        discount /= sum * share;
     }
     masks.reserve((size_t) capacity * n_layers * words);
 }
@@ -116,8 +159,17 @@ int Moments::take_place() {
     previous[newest] = next[newest] = -1;
     for (auto & [context, passage] : passages) {
         passage.token = passage.token == newest ? -1 : passage.token;
+        erase_if(passage.voters, [&](const Match & voter) { return voter.token == newest; });
     }
     return newest;
+}
+
+// The context has a new token. Each moment that votes becomes the moment one token later.
+void Moments::move_on(Passage & passage) const {
+    for (Match & voter : passage.voters) {
+        voter.token = next[voter.token];
+    }
+    erase_if(passage.voters, [&](const Match & voter) { return voter.token < 0 || voter.token == passage.token; });
 }
 
 void Moments::visit(const Visit & visit) {
@@ -131,6 +183,7 @@ void Moments::visit(const Visit & visit) {
             previous[passage.token] = before;
             next[before]            = passage.token;
         }
+        move_on(passage);
     }
     passage.layer = visit.layer;
     for (int expert : visit.experts) {
@@ -141,59 +194,82 @@ void Moments::visit(const Visit & visit) {
     }
 }
 
-void Moments::search(Passage & passage) {
-    passage.searched = passage.layer;
-    passage.matches.clear();
-    common.resize(next.size());
-    const Window      window   = { masks.data(), previous.data(), next.data(), size(), n_layers * words, passage.token,
-        previous[passage.token], (passage.layer + 1) * words };
-    static const bool popcount = has_popcount();
-    popcount ? compare_all_by_popcount(window, common.data()) : compare_all_by_bits(window, common.data());
+// The moments that are most like the present one. The sum of their weights is 1.
+std::vector<Moments::Match> Moments::most_alike(const Passage & passage) {
+    const int token_words = n_layers * words, n_words = (passage.layer + 1) * words, before = previous[passage.token];
+    window.assign((size_t) token_words, 0);
+    if (before >= 0) {
+        std::copy_n(mask(before, 0) + n_words, token_words - n_words, window.begin());
+    }
+    std::copy_n(mask(passage.token, 0), n_words, window.end() - n_words);
 
-    const int most = common.empty() ? -1 : *std::max_element(common.begin(), common.end());
-    if (most < 0) {
-        return;
-    }
-    histogram.assign((size_t) most + 1, 0);
-    for (int n : common) {
-        if (n >= 0) {
-            ++histogram[(size_t) n];
+    static const auto compare = fastest_comparison();
+    const MostAlike   most    = compare(
+        { masks.data(), previous.data(), next.data(), size(), token_words, passage.token, window.data(), n_words },
+        newest);
+
+    std::vector<Match> matches;
+    float              sum = 0;
+    for (const Alike & alike : most) {
+        const auto less = (size_t) (most[0].n_common - alike.n_common);
+        if (alike.token >= 0 && less < likeness_weight.size()) {
+            matches.push_back({ alike.token, likeness_weight[less] });
+            sum += matches.back().weight;
         }
     }
-    int least = most, n_left = N_MATCHES; // of those that have `least` in common, so many are taken
-    while (n_left > histogram[(size_t) least] && least > 0) {
-        n_left -= histogram[(size_t) least--];
-    }
-    float sum = 0;
-    for (int i = 0; i < size(); ++i) { // the newest first
-        const int  token = (newest - i + size()) % size();
-        const int  less  = most - common[token];
-        const bool taken = common[token] > least || (common[token] == least && n_left-- > 0);
-        if (taken && less < (int) likeness_weight.size()) {
-            passage.matches.push_back({ token, likeness_weight[(size_t) less] });
-            sum += passage.matches.back().weight;
-        }
-    }
-    for (Match & match : passage.matches) {
+    for (Match & match : matches) {
         match.weight /= sum;
+    }
+    return matches;
+}
+
+void Moments::search(Passage & passage) {
+    passage.searched             = passage.layer;
+    std::vector<Match> & voters  = passage.voters;
+    const auto           matches = most_alike(passage);
+    for (Match & voter : voters) {
+        voter.weight *= FADE;
+    }
+    for (const Match & match : matches) {
+        const auto voter =
+            std::find_if(voters.begin(), voters.end(), [&](const Match & v) { return v.token == match.token; });
+        if (voter == voters.end()) {
+            voters.push_back(match);
+        } else {
+            voter->weight += match.weight;
+        }
+    }
+    if (voters.size() > N_VOTERS) { // a total order, so that each machine keeps the same ones
+        std::sort(voters.begin(), voters.end(),
+            [](const Match & a, const Match & b) { return std::tie(b.weight, b.token) < std::tie(a.weight, a.token); });
+        voters.resize(N_VOTERS);
     }
 }
 
 bool Moments::votes(const void * context, int layer, float * sums) const {
     const auto found = passages.find(context);
-    if (found == passages.end() || found->second.matches.empty()) {
+    if (found == passages.end() || found->second.voters.empty()) {
         return false;
     }
+    const Passage & passage = found->second;
+
+    float weights = 0;
+    for (const Match & voter : passage.voters) {
+        weights += voter.weight;
+    }
     std::fill_n(sums, (size_t) words * 32, 0.0f);
-    for (const Match & match : found->second.matches) {
-        int token = next[match.token];
-        for (int h = 0; h < HORIZON && token >= 0 && token != found->second.token; ++h, token = next[token]) {
-            const float      vote = match.weight * discounts[(size_t) h];
+    std::vector<uint32_t> used_before((size_t) words);
+    for (const Match & voter : passage.voters) {
+        std::fill(used_before.begin(), used_before.end(), 0u);
+        int token = next[voter.token];
+        for (int h = 0; h < HORIZON && token >= 0 && token != passage.token; ++h, token = next[token]) {
+            const float      vote = voter.weight / weights * discounts[(size_t) h];
             const uint32_t * used = mask(token, layer);
             for (int word = 0; word < words; ++word) {
-                for (uint32_t bits = used[word]; bits != 0; bits &= bits - 1) {
+                for (uint32_t bits = used[word] & ~used_before[(size_t) word]; bits != 0; bits &= bits - 1) {
                     sums[32 * word + __builtin_ctz(bits)] += vote;
                 }
+                used_before[(size_t) word] |= used[word];
             }
         }
     }

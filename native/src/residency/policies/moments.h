@@ -1,11 +1,14 @@
 // Which experts tokens used after moments that were like the present one.
 //
 // A moment is a token at a layer. Its window is the last n_layers visits of its context, as bit masks of the experts that
-// they used. Two moments of a layer are as alike as their windows have uses in common. The most alike ones of the stored
-// tokens vote for the experts that the tokens behind them used: a vote counts exp(likeness / TAU), a use h tokens later
-// DISCOUNT^h.
+// they used. Two moments of a layer are as alike as their windows have uses in common. A search finds the most alike
+// moments of the stored tokens. Their weights are exp(likeness / TAU), with a sum of 1.
 //
-// A text repeats earlier moments, so what followed them says what comes many tokens ahead.
+// The tokens behind a moment vote. The vote for an expert is DISCOUNT^h if the h-th token behind the moment is the first
+// that uses the expert. So the sum of the votes estimates the value that `learned` gives an expert. One search is noisy.
+// So the moments of earlier searches go on voting, with weights that fade.
+//
+// A text repeats earlier moments. The tokens behind them show which experts come many tokens ahead.
 
 #pragma once
 
@@ -25,8 +28,8 @@ public:
     void visit(const Visit & visit);
     void forget(const void * context); // it is gone; its tokens stay
 
-    // After a context's visit of a layer: sums [n_expert] become the votes, as a multiple of what experts that are all
-    // used alike would get. False: nothing is known, sums stay as they are.
+    // After a context's visit of a layer: sums [n_words() * 32] become the votes, from 0 to 1. False: no moment votes,
+    // and sums keep their values.
     bool votes(const void * context, int layer, float * sums) const;
 
     // The stored tokens for a file, the oldest first. masks: [n][n_layers][n_words()]; previous: [n] the index of the
@@ -49,16 +52,15 @@ private:
 
     // Of a context.
     struct Passage {
-        int                token = -1; // that passes the layers now
-        int                layer = 0;  // of the last visit
-        int                searched;   // at this layer
-        std::vector<Match> matches = {};
+        int                token = -1;  // that passes the layers now
+        int                layer = 0;   // of the last visit
+        int                searched;    // at this layer
+        std::vector<Match> voters = {}; // moved on with the token
     };
 
     const int             n_layers;
     const int             words; // of a layer's mask
     const int             layers_a_search;
-    const float           share;    // of uniform votes
     std::vector<uint32_t> masks;    // [size][n_layers][words]
     std::vector<int32_t>  previous; // [size] places of the tokens before and behind in their context, or -1
     std::vector<int32_t>  next;
@@ -66,15 +68,17 @@ private:
 
     std::vector<float>                        likeness_weight; // by how much less alike than the most alike
     std::vector<float>                        discounts;       // by tokens
-    std::vector<int32_t>                      common;          // by place: of a search
-    std::vector<int32_t>                      histogram;
-    std::unordered_map<const void *, Passage> passages; // by context
+    std::vector<uint32_t>                     window;          // of a search
+    std::unordered_map<const void *, Passage> passages;        // by context
 
     uint32_t *       mask(int token, int layer) { return masks.data() + ((size_t) token * n_layers + layer) * words; }
     const uint32_t * mask(int token, int layer) const { return const_cast<Moments *>(this)->mask(token, layer); }
 
     int  take_place();
+    void move_on(Passage & passage) const;
     void search(Passage & passage);
+
+    std::vector<Match> most_alike(const Passage & passage);
 };
 
 } // namespace pyorch
