@@ -39,13 +39,11 @@ void erase_if(std::vector<T> & from, Test test) {
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
-#define BY_POPCOUNT __attribute__((target("popcnt")))
-#define BY_VECTORS __attribute__((target("popcnt,avx512f,avx512vl,avx512vpopcntdq")))
-#define ON_PROCESSORS_WITH(feature) __builtin_cpu_supports(feature)
+#define WITH_POPCOUNT __attribute__((target("popcnt")))
+bool has_popcount() { return __builtin_cpu_supports("popcnt"); }
 #else
-#define BY_POPCOUNT
-#define BY_VECTORS
-#define ON_PROCESSORS_WITH(feature) false
+#define WITH_POPCOUNT
+bool has_popcount() { return true; }
 #endif
 
 // The window of the present token, and the stored tokens that a search compares with it.
@@ -77,7 +75,7 @@ inline __attribute__((always_inline)) int count_common(const uint32_t * a, const
     return n_words % 2 ? n + __builtin_popcount(a[n_words - 1] & b[n_words - 1]) : n;
 }
 
-// Of tokens that are equally alike the one that is compared first stays first.
+// Of equally alike tokens, the one that is compared first stays first.
 inline __attribute__((always_inline)) void compare(const Search & search, int token, MostAlike & most) {
     if (search.next[token] < 0 || search.next[token] == search.present || token == search.present) {
         return; // no other token follows it
@@ -103,7 +101,7 @@ inline __attribute__((always_inline)) void compare(const Search & search, int to
     }
 }
 
-// The newest token first, which is at a place of its own: places are taken in turn.
+// The newest token first. Tokens take places in turn, so the place behind the newest one has the oldest.
 inline __attribute__((always_inline)) MostAlike compare_all(const Search & search, int newest) {
     MostAlike most;
     for (int token = newest; token >= 0; --token) {
@@ -115,15 +113,8 @@ inline __attribute__((always_inline)) MostAlike compare_all(const Search & searc
     return most;
 }
 
-BY_VECTORS MostAlike  compare_by_vectors(const Search & search, int newest) { return compare_all(search, newest); }
-BY_POPCOUNT MostAlike compare_by_popcount(const Search & search, int newest) { return compare_all(search, newest); }
-MostAlike             compare_by_bits(const Search & search, int newest) { return compare_all(search, newest); }
-
-auto fastest_comparison() {
-    return ON_PROCESSORS_WITH("avx512vpopcntdq") && ON_PROCESSORS_WITH("avx512vl") ? compare_by_vectors :
-        ON_PROCESSORS_WITH("popcnt")                                               ? compare_by_popcount :
-                                                                                     compare_by_bits;
-}
+WITH_POPCOUNT MostAlike compare_by_popcount(const Search & search, int newest) { return compare_all(search, newest); }
+MostAlike               compare_by_bits(const Search & search, int newest) { return compare_all(search, newest); }
 
 } // namespace
 
@@ -203,7 +194,7 @@ std::vector<Moments::Match> Moments::most_alike(const Passage & passage) {
     }
     std::copy_n(mask(passage.token, 0), n_words, window.end() - n_words);
 
-    static const auto compare = fastest_comparison();
+    static const auto compare = has_popcount() ? compare_by_popcount : compare_by_bits;
     const MostAlike   most    = compare(
         { masks.data(), previous.data(), next.data(), size(), token_words, passage.token, window.data(), n_words },
         newest);
