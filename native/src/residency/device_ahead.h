@@ -1,7 +1,8 @@
 // Guests: experts that come to slots of a device because a forecast names them (DeviceTable::order).
 //
-// They cost slots, which are kept for them, and an upload each: of forecasts whose like was wrong more often than the
-// predictor is asked for, nothing comes. That is counted for all that was absent, whether it came or not, so that it may come again.
+// Guests cost slots, which are kept for them, and an upload each. The device counts how often forecasts of a layer, a
+// distance and a rank came true. If these were wrong more often than the precision that the user asked for, no guest is
+// uploaded for them. Forecasts of absent experts are counted even then, so that uploads can begin again.
 //
 // None of this depends on time: what was ordered for a layer follows from forecasts and passes.
 
