@@ -11,24 +11,6 @@
 
 namespace pyorch {
 
-// What graphs bring to host memory from layers whose dense part a device computes.
-//
-// The choice of the router comes always: it says which experts to bring. All else is brought for those who look at it,
-// or where something else may be computed than what was chosen, or by the processor; and a graph holds what was wanted
-// when it was built. Where that changes, the next ubatch has another graph.
-enum : unsigned {
-    GRAPH_WEIGHTS   = 1, // of the experts chosen
-    GRAPH_PROBS     = 2,
-    GRAPH_LOGITS    = 4,
-    GRAPH_INPUTS    = 8,  // of the router
-    GRAPH_RESIDUALS = 16, // that they are the normalization of; where there are none, the inputs
-    GRAPH_CHANGES   = 32, // other experts, or other weights, may be put in place of the chosen
-    GRAPH_PROCESSOR = 64, // the processor may compute experts
-    GRAPH_ALL       = 127,
-    GRAPH_GHOSTS    = 128, // what ghosts compute is put in: a node more, where settings use them
-    GRAPH_OTHERS    = 256, // another context may have the areas of the device, through which prompts pass
-};
-
 struct Context;
 
 // Where in which context a layer of a graph belongs; user data of the graph's nodes.
@@ -46,9 +28,8 @@ struct GraphLayer {
 
     // What a device computes of it, [n_used * n_tokens] each: the slot with the expert, and the row of the joined
     // outputs.
-    unsigned             needs       = GRAPH_ALL; // of the graph
-    bool                 unasked     = false;     // the graph has no node of ours there
-    bool                 may_repeat  = false;     // a token may name a slot twice: kernels compute each row by itself
+    bool                 unasked     = false; // the graph has no node of ours there
+    bool                 may_repeat  = false; // a token may name a slot twice: kernels compute each row by itself
     std::vector<int32_t> slot_rows   = {};
     std::vector<int32_t> joined_rows = {};
 

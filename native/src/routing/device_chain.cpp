@@ -192,14 +192,14 @@ void ask_one_thread(ggml_tensor * custom) {
 // nothing overwrites: `slots`, and the weights where they are ours.
 ggml_tensor * beside_device(const llama_moe_route & route, const GraphLayer & layer, ggml_tensor * slots) {
     const DeviceTier &  tier = *layer.context->routing.device;
-    const ggml_tensor * in   = layer.batch.through_area ? tier.area(layer.batch.layer, 0) :
-                                                          tier.bank(layer.batch.layer).slots(layer.batch.layer, 0);
+    const ggml_tensor * in   = layer.batch.through_area() ? tier.area(layer.batch.layer, 0) :
+                                                            tier.bank(layer.batch.layer).slots(layer.batch.layer, 0);
     ggml_tensor *       none = ggml_new_tensor_1d(route.ctx, GGML_TYPE_I32, 0);
     ggml_backend_tensor_alloc(in->buffer, none, in->data);
     ggml_format_name(none, "pyorch_beside-%d", route.il);
     ggml_set_input(none);
     ggml_set_output(slots);
-    if (layer.needs & GRAPH_CHANGES) {
+    if (layer.batch.needs & GRAPH_CHANGES) {
         ggml_set_output(route.weights);
     }
     return none;
@@ -263,14 +263,13 @@ constexpr unsigned BESIDE_AREA  = GRAPH_OTHERS | GRAPH_CHANGES;
 ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
     const llama_moe_route & route = graph.route;
     DeviceTier &            tier  = *layer.context->routing.device;
-    layer.batch.on_device         = false;
-    const int  at                 = layer.batch.layer;
-    const bool whole              = tier.is_whole(at);
-    layer.batch.through_area      = !whole && tier.takes_area(at, (int) route.selected->ne[1], route.decode);
+    const int               at    = layer.batch.layer;
+    const bool              whole = tier.is_whole(at);
+    const bool              area  = !whole && tier.takes_area(at, (int) route.selected->ne[1], route.decode);
     layer.may_repeat              = may_repeat(route, tier.bank(at), at);
     const int64_t n_least         = layer.may_repeat ? 1 : route.selected->ne[0];
     const int     n_slots         = tier.bank(at).n_slots(at);
-    if (!layer.batch.through_area && n_slots < n_least) {
+    if (!area && n_slots < n_least) {
         if (n_slots > 0 && route.selected->ne[1] == 1) {
             say_off_device(route, format("there is room for %d of them, and a token uses %d", n_slots, (int) n_least));
         }
@@ -278,40 +277,38 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
     }
     try {
         ggml_tensor * slots         = add_numbers(route, layer, slots_op, "pyorch_slots");
-        layer.batch.alone           = (layer.needs &
-                                          (whole ? GRAPH_CHANGES :
-                                                  layer.batch.through_area ? BESIDE_AREA :
-                                                                             BESIDE_SLOTS)) == 0;
+        const bool    alone         = !layer.batch.has_any(whole ? GRAPH_CHANGES : area ? BESIDE_AREA : BESIDE_SLOTS);
         layer.numbers               = nullptr;
         const ggml_tensor * outputs = graph.nodes.back().tensor;
-        if (!layer.batch.alone && layer.may_repeat && outputs->type == GGML_TYPE_F32 && ggml_is_contiguous(outputs)) {
+        if (!alone && layer.may_repeat && outputs->type == GGML_TYPE_F32 && ggml_is_contiguous(outputs)) {
             layer.zero_copy = layer.context->zero_copy_of(at, outputs->ne[0], outputs->ne[1]);
         }
         if (layer.zero_copy) {
             layer.numbers = add_zero_copy_numbers(route, layer, slots);
         }
-        ChainCopier chain(graph, tier, layer.batch.through_area, layer.numbers ? half(route, layer.numbers, 0) : slots);
+        ChainCopier   chain(graph, tier, area, layer.numbers ? half(route, layer.numbers, 0) : slots);
         ggml_tensor * there = chain.outputs();
-        if (!layer.batch.alone) {
+        if (!alone) {
             chain.redirect_weights(tier.host_copies);
         }
-        layer.batch.on_device = true;
-        if (layer.batch.alone) {
+        layer.batch.way = area ? (alone ? Way::AREA : Way::AREA_BESIDE) : alone ? Way::SLOTS : Way::SLOTS_BESIDE;
+        if (alone) {
             ask_one_thread(route.selected);
-            return is_last(layer) && layer.batch.through_area ? release_area(route, there, layer) : there;
+            return is_last(layer) && area ? release_area(route, there, layer) : there;
         }
         if (route.inp->type == GGML_TYPE_F32 && ggml_is_contiguous(route.inp) &&
             chain.redirect_inputs(add_inputs(route, layer))) {
             layer.device_inputs = route.inp;
             // Others look at what the router says, which does not stay.
-            const unsigned seen  = layer.needs & ~(GRAPH_PROCESSOR | GRAPH_OTHERS);
-            layer.batch.overlaps = seen == 0 && !layer.batch.through_area && tier.brings_behind();
+            if (!layer.batch.has_any(~(GRAPH_PROCESSOR | GRAPH_OTHERS)) && !area && tier.brings_behind()) {
+                layer.batch.way = Way::SLOTS_OVERLAPPED;
+            }
             ask_one_thread(route.selected);
         }
         layer.beside = beside_device(route, layer, slots);
         return there;
     } catch (const Failure & failure) {
-        layer.batch.alone = layer.batch.overlaps = false;
+        layer.batch.way = Way::HOST;
         say_off_device(route, failure.what());
         return nullptr;
     }
@@ -328,7 +325,7 @@ void compute_in_slots(const ExpertGraph & graph, const DeviceBank & bank) {
 ggml_tensor * join_device_rows(
     const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released, GraphLayer & layer) {
     // Other contexts may wait for the areas: behind the last layer one number says that it was computed.
-    const bool    last = layer.batch.through_area && is_last(layer);
+    const bool    last = layer.batch.through_area() && is_last(layer);
     const int64_t n    = ggml_nelements(released); // 0 in the last layer of a ubatch of which no output is wanted
     if (layer.zero_copy) {
         ggml_tensor * sent   = add_numbers(route, layer, rows_op, "pyorch_rows", released);
@@ -365,7 +362,7 @@ void inputs_op(ggml_tensor * inputs, int ith, int nth, void * user) {
     GraphLayer & g = *(GraphLayer *) user;
     if (ith == 0) {
         g.context->owner.n_threads = nth; // those of the experts, which are computed in the same part of the graph
-        if (g.batch.overlaps) {
+        if (g.batch.overlaps()) {
             run_stages_beside(*g.context, g.batch);
         }
     }
@@ -412,7 +409,7 @@ int threads_of(const ggml_cgraph * graph, int n_threads) {
         }
     }
     // What nobody wants is computed all the same: of a prompt that is much.
-    const bool computes = !layer || !layer->batch.on_device || layer->batch.n_tokens >= Demand::SCAN_TOKENS ||
+    const bool computes = !layer || !layer->batch.on_device() || layer->batch.n_tokens >= Demand::SCAN_TOKENS ||
         !layer->batch.remote.empty() || !layer->jobs.empty() || is_by_processor(*layer);
     return computes ? n_threads : 1;
 }
@@ -421,7 +418,7 @@ void set_device_rows(GraphLayer & layer, int n_device_slots) {
     const RoutedBatch & batch    = layer.batch;
     const int           n_used   = batch.n_used;
     const int           n_tokens = batch.n_tokens;
-    if (batch.alone && batch.through_area) { // an expert's slot is its number, and each row its own
+    if (batch.alone() && batch.through_area()) { // an expert's slot is its number, and each row its own
         layer.slot_rows.assign(batch.experts, batch.experts + (size_t) n_used * n_tokens);
         layer.joined_rows.resize(layer.slot_rows.size());
         for (size_t row = 0; row < layer.joined_rows.size(); ++row) {
@@ -460,7 +457,7 @@ void set_device_rows(GraphLayer & layer, int n_device_slots) {
             // An expert that is named again, by a slot that is left out, is computed once.
             const int first = (int) (std::find(slots, slots + i, slots[i]) - slots);
             rows[i]         = slots[i] < 0 ? n_used + i : first;
-            slots[i]        = slots[i] >= 0 && first < i && !batch.alone ? -1 : slots[i];
+            slots[i]        = slots[i] >= 0 && first < i && !batch.alone() ? -1 : slots[i];
         }
         // All other rows go through these, or where there are too few, through slots that the token does not use.
         size_t next = 0;

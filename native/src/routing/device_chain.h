@@ -15,7 +15,7 @@ struct llama_moe_route;
 namespace pyorch {
 
 // graph: of the experts, as the processor is about to compute them. Returns the device's outputs [n_embd, n_used,
-// n_tokens]; layer.batch.alone says whether it computes them all. null where it cannot take part: something on the way
+// n_tokens]; layer.batch.alone() says whether it computes them all. null where it cannot take part: something on the way
 // mixes rows.
 ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer);
 

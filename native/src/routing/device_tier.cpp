@@ -241,25 +241,26 @@ bool DeviceTier::lets_nothing_come(const RoutedBatch & batch) const {
     std::copy_if(batch.wanted.begin(), batch.wanted.end(), std::back_inserter(from_host), [&](int expert) {
         return (found.empty() ? seats->slot(batch.layer, expert) : found[expert]) == DeviceTable::NONE;
     });
-    return !batch.alone && !batch.through_area && !table.fits(batch.layer, from_host);
+    return !batch.alone() && !batch.through_area() && !table.fits(batch.layer, from_host);
 }
 
 void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & visit) {
-    const std::vector<double> learned = batch.overlaps ? std::vector<double>() : learn(batch, visit);
+    const std::vector<double> learned = batch.overlaps() ? std::vector<double>() : learn(batch, visit);
     // A prompt that has the areas keeps them, also where a layer between others has none.
     areas->take(batch.n_tokens, batch.decode) ? areas->stop_ahead(&hold) : areas->release(&hold);
     std::unique_lock<std::mutex> lock(mutex);
     give_back(hold);
     settle(lock, batch.layer);
     hold.layer       = batch.layer;
-    const bool stays = !batch.overlaps && lets_nothing_come(batch);
-    settle_ahead(lock, visit.context, batch.layer, batch.through_area || stays ? std::vector<int>() : batch.wanted);
-    if (batch.through_area) {
+    const bool stays = !batch.overlaps() && lets_nothing_come(batch);
+    settle_ahead(lock, visit.context, batch.layer, batch.through_area() || stays ? std::vector<int>() : batch.wanted);
+    if (batch.through_area()) {
         seats->forget(visit.context, batch.layer);
         choose_for_area(hold, batch, batch.wanted);
         return;
     }
-    if (batch.alone) { // what another context brings nobody else computes; and while one is waited for, others set out
+    if (batch
+            .alone()) { // what another context brings nobody else computes; and while one is waited for, others set out
         ended.wait(lock, [&] {
             return std::none_of(batch.wanted.begin(), batch.wanted.end(), [&](int expert) {
                 return seats->known(batch.layer, expert) && seats->slot(batch.layer, expert) == DeviceTable::NONE;
@@ -268,7 +269,7 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & vi
     }
     const DeviceDemand demand = { batch.wanted, batch.asked, batch.n_tokens, visit.context, stays };
     batch.device              = seats->find(batch.layer, demand);
-    if (!batch.overlaps) {
+    if (!batch.overlaps()) {
         seats->replace(batch.layer, demand, batch.device, learned);
         tell_moved();
     }
@@ -386,7 +387,7 @@ bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot, bo
 }
 
 void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch, bool next_passes) {
-    if (batch.through_area) {
+    if (batch.through_area()) {
         areas->bring(owner, batch.layer, batch.device.uploads);
         for (int expert : batch.device.uploads) {
             batch.device.slots[expert] = expert;
@@ -400,7 +401,7 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch, bo
     }
     const std::vector<int> slots = places_of(batch);
     std::vector<uint8_t>   came;
-    if (batch.alone) {
+    if (batch.alone()) {
         DeviceBank & bank = this->bank(batch.layer);
         came              = bring_in_order(table, bank, owner, batch.layer, batch.device.uploads,
             [&](size_t i, int role, const char * bytes) { return bank.upload(batch.layer, slots[i], role, bytes); });

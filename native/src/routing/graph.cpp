@@ -74,14 +74,14 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     if (!batch.ghosts.empty()) {
         g.jobs = ghost_jobs(*batch.ghost_layer, batch.requested, batch.ghosts);
     }
-    if (batch.alone && batch.through_area && batch.device.slots.empty()) { // the graph has no other way
+    if (batch.alone() && batch.through_area() && batch.device.slots.empty()) { // the graph has no other way
         failed       = true;
         decode_error = "another context has the memory of the device through which this prompt passes";
         return;
     }
-    if (batch.on_device) {
+    if (batch.on_device()) {
         const DeviceBank & bank = g.context->routing.device->bank(batch.layer);
-        set_device_rows(g, batch.through_area ? batch.n_expert : bank.n_slots(batch.layer));
+        set_device_rows(g, batch.through_area() ? batch.n_expert : bank.n_slots(batch.layer));
         for (size_t expert = 0; expert < batch.device.slots.size(); ++expert) {
             if (batch.device.slots[expert] >= 0) {
                 batch.elsewhere.resize(batch.n_expert);
@@ -94,7 +94,7 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
         }
         fetch_inputs(g, floats(ids, INPUT));
     }
-    if (batch.alone && !g.context->routing.table.release(g.context->owner)) { // no node comes behind the experts
+    if (batch.alone() && !g.context->routing.table.release(g.context->owner)) { // no node comes behind the experts
         failed       = true;
         decode_error = g.context->owner.error;
     }
@@ -226,7 +226,7 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
             return;
         }
     }
-    if (g.batch.complete && routing.calibration.active() && experts->type == GGML_TYPE_F32 &&
+    if (g.batch.has(GRAPH_ALL) && routing.calibration.active() && experts->type == GGML_TYPE_F32 &&
         ggml_is_contiguous(experts)) {
         const ggml_tensor * ids = experts->src[1];
         routing.calibration.add(g.batch.layer, (const int32_t *) ids->data, ggml_nelements(ids),
@@ -245,32 +245,29 @@ ggml_tensor * contiguous(ggml_context * ctx, ggml_tensor * t) { return ggml_is_c
 
 void add_route(llama_moe_route & route, GraphLayer & layer) {
     read_weighting(route, layer);
-    layer.needs               = route.warmup ? 0 : layer.context->needs_of((int) route.selected->ne[1]);
+    layer.batch.needs         = route.warmup ? 0 : layer.context->needs_of((int) route.selected->ne[1]);
     ggml_tensor * const state = router_input(route);
     layer.batch.n_embd        = (int) route.inp->ne[0];
     layer.batch.n_state       = (int) state->ne[0];
-    layer.batch.complete      = (layer.needs & GRAPH_ALL) == GRAPH_ALL;
-    layer.batch.changeable    = (layer.needs & GRAPH_CHANGES) != 0;
-    layer.batch.estimable     = (layer.needs & GRAPH_GHOSTS) != 0;
-    layer.batch.alone         = false;
-    layer.batch.overlaps      = false;
+    layer.batch.way           = Way::HOST;
     layer.device_inputs = layer.beside = nullptr;
-    layer.landing = layer.zero_copy  = nullptr;
-    ggml_tensor * const residual     = residual_of(route);
-    const bool          wants_inputs = (layer.needs & GRAPH_INPUTS) || (!residual && (layer.needs & GRAPH_RESIDUALS));
-    const auto          source       = [&](bool wanted, ggml_tensor * t) {
+    layer.landing = layer.zero_copy = nullptr;
+    ggml_tensor * const residual    = residual_of(route);
+    const bool          wants_inputs =
+        (layer.batch.needs & GRAPH_INPUTS) || (!residual && (layer.batch.needs & GRAPH_RESIDUALS));
+    const auto source = [&](bool wanted, ggml_tensor * t) {
         return wanted && t ? contiguous(route.ctx, t) : nullptr; // as a source it is kept until this node is computed
     };
     // A device's choice of many tokens is a part of all experts sorted, and a copy of it to the host would be of all.
     ggml_tensor * args[N_SOURCES] = {
         layer.context->routing.device ? contiguous(route.ctx, route.selected) : route.selected,
         route.down_exps,
-        source(layer.needs & GRAPH_WEIGHTS, route.weights),
-        source(layer.needs & GRAPH_PROBS, route.probs),
-        source(layer.needs & GRAPH_LOGITS, route.logits),
+        source(layer.batch.needs & GRAPH_WEIGHTS, route.weights),
+        source(layer.batch.needs & GRAPH_PROBS, route.probs),
+        source(layer.batch.needs & GRAPH_LOGITS, route.logits),
         source(wants_inputs, route.inp),
         source(wants_inputs && state != route.inp, state),
-        source(layer.needs & GRAPH_RESIDUALS, residual),
+        source(layer.batch.needs & GRAPH_RESIDUALS, residual),
     };
     const ggml_tensor * selected = route.selected;
     // All tasks: where a node is computed by itself, it is told of as many threads as the experts will have. (With a
@@ -279,7 +276,7 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
         route.warmup ? warmup_op : route_op, GGML_N_TASKS_MAX, &layer);
     ggml_format_name(route.selected, "pyorch_route-%d", route.il);
     route.selected->extra = &layer;
-    if (layer.needs & GRAPH_CHANGES) {
+    if (layer.batch.needs & GRAPH_CHANGES) {
         ggml_tensor * after[] = { route.selected, route.down_exps };
         route.weights         = ggml_custom_4d(
             route.ctx, GGML_TYPE_F32, 1, selected->ne[0], selected->ne[1], 1, after, 2, weights_op, 1, &layer);
@@ -302,7 +299,7 @@ ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, 
         ggml_custom_4d(route.ctx, experts->type, experts->ne[0], experts->ne[1], experts->ne[2], 1, args, 4, release_op,
             1, &layer);
     ggml_format_name(released, "pyorch_release-%d", route.il);
-    if (!(layer.needs & GRAPH_GHOSTS)) {
+    if (!(layer.batch.needs & GRAPH_GHOSTS)) {
         return released;
     }
     ggml_tensor * ghost_args[] = { route.down_exps, route.selected->src[INPUT] };

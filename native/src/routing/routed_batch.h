@@ -15,6 +15,34 @@
 
 namespace pyorch {
 
+// What graphs bring to host memory from layers whose dense part a device computes.
+//
+// The choice of the router comes always: it says which experts to bring. All else is brought for those who look at it,
+// or where something else may be computed than what was chosen, or by the processor; and a graph holds what was wanted
+// when it was built. Where that changes, the next ubatch has another graph.
+enum : unsigned {
+    GRAPH_WEIGHTS   = 1, // of the experts chosen
+    GRAPH_PROBS     = 2,
+    GRAPH_LOGITS    = 4,
+    GRAPH_INPUTS    = 8,  // of the router
+    GRAPH_RESIDUALS = 16, // that they are the normalization of; where there are none, the inputs
+    GRAPH_CHANGES   = 32, // other experts, or other weights, may be put in place of the chosen
+    GRAPH_PROCESSOR = 64, // the processor may compute experts
+    GRAPH_ALL       = 127,
+    GRAPH_GHOSTS    = 128, // what ghosts compute is put in: a node more, where settings use them
+    GRAPH_OTHERS    = 256, // another context may have the areas of the device, through which prompts pass
+};
+
+// Which memory the experts of a layer are computed from. The graph of the layer decides it once, when it is built.
+enum class Way {
+    HOST,             // the processor computes all rows
+    SLOTS,            // the device computes all rows, with experts in its slots
+    SLOTS_BESIDE,     // the processor computes the rows of experts that have no slot
+    SLOTS_OVERLAPPED, // the same, and the device does not wait for the stages behind `offload`
+    AREA,             // the device computes all rows; the slot of an expert in the area is its own number
+    AREA_BESIDE,      // the processor computes the rows of experts that are not in the area
+};
+
 // Arrays are row-major by token.
 struct RoutedBatch {
     int  layer    = 0;     // index into the layers with experts
@@ -26,11 +54,11 @@ struct RoutedBatch {
     int  n_embd   = 0; // of the experts' input
     int  n_state  = 0; // of the router's input: the hidden state
 
-    // complete: all that follows is there; else there are the experts, and what else was wanted when the graph was made.
-    // changeable: the graph takes other experts and weights than the router's. estimable: and what ghosts compute.
-    bool complete   = false;
-    bool changeable = false;
-    bool estimable  = false;
+    unsigned needs = GRAPH_ALL; // of the graph
+
+    // Whether the graph brings all of these. It brings the experts always.
+    bool has(unsigned parts) const { return (needs & parts) == parts; }
+    bool has_any(unsigned parts) const { return (needs & parts) != 0; }
 
     // What the router asked for, and what it saw. Stays as it is.
     const int32_t * requested         = nullptr; // [n_tokens][n_used] experts
@@ -77,12 +105,14 @@ struct RoutedBatch {
     std::vector<uint8_t>    elsewhere = {};
     std::vector<RemoteRows> remote    = {};
 
-    // on_device: a device takes part. What it has, in which of its slots, and what comes there.
-    bool       on_device    = false;
-    bool       alone        = false; // and computes all: no row is the processor's
-    bool       through_area = false; // of the device: an expert's slot there is its own number
-    bool       overlaps     = false; // what the device computes need not wait for the stages behind `offload`
-    DevicePass device       = {};
+    // What the device has, in which of its slots, and what is uploaded.
+    Way        way    = Way::HOST;
+    DevicePass device = {};
+
+    bool on_device() const { return way != Way::HOST; }
+    bool alone() const { return way == Way::SLOTS || way == Way::AREA; }
+    bool through_area() const { return way == Way::AREA || way == Way::AREA_BESIDE; }
+    bool overlaps() const { return way == Way::SLOTS_OVERLAPPED; }
 
     // What was decided for the ubatch before: nothing of it holds for the one that begins. Memory stays.
     void clear() {

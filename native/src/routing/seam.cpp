@@ -197,7 +197,6 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
         return experts;
     }
     if (route->warmup) {
-        layer.batch.on_device = false;
         return add_release(*route, experts, layer);
     }
     const ExpertGraph  graph(*route, m->layer, experts);
@@ -205,7 +204,7 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
     layer.batch.portable =
         m->routing->recipes.learn(graph).empty() && route->inp->ne[0] == shape.n_in && experts->ne[0] == shape.n_out;
     ggml_tensor * there = m->routing->device ? add_device_chain(graph, layer) : nullptr;
-    if (there && layer.batch.alone) {
+    if (there && layer.batch.alone()) {
         return there;
     }
     ggml_tensor * released = add_release(*route, experts, layer);

@@ -15,7 +15,7 @@ void observe(Context & context, RoutedBatch & batch) {
     context.routing.activations.count(batch.layer, batch.requested, batch.n_tokens * batch.n_used);
     Observer &                  observer = context.routing.observer;
     std::lock_guard<std::mutex> lock(observer.mutex);
-    if (!observer.function || !batch.complete) { // it came after the graph was made
+    if (!observer.function || !batch.has(GRAPH_ALL)) { // it came after the graph was made
         return;
     }
     pyorch_routing routing;
@@ -43,7 +43,7 @@ bool speculative(const Routing & routing, const RoutedBatch & batch) {
 
 void speculate(Context & context, RoutedBatch & batch) {
     Routing & routing = context.routing;
-    if (!batch.complete || !speculative(routing, batch)) {
+    if (!batch.has(GRAPH_ALL) || !speculative(routing, batch)) {
         return;
     }
     const bool first     = batch.layer == context.layers.front();
@@ -97,8 +97,8 @@ void substitute(Context & context, RoutedBatch & batch) {
     Routing & routing = context.routing;
     // What is calibrated are the experts that routers choose, and their own outputs. A layer for which nothing was
     // forecast waits, whether forecasts are executed or not.
-    if (!batch.changeable || !routing.substitutions.active(batch.layer, batch.decode) || routing.calibration.active() ||
-        (speculative(routing, batch) && batch.guessed.empty())) {
+    if (!batch.has(GRAPH_CHANGES) || !routing.substitutions.active(batch.layer, batch.decode) ||
+        routing.calibration.active() || (speculative(routing, batch) && batch.guessed.empty())) {
         return;
     }
     thread_local std::vector<uint8_t> resident, loading;
@@ -109,7 +109,7 @@ void substitute(Context & context, RoutedBatch & batch) {
     }
     // 1 + the hops from what computes the layer: its device where it has one, host memory, another server.
     thread_local std::vector<uint8_t> there;
-    if (batch.on_device) {
+    if (batch.on_device()) {
         there.assign(batch.n_expert, 0);
         routing.device->mark(batch.layer, there);
         std::transform(resident.begin(), resident.end(), there.begin(), resident.begin(),
@@ -122,7 +122,7 @@ void substitute(Context & context, RoutedBatch & batch) {
         routing.remote.mark(batch.layer, there);
         std::transform(
             resident.begin(), resident.end(), there.begin(), resident.begin(), [&](uint8_t here, uint8_t at_peer) {
-                return here ? here : at_peer ? 2 + batch.on_device : 0;
+                return here ? here : at_peer ? 2 + batch.on_device() : 0;
             });
     }
     batch.changed = context.changed_of(batch.n_tokens);
@@ -142,10 +142,10 @@ void place(Context & context, RoutedBatch & batch) {
             batch.experts[s] = layer.lacks(batch.experts[s]) ? layer.first_there() : batch.experts[s];
         }
     }
-    if (batch.complete && remote.active() && batch.portable) {
+    if (batch.has(GRAPH_ALL) && remote.active() && batch.portable) {
         thread_local std::vector<uint8_t> resident; // they cost nothing here
         context.routing.table.resident(batch.layer, resident);
-        if (batch.on_device) {
+        if (batch.on_device()) {
             context.routing.device->mark(batch.layer, resident);
         }
         if (batch.hole >= 0) {
@@ -181,7 +181,7 @@ std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots, int 
 void offload(Context & context, RoutedBatch & batch) {
     batch.wanted = distinct(batch, batch.experts, batch.hole);
     batch.asked  = distinct(batch, batch.requested);
-    if (batch.alone || (batch.on_device && !context.routing.calibration.active())) {
+    if (batch.alone() || (batch.on_device() && !context.routing.calibration.active())) {
         if (context.routing.device->takes_forecasts()) { // those of the layer are all there then
             context.routing.prefetcher.settle(context.id);
         }
@@ -196,7 +196,7 @@ void offload(Context & context, RoutedBatch & batch) {
 }
 
 void replace(Context & context, RoutedBatch & batch) {
-    if (batch.overlaps && !batch.device.slots.empty()) {
+    if (batch.overlaps() && !batch.device.slots.empty()) {
         context.routing.device->replace(batch, { context.id, batch.layer, context.continues, batch.asked });
     }
 }
@@ -285,7 +285,7 @@ void upload(Context & context, RoutedBatch & batch) {
     if (!batch.device.slots.empty()) {
         const size_t next = batch.layer + 1; // its graph is made by now
         context.routing.device->bring(context.owner, context.on_device, batch,
-            2 * next < context.graph.size() && context.at((int) next, batch.decode).batch.through_area);
+            2 * next < context.graph.size() && context.at((int) next, batch.decode).batch.through_area());
     }
 }
 
@@ -300,7 +300,7 @@ void run_stages(Context & context, RoutedBatch & batch) {
     for (Stage stage : BEFORE_DEVICE) {
         stage(context, batch);
     }
-    if (!batch.overlaps) {
+    if (!batch.overlaps()) {
         run_stages_beside(context, batch);
     }
 }

@@ -25,7 +25,7 @@ namespace pyorch {
 
 void run_stages(Context & context, RoutedBatch & batch);
 
-// Those from `replace` on, where batch.overlaps: while a device computes what it has. The graph went by batch.experts,
+// Those from `replace` on, where batch.overlaps(): while a device computes what it has. The graph went by batch.experts,
 // elsewhere and device.slots already, and what it brought to host memory for the router is gone: none of them is changed
 // or read.
 void run_stages_beside(Context & context, RoutedBatch & batch);

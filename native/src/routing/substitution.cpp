@@ -162,7 +162,7 @@ void Substitutions::apply(
     Layer &                     l    = layers[batch.layer];
     const Seen                  seen = seen_by(l.settings);
     if ((seen.probs && !batch.probs) || (seen.logits && !batch.logits) ||
-        (seen.inputs && !(batch.inputs && batch.estimable))) {
+        (seen.inputs && !(batch.inputs && batch.has(GRAPH_GHOSTS)))) {
         return;
     }
     // A router may see something else than its experts.
@@ -170,7 +170,7 @@ void Substitutions::apply(
     const uint8_t *      cache = l.cache.empty() ? resident : l.cache.data();
     std::vector<uint8_t> there(cache, cache + batch.n_expert);
     for (int id = 0; id < (int) batch.guessed.size(); ++id) {
-        there[id] = there[id] || !batch.guessed[id] ? there[id] : 1 + batch.on_device;
+        there[id] = there[id] || !batch.guessed[id] ? there[id] : 1 + batch.on_device();
     }
     mean_weight.add(batch);
     pyorch_substitution_counts counts =

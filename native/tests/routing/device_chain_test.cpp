@@ -81,7 +81,7 @@ void a_graph_in_which_the_device_computes_all_has_one_thread() {
     ggml_tensor *        args[]  = { weights };
     std::vector<int32_t> named   = { 0, 1, 2 };
     GraphLayer           g       = layer(named);
-    g.batch.on_device            = true;
+    g.batch.way                  = Way::SLOTS_BESIDE;
     ggml_tensor * const inputs =
         ggml_custom_4d(ctx, GGML_TYPE_F32, 4, 1, 1, 1, args, 1, inputs_op, GGML_N_TASKS_MAX, &g);
     ggml_cgraph * const graph = ggml_new_graph(ctx);
@@ -95,9 +95,9 @@ void a_graph_in_which_the_device_computes_all_has_one_thread() {
     g.jobs.emplace_back(); // what ghosts compute is the processor's
     CHECK(n_threads(all) == 16);
     g.jobs.clear();
-    g.batch.on_device = false;
+    g.batch.way = Way::HOST;
     CHECK(n_threads(all) == 16);
-    g.batch.on_device = true;
+    g.batch.way = Way::SLOTS_BESIDE;
     // A dense layer beside it, which the processor has, too.
     ggml_build_forward_expand(graph, ggml_mul_mat(ctx, weights, inputs));
     CHECK(n_threads(all) == 16);

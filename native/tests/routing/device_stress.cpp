@@ -141,29 +141,29 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
             std::vector<int> experts(ids.begin(), ids.end());
             std::sort(experts.begin(), experts.end());
             experts.erase(std::unique(experts.begin(), experts.end()), experts.end());
-            RoutedBatch batch  = {};
-            batch.layer        = l;
-            batch.decode       = !prompt;
-            batch.n_tokens     = n_tokens;
-            batch.n_expert     = N_EXPERT;
-            batch.n_used       = N_USED;
-            batch.experts      = ids.data();
-            batch.on_device    = true;
-            batch.through_area = tier.takes_area(batch.layer, n_tokens, !prompt);
+            RoutedBatch batch = {};
+            batch.layer       = l;
+            batch.decode      = !prompt;
+            batch.n_tokens    = n_tokens;
+            batch.n_expert    = N_EXPERT;
+            batch.n_used      = N_USED;
+            batch.experts     = ids.data();
+            batch.way         = tier.takes_area(batch.layer, n_tokens, !prompt) ? Way::AREA_BESIDE :
+                tier.brings_behind()                                            ? Way::SLOTS_OVERLAPPED :
+                                                                                  Way::SLOTS_BESIDE;
             check(tier, table, computed); // until now
             if (seed % 2) {               // else predictors have changed: their forecasts may come at any time
                 settle();
             }
             batch.wanted = batch.asked = experts;
             const Visit visit          = { owner.context, l, true, experts };
-            batch.overlaps             = tier.brings_behind() && !batch.through_area;
             tier.choose(hold, batch, visit);
-            if (batch.overlaps && pass % 5 == 4 && l == 1) { // aborted while the device computes
+            if (batch.overlaps() && pass % 5 == 4 && l == 1) { // aborted while the device computes
                 tier.release(hold);
                 computed = {};
                 break;
             }
-            if (batch.overlaps) {
+            if (batch.overlaps()) {
                 tier.replace(batch, visit);
             }
             std::vector<int> here;
@@ -183,14 +183,14 @@ static void decode(DeviceTier & tier, Table & table, int seed, int n_passes, std
             if (!batch.device.slots.empty()) {
                 tier.bring(owner, hold, batch);
             }
-            computed = { batch.through_area, l, batch.device.slots };
+            computed = { batch.through_area(), l, batch.device.slots };
             if (table.release(owner)) {
                 check(tier, table, computed);
             } else { // the decode fails
                 computed = {};
             }
             n_computed += !batch.device.slots.empty();
-            if (batch.through_area && l == N_LAYERS - 1) {
+            if (batch.through_area() && l == N_LAYERS - 1) {
                 tier.release_areas(hold);
                 computed = {}; // others have them now
             }
