@@ -53,21 +53,24 @@ def choose(
     before = known if len(known) else played
     uses = fading_uses(use_counts(before.experts, before.n_expert), len(before))  # ranks begin with it
 
-    def wait_ms(split: Split) -> float:
+    def wait_ms(split: Split, computing: float) -> float:
         settings = ReplaySettings(
-            None, Prefetch(NONE), budget, machine.bytes_per_second, compute_ms=compute_ms, batch=batch,
+            None, Prefetch(NONE), budget, machine.bytes_per_second, compute_ms=computing, batch=batch,
             pools=Pools(*split.shares) if split.compressed else Pools(),
             decode_bandwidth=machine.decoded_per_second, n_decoders=machine.n_workers,
         )
         return replay(packed if split.compressed else plain, played, settings, uses=uses).stall_ms
 
-    waits = [wait_ms(split) for split in splits]
+    waits = [wait_ms(split, compute_ms) for split in splits]
     best = splits[int(np.argmin([wait * (handicap if split.is_mixed else 1) for wait, split in zip(waits, splits)]))]
     divided = min((i for i, split in enumerate(splits) if split.is_mixed), key=lambda i: waits[i], default=None)
 
+    # The expected wait knows no computing, so the handicap compares it with waits that no computing hides.
+    bare = [wait_ms(split, 0) for split in splits] if compute_ms else waits
+
     def longer(mixed: bool) -> float:
         """Than expected."""
-        ratios = [wait / (1000 * split.makespan) for wait, split in zip(waits, splits)
+        ratios = [wait / (1000 * split.makespan) for wait, split in zip(bare, splits)
                   if split.compressed and split.is_mixed == mixed and split.makespan > 0]
         return float(np.mean(ratios)) if ratios else 0.0
 

@@ -74,7 +74,7 @@ public:
     // That of the layer's device.
     DeviceBank & bank(int layer) const { return banks.of(layer); }
 
-    // Says which of batch.wanted are computed on the device, and, unless batch.overlaps(), what is to come there. visit: of
+    // Says which of batch.wanted are computed on the device, and, unless it overlaps, what is to come there. visit: of
     // batch.asked. hold: of the context, what it held is given back.
     void choose(DeviceHold & hold, RoutedBatch & batch, const Visit & visit);
 
