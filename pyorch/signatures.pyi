@@ -109,8 +109,7 @@ def load(
         packed: False: read the model itself, also where it has a pack
         pools: shares of memory for the forms of a compressed pack: full, compressed, signs and mantissas,
             exponents (default: by MODEL.plan.json, else planned when the model is loaded)
-        recovery: how a compressed pack is recovered: kernels (by matrix), affinity (by expert), or exponents-
-            first (as affinity, but all exponents of a block are read before signs and mantissas)
+        recovery: of a pack: kernels (by matrix), affinity (by expert), exponents-first (the paper's)
         device: compute dense layers on these devices, and experts that lie in their memory: none, auto (the
             GPUs that compute experts sooner than the processor), names such as CUDA0, or rpc:HOST:PORT
         vram_budget: their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what

@@ -83,8 +83,7 @@ class Settings:
     )
     recovery: str = option(
         KERNELS, recovery, "kernels, affinity or exponents-first", metavar="ORDER",
-        help="how a compressed pack is recovered: kernels (by matrix), affinity (by expert), or exponents-first (as "
-             "affinity, but all exponents of a block are read before signs and mantissas)",
+        help="of a pack: kernels (by matrix), affinity (by expert), exponents-first (the paper's)",
     )
     device: str = option(
         NONE, device_name, "the names of devices", group=DEVICE, metavar="NAME,...",
