@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pyorch import files
     from pyorch.traces.file import Trace, is_trace_of, part_path
-    from pyorch.traces.recorder import profile
+    from pyorch.traces.recorder import TIMING, profile
 
     check_output(args.output, args.model, args.data, force=args.force or args.append, is_own=is_trace_of)
     begun_as = Trace(args.output).header if args.append and args.output.exists() else None
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
             def report(step: str, done: int, total: int) -> None:
                 nonlocal writes
-                writes = True
-                while refusals:  # once it is sure that there will be a trace
+                writes = writes or step != TIMING
+                while writes and refusals:  # once it is sure that there will be a trace
                     command, option = refusals.pop(0)
                     progress.say(f"note: {command} will refuse this trace, for which {option} records more")
                 progress.update(step, done, total)

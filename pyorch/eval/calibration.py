@@ -118,7 +118,7 @@ def calibrate(
                 {il: hidden_outputs(model.map, il, outputs, n_embd) for il, (outputs, _) in means.items()},
                 {il: counts.astype(np.int64) for il, (_, counts) in means.items()}, n_done,
             )
-            compute_ms = measure_compute(model, context, last)
+            compute_ms = measure_compute(model, context, last, on_progress)
             if not held_out:
                 return Calibrated(vectors, compute_ms, why=f"that takes {_HELD_OUT} pieces of at most {_PIECE} tokens, "
                                   "and fewer were computed", cut_short=cut_short)

@@ -39,7 +39,8 @@ _BATCH_BYTES = 256 << 20
 
 _TIMED_TOKENS = 24  # decoded to know what computing takes
 
-OnProgress = Callable[[str, int, int], None]  # "profiling", tokens done, of at most
+OnProgress = Callable[[str, int, int], None]  # TIMING or "profiling", tokens done, of at most
+TIMING = "timing"  # before anything is recorded
 
 
 @dataclass(frozen=True)
@@ -123,20 +124,25 @@ def profile(
         tokens = None if append else next(_documents(model, data), None)  # a trace that goes on has its header
         if tokens is not None:
             with Context(model.llama.model, _TIMED_TOKENS, _TIMED_TOKENS, n_threads=n_threads) as context:
-                header = dataclasses.replace(header, compute_ms=measure_compute(model, context, tokens))
+                compute_ms = measure_compute(model, context, tokens, on_progress)
+                header = dataclasses.replace(header, compute_ms=compute_ms)
         session = _Session(model, header, n_decode, n_ctx, n_ubatch, n_threads)
         with session, TraceWriter(output, header, append) as writer:
             return session.run(lambda: _documents(model, data), n_tokens, writer, on_progress, seconds)
 
 
-def measure_compute(model: Model, context: Context, tokens: list[int]) -> float:
+def measure_compute(
+    model: Model, context: Context, tokens: list[int], on_progress: OnProgress | None = None
+) -> float:
     """Milliseconds that a decoded token takes beside the waits for experts. tokens: are repeated as often as needed."""
     context.clear()
     tokens = list(itertools.islice(itertools.cycle(tokens), _TIMED_TOKENS))
     context.decode(tokens[:1])
     stalled, begin = model.engine.stats().stall_ns, time.perf_counter()
-    for token in tokens[1:]:
+    for n, token in enumerate(tokens[1:], 1):
         context.decode([token])
+        if on_progress is not None:
+            on_progress(TIMING, n, len(tokens) - 1)
     seconds = time.perf_counter() - begin - (model.engine.stats().stall_ns - stalled) / 1e9
     return max(1e-3, 1000 * seconds / (len(tokens) - 1))
 

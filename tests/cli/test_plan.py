@@ -147,34 +147,42 @@ def test_a_plan_for_several_sequences_expects_what_their_tokens_need_together(
     assert "planned" not in capsys.readouterr().out, "it is no plan for one sequence"
 
 
+class _Finalists:
+    """What choose() needs to play divisions of 30 % of a model's experts. As a `with` block."""
+
+    def __init__(self, model: Path, trace: Path) -> None:
+        self.packed, self.plain, self.machine = ModelMap(model), ModelMap(model), Machine(1e8, 1e9, 1)
+        packs.attach(self.packed)
+        self.recording = decoded_recording(Trace(trace), self.packed)
+        self.budget = int(0.3 * self.packed.info.slots_bytes)
+        self.reserved = Reserve.of(self.packed).bytes(self.budget)
+        ranks = inclusion_by_rank(self.recording.experts, self.recording.n_expert)
+        self.planner = new_planner(self.packed, ranks, self.machine)
+
+    def __enter__(self) -> _Finalists:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.packed.close()
+        self.plain.close()
+
+    def choose(self, splits: list, handicap: float, **given: float):
+        return choose(splits, self.packed, self.plain, self.recording, self.budget, self.machine, handicap, **given)
+
+
 def test_other_forms_are_taken_where_they_gain_more_than_a_handicap(model: Path, trace: Path) -> None:
-    machine = Machine(1e8, 1e9, 1)
-    with ModelMap(model) as packed, ModelMap(model) as plain:
-        packs.attach(packed)
-        recording = decoded_recording(Trace(trace), packed)
-        budget = int(0.3 * packed.info.slots_bytes)
-        reserved = Reserve.of(packed).bytes(budget)
-        planner = new_planner(packed, inclusion_by_rank(recording.experts, recording.n_expert), machine)
-        whole = planner.cost((1, 0, 0, 0), budget - reserved)
-        splits = [whole, *planner.plan(budget, "FCSE", STEP, reserved, n_finalists=3).finalists]
-        free, held = (
-            choose(splits, packed, plain, recording, budget, machine, handicap) for handicap in (1.0, HANDICAP)
-        )
+    with _Finalists(model, trace) as of:
+        whole = of.planner.cost((1, 0, 0, 0), of.budget - of.reserved)
+        splits = [whole, *of.planner.plan(of.budget, "FCSE", STEP, of.reserved, n_finalists=3).finalists]
+        free, held = (of.choose(splits, handicap) for handicap in (1.0, HANDICAP))
     assert free.best.is_mixed and free.best is free.divided is held.divided and held.best is whole
 
 
 def test_the_division_that_is_taken_depends_on_how_long_computing_takes(model: Path, trace: Path) -> None:
     """Computing hides reads: of these small experts it hides those of the model sooner than those of the pack."""
-    machine = Machine(1e8, 1e9, 1)
-    with ModelMap(model) as packed, ModelMap(model) as plain:
-        packs.attach(packed)
-        recording = decoded_recording(Trace(trace), packed)
-        budget = int(0.3 * packed.info.slots_bytes)
-        reserved = Reserve.of(packed).bytes(budget)
-        planner = new_planner(packed, inclusion_by_rank(recording.experts, recording.n_expert), machine)
-        splits = [planner.cost((0, 1, 0, 0), budget - reserved), planner.plain(budget)]
-        at_once, computed = (choose(splits, packed, plain, recording, budget, machine, 1.0, compute_ms=ms).best
-                             for ms in (0.0, 5.0))
+    with _Finalists(model, trace) as of:
+        splits = [of.planner.cost((0, 1, 0, 0), of.budget - of.reserved), of.planner.plain(of.budget)]
+        at_once, computed = (of.choose(splits, 1.0, compute_ms=ms).best for ms in (0.0, 5.0))
     assert at_once is splits[0] and computed is splits[1]
 
 

@@ -23,8 +23,8 @@ struct RankCounts {
     uint64_t * total;
 };
 
-// Sees what the tables decided: before a ubatch, with the layer -1; when a layer has what it needs; and when it gave that
-// back. device: null where there is none. Whoever watches may change pins and limits.
+// Called before each ubatch with the layer -1, and twice for each layer: when it holds its experts, and when it has
+// released them. device: the slots of the device, or null without one. The call may change pins and limits.
 using ReplayWatch =
     std::function<void(int64_t ubatch, int layer, Table & table, const Owner & owner, DeviceTable * device)>;
 

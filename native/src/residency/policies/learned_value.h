@@ -6,10 +6,9 @@
 //
 // ema_h: fading use counts with a half-life of h visits; age: visits since the last use; Wk: the sum over the active
 // rows j of table k at [j, e]. Active are in the first table what the layer just used, in the second what the layer
-// before used, in the third what this layer used one visit earlier. votes: of the tokens that followed
-// the moments that were most like this one (moments.h). The weights w are common to all experts: where uses do not follow
-// from each other, those of the tables fall, and with them the noise that their sums are. When the same context visits
-// the layer again, V is moved towards used + (1 - used) * DISCOUNT * V_new: its experts' uses, discounted by how far off
+// before used, in the third what this layer used one visit earlier. votes: of the tokens that followed the moments that
+// were most like this one (moments.h). The weights w are common to all experts: where uses do not follow from each other,
+// those of the tables fall, and with them the noise that their sums are. When the same context visits the layer again, V is moved towards used + (1 - used) * DISCOUNT * V_new: its experts' uses, discounted by how far off
 // they are. Where the visit does not continue the last one, as at the beginning of a request, nothing is
 // moved: what comes then does not follow from what was.
 //

@@ -237,7 +237,7 @@ void Moments::search(Passage & passage) {
     }
 }
 
-bool Moments::votes(const void * context, int layer, float * sums) const {
+bool Moments::votes(const void * context, int layer, float * sums) {
     const auto found = passages.find(context);
     if (found == passages.end() || found->second.voters.empty()) {
         return false;
@@ -249,9 +249,8 @@ bool Moments::votes(const void * context, int layer, float * sums) const {
         weights += voter.weight;
     }
     std::fill_n(sums, (size_t) words * 32, 0.0f);
-    std::vector<uint32_t> used_before((size_t) words);
     for (const Match & voter : passage.voters) {
-        std::fill(used_before.begin(), used_before.end(), 0u);
+        used_before.assign((size_t) words, 0);
         int token = next[voter.token];
         for (int h = 0; h < HORIZON && token >= 0 && token != passage.token; ++h, token = next[token]) {
             const float      vote = voter.weight / weights * discounts[(size_t) h];

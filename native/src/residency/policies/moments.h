@@ -30,7 +30,7 @@ public:
 
     // After a context's visit of a layer: sums [n_words() * 32] become the votes, from 0 to 1. False: no moment votes,
     // and sums keep their values.
-    bool votes(const void * context, int layer, float * sums) const;
+    bool votes(const void * context, int layer, float * sums);
 
     // The stored tokens for a file, the oldest first. masks: [n][n_layers][n_words()]; previous: [n] the index of the
     // token before, -1 for none.
@@ -69,6 +69,7 @@ private:
     std::vector<float>                        likeness_weight; // by how much less alike than the most alike
     std::vector<float>                        discounts;       // by tokens
     std::vector<uint32_t>                     window;          // of a search
+    std::vector<uint32_t>                     used_before;     // by the tokens of a voter that have voted
     std::unordered_map<const void *, Passage> passages;        // by context
 
     uint32_t *       mask(int token, int layer) { return masks.data() + ((size_t) token * n_layers + layer) * words; }
