@@ -216,25 +216,6 @@ def write_header(path: Path, text: str) -> None:
     path.write_bytes((prefix + text.encode()).ljust(HEADER_BYTES, b"\0") + path.read_bytes()[HEADER_BYTES:])
 
 
-@pytest.mark.parametrize(("version", "absent"), [(1, ["states", "compute_ms"]), (2, ["compute_ms"])])
-def test_a_trace_of_an_older_version_has_no_fields_that_came_later(
-    tmp_path: Path, version: int, absent: list[str]
-) -> None:
-    path, records = tmp_path / "a.trace", random_records(HEADER, 10)
-    write_trace(path, records)
-    fields = dataclasses.asdict(HEADER)
-    for name in absent:
-        del fields[name]
-    header = json.dumps(fields).encode()
-    content = path.read_bytes()
-    prefix = np.array([(b"PYORCHTR", version, len(header), zlib.crc32(header))], "S8,<u4,<u4,<u4").tobytes()
-    path.write_bytes((prefix + header).ljust(HEADER_BYTES, b"\0") + content[HEADER_BYTES:])
-    trace = Trace(path)
-    assert trace.header == HEADER and np.array_equal(trace.records, records)
-    write_trace(path, records, dataclasses.replace(HEADER, compute_ms=2.5), append=True)
-    assert Trace(path).header == HEADER and len(Trace(path)) == 20
-
-
 def test_an_absent_trace_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="absent.trace cannot be read: No such file"):
         Trace(tmp_path / "absent.trace")
