@@ -31,6 +31,7 @@ lint: setup
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/mypy --no-error-summary
 	@git ls-files 'native/*.h' 'native/*.c' 'native/*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
+	@found=$$($(BIN)/zizmor --offline --quiet .github/workflows) || { echo "$$found" >&2; exit 1; }
 
 # The programs of native/tests are a part of what is built. Nothing is printed after pytest's summary.
 test: setup lint
