@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -43,9 +44,9 @@ progress.INTERVAL = 86400.0
 # Seconds for which disks are read to measure them: one read of each kind is enough where nobody wants the figure.
 rounds.BANDWIDTH_SECONDS = inspect.DISK_SECONDS = 0.02
 
-# Tests begin with no expert in memory: they count what is read. Those of warm memory take this back.
-for function in shared.WARM:
-    setattr(warm, function.__name__, lambda *_: None)
+# Memory is warm in tests as it is for users. What a model keeps for the next time stays within a test (warm_folder);
+# models that several tests share keep nothing. Else what a test finds in memory would depend on the tests before it.
+warm.kept_in = lambda *_: None
 
 # The same examples in each run, and as much time for each as a busy machine needs.
 hypothesis.settings.register_profile(
@@ -95,6 +96,18 @@ class Durations:
     def pytest_sessionfinish(self) -> None:
         long = {name: round(seconds) for name, seconds in sorted(self._seconds.items()) if seconds >= 1}
         DURATIONS.write_text(json.dumps(long, indent=1) + "\n", encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def warm_folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What models of this process keep lies in a folder of the test, which begins without any."""
+    folder = functools.cache(lambda: tmp_path_factory.mktemp("warm"))
+
+    def kept_in(*of: object) -> Path | None:
+        path = shared.KEPT_IN(*of)
+        return path and folder() / path.name
+
+    monkeypatch.setattr(warm, "kept_in", kept_in)
 
 
 @pytest.fixture(scope="session")

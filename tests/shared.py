@@ -22,7 +22,7 @@ from processes import HANG_SECONDS
 
 from pyorch.llama import warm
 
-WARM = warm.begin, warm.keep, warm.kept_in  # which conftest.py takes away
+KEPT_IN = warm.kept_in  # which conftest.py replaces
 
 _SOCKET = "torch.socket"
 _VARIABLE = "PYORCH_TESTS_SHARED"  # names the directory to processes that the first one starts

@@ -75,7 +75,7 @@ def test_cache_aware_routing_ranks_experts_as_the_router_does(zoo: Zoo) -> None:
     def decoded(token: int, absent: int | None) -> tuple[Routing, np.ndarray, np.ndarray]:
         """What the router said, its bias, and which experts were read."""
         routings: list[Routing] = []
-        with load(path, prefetch="none") as model:
+        with load(path, prefetch="none", warm=False) as model:  # cold: what is resident is what a layer needed
             if absent is not None:
                 model.substitute("mode=cache,prefill=1")
                 model.set_cache({other: np.arange(8) != (absent if other == il else -1) for other in model.layers})

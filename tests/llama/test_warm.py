@@ -21,8 +21,7 @@ BUDGET = "40%"
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for function in shared.WARM:
-        monkeypatch.setattr(warm, function.__name__, function)
+    monkeypatch.setattr(warm, "kept_in", shared.KEPT_IN)
     return kept.directory()
 
 

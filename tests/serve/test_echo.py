@@ -163,7 +163,7 @@ def test_under_the_automatic_budget_experts_make_room_only_where_memory_lacks(st
 
 
 def test_experts_give_back_what_a_context_lacks_and_keep_the_least(small_moe: Path, monkeypatch: pytest.MonkeyPatch):
-    with load(small_moe, n_ctx=64, n_threads=1) as model:
+    with load(small_moe, n_ctx=64, n_threads=1, warm=False) as model:  # cold: what is used stays
         managed, engine = find(model.llama.model), model.engine
         judge, before = Echo(managed, lambda: 0, "a model"), engine.stats()
         needed = judge.measure(256)

@@ -64,9 +64,10 @@ def recording(trace: Path, model_map: ModelMap) -> Recording:
 
 
 def decode(path: Path, budget: str, policy: str, n_tokens: int = 150, **options: str) -> tuple[Stats, Recording]:
-    """What an engine counts while it decodes token by token, and the routing that it sees."""
+    """What an engine counts while it decodes token by token, and the routing that it sees. Its memory begins empty, as
+    that of a replay does."""
     seen = []
-    with pyorch.load(path, budget=budget, policy=policy, n_ctx=256, n_threads=1,
+    with pyorch.load(path, budget=budget, policy=policy, n_ctx=256, n_threads=1, warm=False,
                      **{"prefetch": "none", **options}) as model:
         tokens = model.llama.tokenize(TEXT.read_bytes(), add_bos=False)[:n_tokens]
         model.engine.set_observer(
