@@ -26,7 +26,7 @@ from pyorch.sizes import MiB
 # llama.cpp makes beside the buffers that it reports.
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
 
-# DeviceAreas::LEAST_TOKENS and NO_TOKENS in native/src/routing/device_areas.h
+# DeviceAreas::LEAST_TOKENS and NO_TOKENS in native/src/device/areas.h
 LEAST_PROMPT, NO_PROMPT = 32, 2**31 - 1
 
 NO_TENSOR = "^$"  # a rule of llama.cpp's that no tensor's name meets

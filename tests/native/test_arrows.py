@@ -20,6 +20,7 @@ LAYERS = (
     ("residency",),
     ("prediction",),
     ("cluster",),
+    ("device",),
     ("routing", "replay"),
     ("engine",),
     ("api",),
@@ -50,3 +51,27 @@ def test_part_includes_only_what_is_below(part):
         and part_of(Path(included)) != part and HEIGHT[part_of(Path(included))] >= HEIGHT[part]
     ]
     assert upward == []
+
+
+def included_by(path: Path) -> set[Path]:
+    """All files that a file includes, directly or through others."""
+    found: set[Path] = set()
+    new = [path]
+    while new:
+        names = re.findall(r'^#include "([^"]+)"', (SRC / new.pop()).read_text(), re.MULTILINE)
+        new += [Path(name) for name in names if (SRC / name).is_file() and Path(name) not in found]
+        found.update(new)
+    return found
+
+
+def test_only_parts_that_move_experts_to_devices_include_their_headers():
+    parts = {part_of(path) for path in files() if any(part_of(included) == "device" for included in included_by(path))}
+    assert parts == {"device", "routing", "replay", "engine", "api"}
+
+
+def test_a_batch_of_routed_tokens_knows_no_device():
+    batch = Path("routing/routed_batch.h")
+    assert {part_of(included) for included in included_by(batch)}.isdisjoint({"device"})
+    text = (SRC / batch).read_text()
+    fields = re.findall(r"^    bool +(\w+) *=", text[text.index("struct RoutedBatch {"):], re.MULTILINE)
+    assert 0 < len(fields) <= 4, fields

@@ -1,6 +1,6 @@
 #include "api/api.h"
-#include "banks/device.h"
-#include "banks/device_rates.h"
+#include "device/devices.h"
+#include "device/rates.h"
 #include "pyorch-devices.h"
 
 #include <algorithm>

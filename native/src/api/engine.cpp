@@ -27,10 +27,10 @@ void check_devices(const pyorch_config & given, int n_layers) {
         throw Failure(PYORCH_INVALID,
             format("there is no way %llu to treat what a device lacks", (unsigned long long) given.device_misses));
     }
-    if (given.device_ahead > DeviceTable::MOST_AHEAD) {
+    if (given.device_ahead > SlotPools::MOST_AHEAD) {
         throw Failure(PYORCH_INVALID,
             format("%llu experts of a layer are too many to be uploaded ahead: 0 to %d can be",
-                (unsigned long long) given.device_ahead, DeviceTable::MOST_AHEAD));
+                (unsigned long long) given.device_ahead, SlotPools::MOST_AHEAD));
     }
     if (given.n_devices > 0 && !given.plain) {
         throw Failure(

@@ -9,7 +9,7 @@ namespace pyorch {
 
 PageLocks::PageLocks(const std::vector<ggml_backend_dev_t> & devices) {
     const char * const told = getenv("PYORCH_UPLOADS");
-    if (told && *told) { // that they go another way: device_link.h
+    if (told && *told) { // that they go another way: device/link.h
         return;
     }
     for (ggml_backend_dev_t device : devices) {

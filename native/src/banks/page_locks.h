@@ -3,7 +3,7 @@
 // The bank of host memory locks what it opens, a large piece at a time, and unlocks a piece before pages of it go back
 // to the system: for good, so what moves between experts of several sizes is copied more and more. What is locked goes
 // straight to the device, a part of it from each piece that it lies in; what comes after the system has locked as much
-// as it may takes the lanes of device_link.h. A piece has its memory at once: of each size of experts, up to 32 MiB may
+// as it may takes the lanes of device/link.h. A piece has its memory at once: of each size of experts, up to 32 MiB may
 // be there that no expert has yet, as far as the budget goes for that size.
 //
 // Only backends of CUDA can: those that offer to register host memory.

@@ -489,9 +489,9 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
     if (!(config.device_speed > 0) || !(config.device_prefill_speed > 0)) {
         throw Failure(PYORCH_INVALID, "a device computes at a speed above 0");
     }
-    if (config.device_ahead > DeviceTable::MOST_AHEAD) {
+    if (config.device_ahead > SlotPools::MOST_AHEAD) {
         throw Failure(PYORCH_INVALID,
-            format("a replay takes no more than %d forecasts of a layer to a device", DeviceTable::MOST_AHEAD));
+            format("a replay takes no more than %d forecasts of a layer to a device", SlotPools::MOST_AHEAD));
     }
     if (!(config.read_bytes_per_second > 0) || !(config.read_seconds >= 0) || !(config.compute_seconds >= 0) ||
         !(config.prefill_seconds >= 0) || !(config.predict_seconds >= 0) || !(config.decode_bytes_per_second >= 0) ||

@@ -8,7 +8,7 @@
 #include "pyorch-replay.h"
 
 #include "prediction/prefetch_planner.h"
-#include "residency/device_table.h"
+#include "device/slot_pools.h"
 #include "residency/table.h"
 
 #include <functional>
@@ -26,7 +26,7 @@ struct RankCounts {
 // Called before each ubatch with the layer -1, and twice for each layer: when it holds its experts, and when it has
 // released them. device: the slots of the device, or null without one. The call may change pins and limits.
 using ReplayWatch =
-    std::function<void(int64_t ubatch, int layer, Table & table, const Owner & owner, DeviceTable * device)>;
+    std::function<void(int64_t ubatch, int layer, Table & table, const Owner & owner, SlotPools * device)>;
 
 // Throws Failure for a recording of another model, or numbers that cannot be.
 void check_recording(const ModelMap & map, const pyorch_recording & recording, const pyorch_replay_config & config);

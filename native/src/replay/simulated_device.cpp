@@ -1,14 +1,11 @@
 #include "replay/simulated_device.h"
 
-#include "banks/device_bank.h"
+#include "device/areas.h"
 #include "replay/policies/replay_policies.h"
 
 #include <algorithm>
 
 namespace pyorch {
-
-// Of fewer tokens a prompt's experts do not pass through areas: as in routing/device_areas.h.
-static constexpr int LEAST_AREA_TOKENS = 32;
 
 SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & config) :
         table(table), seconds_per_byte(config.link_bytes_per_second > 0 ? 1 / config.link_bytes_per_second : 0),
@@ -29,7 +26,7 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
     for (const DevicePool & pool : form_device_pools(table.map, layers, share, n_whole, pool_of)) {
         n_slots.push_back(pool.n_slots);
     }
-    seats = std::make_unique<DeviceTable>(
+    seats = std::make_unique<SlotPools>(
         table.map.n_experts(), pool_of, n_slots, (pyorch_policy) config.device_policy, replay_policies());
     seats->set_misses(slots_bytes == all ? PYORCH_UPLOAD : (pyorch_device_misses) config.device_misses);
     if (ahead > 0 && slots_bytes < all) {
@@ -105,13 +102,13 @@ DevicePass SimulatedDevice::begin(const Visit & visit, int n_tokens, bool decode
         }
         coming[layer].clear();
     }
-    const bool through_area = !decode && n_tokens >= LEAST_AREA_TOKENS && n_areas > 0;
+    const bool through_area = !decode && n_tokens >= DeviceAreas::LEAST_TOKENS && n_areas > 0;
     now                     = settle_ahead(visit.context, through_area ? std::vector<int>() : experts, now);
     if (through_area) {
-        DevicePass pass = { std::vector<int>(table.map.layers[layer].n_expert, DeviceTable::NONE) };
+        DevicePass pass = { std::vector<int>(table.map.layers[layer].n_expert, SlotPools::NONE) };
         for (int expert : experts) {
             pass.slots[expert] = seats->slot(layer, expert);
-            if (pass.slots[expert] == DeviceTable::NONE) {
+            if (pass.slots[expert] == SlotPools::NONE) {
                 pass.uploads.push_back(expert);
             }
         }
@@ -126,7 +123,7 @@ DevicePass SimulatedDevice::begin(const Visit & visit, int n_tokens, bool decode
     }
     DevicePass pass = seats->pass(layer, { experts, experts, n_tokens, visit.context }, learned);
     for (int expert : experts) {
-        if (pass.slots[expert] != DeviceTable::NONE) {
+        if (pass.slots[expert] != SlotPools::NONE) {
             held.push_back(expert);
         }
     }

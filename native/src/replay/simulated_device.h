@@ -1,12 +1,12 @@
 // Slots of a device in front of host memory, in simulated time: who is there and what is computed there are decided by
-// the table that decides it beside llama.cpp (residency/device_table.h), but that prompts fill no free slots here. What
+// the table that decides it beside llama.cpp (device/slot_pools.h), but that prompts fill no free slots here. What
 // is modelled is the link: it takes one expert after another.
 
 #pragma once
 
 #include "pyorch-replay.h"
 
-#include "residency/device_table.h"
+#include "device/slot_pools.h"
 #include "residency/table.h"
 
 #include <memory>
@@ -37,8 +37,8 @@ public:
     // comes behind that follows. True of an expert: it came. owner: what the layer holds in host memory.
     double bring(const Owner & owner, const DevicePass & pass, double now, std::vector<uint8_t> & came);
 
-    void          foresee(int layer, int expert, uint64_t next_use) { seats->values.foresee(layer, expert, next_use); }
-    DeviceTable & table_of_slots() { return *seats; }
+    void        foresee(int layer, int expert, uint64_t next_use) { seats->values.foresee(layer, expert, next_use); }
+    SlotPools & table_of_slots() { return *seats; }
 
     void reset_counts();
     void add_counts(pyorch_replay_result & result) const;
@@ -56,7 +56,7 @@ private:
     const double                                   seconds_per_byte; // of the link
     uint64_t                                       slots_bytes;
     int                                            n_areas;
-    std::unique_ptr<DeviceTable>                   seats;
+    std::unique_ptr<SlotPools>                     seats;
     std::vector<int>                               held;        // of the layer that came last
     int                                            layer = -1;  // that is
     std::vector<std::vector<std::pair<int, bool>>> coming;      // by layer: experts, and whether host memory had them

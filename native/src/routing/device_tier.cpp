@@ -66,7 +66,7 @@ void DeviceTier::open(uint64_t landing_bytes) {
         pool_of.push_back(banks.pool_of((int) layer));
     }
     all_fit = banks.have_room_for_all();
-    seats   = std::make_unique<DeviceTable>(table.map.n_experts(), pool_of, n_slots, policy);
+    seats   = std::make_unique<SlotPools>(table.map.n_experts(), pool_of, n_slots, policy);
     // Where there is room for all, each is uploaded once, and serves ever after.
     seats->set_misses(all_fit ? PYORCH_UPLOAD : misses);
     if (n_ahead > 0 && !all_fit) {
@@ -239,7 +239,7 @@ bool DeviceTier::lets_nothing_come(const RoutedBatch & batch) const {
     const std::vector<int> & found = batch.device.slots; // empty: not yet
     std::vector<int>         from_host;
     std::copy_if(batch.wanted.begin(), batch.wanted.end(), std::back_inserter(from_host), [&](int expert) {
-        return (found.empty() ? seats->slot(batch.layer, expert) : found[expert]) == DeviceTable::NONE;
+        return (found.empty() ? seats->slot(batch.layer, expert) : found[expert]) == SlotPools::NONE;
     });
     return !batch.alone() && !batch.through_area() && !table.fits(batch.layer, from_host);
 }
@@ -263,7 +263,7 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & vi
             .alone()) { // what another context brings nobody else computes; and while one is waited for, others set out
         ended.wait(lock, [&] {
             return std::none_of(batch.wanted.begin(), batch.wanted.end(), [&](int expert) {
-                return seats->known(batch.layer, expert) && seats->slot(batch.layer, expert) == DeviceTable::NONE;
+                return seats->known(batch.layer, expert) && seats->slot(batch.layer, expert) == SlotPools::NONE;
             });
         });
     }
@@ -345,10 +345,10 @@ static std::vector<int> most_used_first(const RoutedBatch & batch, std::vector<i
 }
 
 void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts) {
-    std::vector<int> slots(batch.n_expert, DeviceTable::NONE);
+    std::vector<int> slots(batch.n_expert, SlotPools::NONE);
     for (int expert : experts) {
         slots[expert] = seats->slot(batch.layer, expert);
-        if (slots[expert] != DeviceTable::NONE) {
+        if (slots[expert] != SlotPools::NONE) {
             seats->hold(batch.layer, expert);
             hold.experts.push_back(expert);
         }
@@ -360,12 +360,12 @@ void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const s
     }
     counts.device_misses += batch.device.uploads.size();
     counts.device_hits += experts.size() - batch.device.uploads.size();
-    batch.device.slots.assign(batch.n_expert, DeviceTable::NONE);
+    batch.device.slots.assign(batch.n_expert, SlotPools::NONE);
     for (int expert : experts) {
         batch.device.slots[expert] = expert;
     }
     for (int expert : batch.device.uploads) {
-        batch.device.slots[expert] = DeviceTable::NONE; // until it was brought
+        batch.device.slots[expert] = SlotPools::NONE; // until it was brought
     }
     batch.device.behind = seats->fill(batch.layer, most_used_first(batch, experts));
     tell_moved();
@@ -423,12 +423,12 @@ void DeviceTier::bring_next(DeviceHold & hold, int layer) {
     if (layer == (int) table.map.layers.size() || !areas->may_come_ahead(layer)) {
         return;
     }
-    std::vector<int> slots(table.map.layers[layer].n_expert, DeviceTable::NONE);
+    std::vector<int> slots(table.map.layers[layer].n_expert, SlotPools::NONE);
     {
         std::lock_guard<std::mutex> lock(mutex);
         for (int expert = 0; expert < (int) slots.size(); ++expert) {
             slots[expert] = seats->slot(layer, expert);
-            if (slots[expert] != DeviceTable::NONE) {
+            if (slots[expert] != SlotPools::NONE) {
                 seats->hold(layer, expert);
                 hold.next.push_back(expert);
             }
@@ -500,12 +500,12 @@ void DeviceTier::count_unasked(int layer, int n_used) {
 void DeviceTier::count_computed(const RoutedBatch & batch) {
     std::lock_guard<std::mutex> lock(mutex);
     seats->counts(batch.layer).device_computed += std::count_if(
-        batch.device.slots.begin(), batch.device.slots.end(), [](int slot) { return slot != DeviceTable::NONE; });
+        batch.device.slots.begin(), batch.device.slots.end(), [](int slot) { return slot != SlotPools::NONE; });
 }
 
 void DeviceTier::bring_behind(const Owner & owner, RoutedBatch & batch) {
     for (int expert : batch.device.behind) {
-        Upload                      u    = { batch.layer, expert, DeviceTable::NONE };
+        Upload                      u    = { batch.layer, expert, SlotPools::NONE };
         const bool                  held = table.share(owner, batch.layer, expert, u.owner);
         std::lock_guard<std::mutex> lock(mutex);
         if (!held) {

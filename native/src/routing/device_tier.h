@@ -1,5 +1,5 @@
-// The tier above host memory: experts in slots of a device (banks/device_bank.h), who is there
-// (residency/device_table.h), and what moves them. Of several devices, which divide the layers: a pool of slots is one
+// The tier above host memory: experts in slots of a device (device/bank.h), who is there
+// (device/slot_pools.h), and what moves them. Of several devices, which divide the layers: a pool of slots is one
 // device's, and all else is the same.
 //
 // What is there is computed there. What is not is computed by the processor, from host memory, and comes behind that if
@@ -7,11 +7,11 @@
 // came. So what is computed where follows from the tokens alone. Or it comes first and is computed there, too
 // (PYORCH_UPLOAD).
 //
-// What a forecast names may be ordered before its layer comes, a few experts each (residency/device_ahead.h). If the
+// What a forecast names may be ordered before its layer comes, a few experts each (device/guests.h). If the
 // layer computes with one, the device does: it waits where that is under way, and brings it first where nothing was
 // done. What the layer does not want is left.
 //
-// A prompt takes another way: device_areas.h.
+// A prompt takes another way: device/areas.h.
 //
 // When a slot may be overwritten: a context holds the experts that its latest layer computes with on the device. When
 // the next layer's node asks, which needs what that one computed, the device is done with them. Of a prompt it holds
@@ -19,11 +19,11 @@
 
 #pragma once
 
-#include "banks/device_bank.h"
-#include "banks/host_copies.h"
-#include "residency/device_table.h"
+#include "device/bank.h"
+#include "device/host_copies.h"
+#include "device/slot_pools.h"
 #include "residency/table.h"
-#include "routing/device_areas.h"
+#include "device/areas.h"
 #include "routing/routed_batch.h"
 
 #include <atomic>
@@ -163,7 +163,7 @@ private:
     std::condition_variable      wanted;
     std::condition_variable      ended;
     std::atomic<bool>            all_fit{ false };
-    std::unique_ptr<DeviceTable> seats;  // null until there is memory
+    std::unique_ptr<SlotPools>   seats;  // null until there is memory
     std::unique_ptr<DeviceAreas> areas;  // the same
     std::vector<int>             minima; // by layer, once one was set
     std::vector<uint8_t>         whole;  // by layer, once it is open

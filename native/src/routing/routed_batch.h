@@ -6,7 +6,7 @@
 #pragma once
 
 #include "cluster/remote_bank.h"
-#include "residency/device_table.h"
+#include "residency/tier.h"
 #include "routing/ghosts.h"
 
 #include <cstdint>

@@ -3,7 +3,7 @@
 #include "api/api.h"
 #include "base/cpu_backend.h"
 #include "prediction/estimator.h"
-#include "residency/device_table.h"
+#include "device/slot_pools.h"
 
 #include <algorithm>
 #include <numeric>
@@ -31,7 +31,7 @@ public:
     }
 
     const std::vector<int32_t> & look(
-        int32_t ubatch, int layer, Table & table, const Owner & owner, DeviceTable * device) {
+        int32_t ubatch, int layer, Table & table, const Owner & owner, SlotPools * device) {
         rows.clear();
         while (layer < 0 && at < changes.size() && changes[at] == ubatch) {
             change(&changes[at + 1], table, device);
@@ -69,7 +69,7 @@ private:
         }
     }
 
-    void change(const int64_t * what, Table & table, DeviceTable * device) const {
+    void change(const int64_t * what, Table & table, SlotPools * device) const {
         const int     layer = (int) what[1];
         const int32_t il    = map.layers[layer].il;
         const auto    a = (int32_t) what[2], b = (int32_t) what[3];
@@ -84,7 +84,7 @@ private:
     }
 
     // As a start with warm memory has it: from a to b, in both tiers.
-    void warm(int layer, int32_t a, int32_t b, Table & table, DeviceTable * device) const {
+    void warm(int layer, int32_t a, int32_t b, Table & table, SlotPools * device) const {
         std::vector<int> experts(b - a);
         std::iota(experts.begin(), experts.end(), a);
         table.prefetch(map.layers[layer].il, experts.data(), (int) experts.size());
@@ -215,7 +215,7 @@ pyorch_status parts_watch_replay(
     pyorch_engine * engine, const int64_t * changes, int64_t n, void (*decided)(const int32_t * rows, int64_t n)) {
     return guarded([&] {
         auto decisions = std::make_shared<Decisions>(engine->table.map, std::vector<int64_t>(changes, changes + 5 * n));
-        engine->watch  = [=](int64_t ubatch, int layer, Table & table, const Owner & owner, DeviceTable * device) {
+        engine->watch  = [=](int64_t ubatch, int layer, Table & table, const Owner & owner, SlotPools * device) {
             const std::vector<int32_t> & rows = decisions->look((int32_t) ubatch, layer, table, owner, device);
             if (!rows.empty()) {
                 decided(rows.data(), (int64_t) rows.size() / 6);

@@ -10,7 +10,7 @@ using namespace pyorch;
 
 namespace {
 
-constexpr int NONE   = DeviceTable::NONE;
+constexpr int NONE   = SlotPools::NONE;
 constexpr int N_USED = 3;
 
 // Of two tokens; experts 0, 1, 2 and 5 have slots.

@@ -1,4 +1,4 @@
-// Prompts on a device: each layer's experts pass through an area that has room for all of them (banks/device_bank.h).
+// Prompts on a device: each layer's experts pass through an area that has room for all of them (device/bank.h).
 //
 // While a layer computes, those of the next one that have slots, or are in host memory, go to the other area. That
 // layer brings what has not come by then. An area is free when the layer that computed in it has been followed by
@@ -10,7 +10,7 @@
 
 #pragma once
 
-#include "banks/device_bank.h"
+#include "device/bank.h"
 #include "residency/table.h"
 
 #include <condition_variable>

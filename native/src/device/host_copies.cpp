@@ -1,4 +1,4 @@
-#include "banks/host_copies.h"
+#include "device/host_copies.h"
 
 #include "base/cpu_backend.h"
 #include "base/status.h"

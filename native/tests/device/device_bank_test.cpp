@@ -1,7 +1,7 @@
-// Memory of a device: claims about native/src/banks/device_bank.h, on a device whose memory is the host's; and about
+// Memory of a device: claims about native/src/device/bank.h, on a device whose memory is the host's; and about
 // the host's memory that a device reads by itself (native/src/banks/page_locks.h).
 
-#include "banks/device_bank.h"
+#include "device/bank.h"
 #include "banks/host_bank.h"
 #include "check.h"
 #include "synthetic.h"

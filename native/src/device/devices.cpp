@@ -1,4 +1,4 @@
-#include "banks/device.h"
+#include "device/devices.h"
 
 #include "base/cpu_backend.h"
 #include "base/status.h"

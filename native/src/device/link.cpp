@@ -1,4 +1,4 @@
-#include "banks/device_link.h"
+#include "device/link.h"
 
 #include <algorithm>
 #include <cstdlib>

@@ -1,6 +1,6 @@
-#include "banks/device_landings.h"
+#include "device/landings.h"
 
-#include "banks/device_link.h"
+#include "device/link.h"
 
 namespace pyorch {
 

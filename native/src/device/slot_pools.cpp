@@ -1,6 +1,6 @@
-#include "residency/device_table.h"
+#include "device/slot_pools.h"
 
-#include "residency/device_ahead.h"
+#include "device/guests.h"
 #include "residency/table.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace pyorch {
 
-DeviceTable::DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of,
+SlotPools::SlotPools(const std::vector<int> & n_experts, const std::vector<int> & pool_of,
     const std::vector<int> & n_slots, pyorch_policy policy, const Policies & policies) :
         values(n_experts, DEVICE, policies, policy), eviction(values, keys()) {
     pools.resize(n_slots.size());
@@ -24,9 +24,9 @@ DeviceTable::DeviceTable(const std::vector<int> & n_experts, const std::vector<i
     }
 }
 
-DeviceTable::~DeviceTable() = default;
+SlotPools::~SlotPools() = default;
 
-EvictionOrder::SetKeys DeviceTable::keys() {
+EvictionOrder::SetKeys SlotPools::keys() {
     return [this](Victims & victims, int layer, int expert) {
         const Seated & e      = layers[layer].experts[expert];
         const bool     may_go = e.slot != NONE && e.holds == 0 && !e.coming && !e.guest_of && !e.passing;
@@ -34,12 +34,12 @@ EvictionOrder::SetKeys DeviceTable::keys() {
     };
 }
 
-void DeviceTable::set_limits(int layer, int min, int max) {
+void SlotPools::set_limits(int layer, int min, int max) {
     values.set_limits(layer, min, max);
     shrink_layer(layer);
 }
 
-void DeviceTable::shrink_layer(int layer) {
+void SlotPools::shrink_layer(int layer) {
     while (eviction.n(layer) > values.max(layer)) {
         const Seat goes = goes_first(pools[layers[layer].pool], layer, true);
         if (goes.expert == NONE) {
@@ -50,7 +50,7 @@ void DeviceTable::shrink_layer(int layer) {
     }
 }
 
-void DeviceTable::count_uses(int layer, const std::vector<int> & asked) {
+void SlotPools::count_uses(int layer, const std::vector<int> & asked) {
     values.passes(layer);
     for (int expert : asked) {
         values.used(layer, expert);
@@ -60,7 +60,7 @@ void DeviceTable::count_uses(int layer, const std::vector<int> & asked) {
     }
 }
 
-DevicePass DeviceTable::find(int layer, const DeviceDemand & demand) {
+DevicePass SlotPools::find(int layer, const DeviceDemand & demand) {
     Layer &    l         = layers[layer];
     DevicePass pass      = { std::vector<int>(l.experts.size(), NONE) };
     int        n_lacking = 0, n_guests = 0;
@@ -86,7 +86,7 @@ DevicePass DeviceTable::find(int layer, const DeviceDemand & demand) {
     return pass;
 }
 
-void DeviceTable::replace(
+void SlotPools::replace(
     int layer, const DeviceDemand & demand, DevicePass & pass, const std::vector<double> & learned) {
     const bool scan         = demand.n_tokens >= Demand::SCAN_TOKENS;
     const bool brings_first = misses == PYORCH_UPLOAD;
@@ -133,30 +133,30 @@ void DeviceTable::replace(
     }
 }
 
-int DeviceTable::slot(int layer, int expert) const {
+int SlotPools::slot(int layer, int expert) const {
     const Seated & e = layers[layer].experts[expert];
     return e.coming || e.guest_of ? NONE : e.slot;
 }
 
-void DeviceTable::hold(int layer, int expert) {
+void SlotPools::hold(int layer, int expert) {
     ++layers[layer].experts[expert].holds;
     changed(layer, expert);
 }
 
-void DeviceTable::unhold(int layer, int expert) {
+void SlotPools::unhold(int layer, int expert) {
     Seated & e = layers[layer].experts[expert];
     --e.holds;
     e.guest_of && e.holds == 0 ? give(layer, expert) : changed(layer, expert);
 }
 
-void DeviceTable::move(int layer, int expert, int slot) {
+void SlotPools::move(int layer, int expert, int slot) {
     layers[layer].experts[expert].slot = slot;
     slot != NONE ? eviction.came(layer) : eviction.went(layer);
     changed(layer, expert);
     mark_moved(layer);
 }
 
-void DeviceTable::mark_moved(int layer) {
+void SlotPools::mark_moved(int layer) {
     if (!layers[layer].moved) {
         layers[layer].moved = true;
         moved.push_back(layer);
@@ -164,7 +164,7 @@ void DeviceTable::mark_moved(int layer) {
 }
 
 // It does not pass through any more.
-void DeviceTable::stays(int layer, int expert) {
+void SlotPools::stays(int layer, int expert) {
     auto & passing = pools[layers[layer].pool].passing;
     passing.erase(std::find_if(passing.begin(), passing.end(),
         [&](const Seat & seat) { return seat.layer == layer && seat.expert == expert; }));
@@ -173,7 +173,7 @@ void DeviceTable::stays(int layer, int expert) {
     mark_moved(layer);
 }
 
-void DeviceTable::give(int layer, int expert) {
+void SlotPools::give(int layer, int expert) {
     Layer &  l = layers[layer];
     Seated & e = l.experts[expert];
     if (e.guest_of) {
@@ -194,7 +194,7 @@ void DeviceTable::give(int layer, int expert) {
 
 // Of those that pass through, the first of a pool that may go for an expert of a layer (NONE: for anything). of_layer:
 // of that layer alone. expert NONE: nobody can.
-DeviceTable::Seat DeviceTable::first_passing(const Pool & pool, int layer, bool of_layer) const {
+SlotPools::Seat SlotPools::first_passing(const Pool & pool, int layer, bool of_layer) const {
     for (const Seat & seat : pool.passing) {
         const Seated & e     = layers[seat.layer].experts[seat.expert];
         const bool     keeps = seat.layer != layer && (of_layer || eviction.n(seat.layer) <= values.min(seat.layer));
@@ -206,7 +206,7 @@ DeviceTable::Seat DeviceTable::first_passing(const Pool & pool, int layer, bool 
 }
 
 // The least valuable of the others.
-DeviceTable::Seat DeviceTable::least_of(const Pool & pool, int layer, bool of_layer) {
+SlotPools::Seat SlotPools::least_of(const Pool & pool, int layer, bool of_layer) {
     Victim least;
     eviction.update();
     for (int each : pool.layers) {
@@ -218,13 +218,13 @@ DeviceTable::Seat DeviceTable::least_of(const Pool & pool, int layer, bool of_la
     return { least.layer, least.expert };
 }
 
-DeviceTable::Seat DeviceTable::goes_first(const Pool & pool, int layer, bool of_layer) {
+SlotPools::Seat SlotPools::goes_first(const Pool & pool, int layer, bool of_layer) {
     const Seat passing = first_passing(pool, layer, of_layer);
     return passing.expert != NONE ? passing : least_of(pool, layer, of_layer);
 }
 
 // So that an expert can have a slot for good; false: there is none that it is worth.
-bool DeviceTable::make_room(int layer, int expert, bool must, bool & took) {
+bool SlotPools::make_room(int layer, int expert, bool must, bool & took) {
     Layer &    l    = layers[layer];
     Seated &   e    = l.experts[expert];
     Pool &     pool = pools[l.pool];
@@ -254,7 +254,7 @@ bool DeviceTable::make_room(int layer, int expert, bool must, bool & took) {
     return true;
 }
 
-int DeviceTable::admit(int layer, int expert, bool must, bool & took) {
+int SlotPools::admit(int layer, int expert, bool must, bool & took) {
     if (!make_room(layer, expert, must, took)) {
         return NONE;
     }
@@ -265,7 +265,7 @@ int DeviceTable::admit(int layer, int expert, bool must, bool & took) {
     return layers[layer].experts[expert].slot;
 }
 
-void DeviceTable::take_whole(int layer) {
+void SlotPools::take_whole(int layer) {
     for (int expert = 0; expert < values.n_experts(layer); ++expert) {
         bool took;
         admit(layer, expert, true, took); // the lowest slot first
@@ -273,7 +273,7 @@ void DeviceTable::take_whole(int layer) {
     }
 }
 
-std::vector<int> DeviceTable::fill(int layer, const std::vector<int> & experts) {
+std::vector<int> SlotPools::fill(int layer, const std::vector<int> & experts) {
     const Pool &     pool  = pools[layers[layer].pool];
     const int        share = (pool.n_slots - pool.n_kept) / (int) pool.layers.size();
     std::vector<int> admitted;
@@ -290,7 +290,7 @@ std::vector<int> DeviceTable::fill(int layer, const std::vector<int> & experts) 
     return admitted;
 }
 
-void DeviceTable::arrived(int layer, int expert, bool uploaded) {
+void SlotPools::arrived(int layer, int expert, bool uploaded) {
     Layer &  l = layers[layer];
     Seated & e = l.experts[expert];
     e.coming   = false;
@@ -299,16 +299,16 @@ void DeviceTable::arrived(int layer, int expert, bool uploaded) {
     changed(layer, expert);
 }
 
-void DeviceTable::abandon(int layer, int expert) { give(layer, expert); }
+void SlotPools::abandon(int layer, int expert) { give(layer, expert); }
 
-void DeviceTable::mark(int layer, std::vector<uint8_t> & mask) const {
+void SlotPools::mark(int layer, std::vector<uint8_t> & mask) const {
     const Layer & l = layers[layer];
     for (size_t expert = 0; expert < l.experts.size(); ++expert) {
         mask[expert] |= slot(layer, (int) expert) != NONE;
     }
 }
 
-void DeviceTable::reset_counts() {
+void SlotPools::reset_counts() {
     for (Layer & l : layers) {
         l.counts = {};
     }

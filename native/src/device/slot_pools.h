@@ -15,7 +15,7 @@
 // the layer that it came for, or the next time that its layer comes, whenever its bytes arrived: so what is computed
 // where follows from what was asked for alone.
 //
-// Some slots of each pool may be kept for what forecasts name (device_ahead.h). Such a guest comes for the next pass
+// Some slots of each pool may be kept for what forecasts name (guests.h). Such a guest comes for the next pass
 // of one context through its layer, and nobody else computes with it:
 //
 //     absent --ordered--> coming --arrived--> there, for that pass --it is over--> absent
@@ -28,8 +28,8 @@
 #include "base/counters.h"
 #include "residency/eviction_order.h"
 #include "residency/guesses.h"
+#include "residency/tier.h"
 
-#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -44,28 +44,15 @@ struct DeviceDemand {
     bool                     stays   = false;   // nothing may come: there is no place to bring it from
 };
 
-// What becomes of its experts.
-struct DevicePass {
-    std::vector<int> slots   = {}; // by expert: where it is there and held now, else -1; empty: none is
-    std::vector<int> uploads = {}; // come before the layer is computed, and are computed there
-    std::vector<int> behind  = {}; // come while it is computed, and serve the next time
-    std::vector<int> guests  = {}; // that it computes with, and that do not stay: ascending
-
-    bool computes(int expert) const { return !slots.empty() && slots[expert] >= 0; }
-    bool keeps(int expert) const {
-        return computes(expert) && !std::binary_search(guests.begin(), guests.end(), expert);
-    }
-};
-
-class DeviceTable {
+class SlotPools {
 public:
     static constexpr int NONE       = -1;
     static constexpr int MOST_AHEAD = 64; // experts of forecasts a layer
 
     // pool_of: by layer; n_slots: by pool. policies: that can be chosen. Throws Failure for another one.
-    DeviceTable(const std::vector<int> & n_experts, const std::vector<int> & pool_of, const std::vector<int> & n_slots,
+    SlotPools(const std::vector<int> & n_experts, const std::vector<int> & pool_of, const std::vector<int> & n_slots,
         pyorch_policy policy, const Policies & policies = policy_list());
-    ~DeviceTable();
+    ~SlotPools();
 
     // Of the layer's limits: what is more than its most and not held goes.
     // REQUIRES: 0 <= min <= max, and the minima of a pool leave a slot.
@@ -216,7 +203,7 @@ private:
     void shrink_layer(int layer);
     bool make_room(int layer, int expert, bool must, bool & took);
 
-    // Of guests: device_ahead.cpp.
+    // Of guests: guests.cpp.
     bool admit_guest(int layer, int expert, bool & took);
     void give_kept(Pool & pool, int slot);
     void judge(int layer, const DeviceDemand & demand);

@@ -17,8 +17,8 @@
 
 #pragma once
 
-#include "banks/device_landings.h"
-#include "banks/device_link.h"
+#include "device/landings.h"
+#include "device/link.h"
 #include "model/model_map.h"
 
 #include "ggml-cpp.h"

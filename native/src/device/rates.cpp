@@ -1,7 +1,7 @@
-#include "banks/device_rates.h"
+#include "device/rates.h"
 
-#include "banks/device_bank.h"
-#include "banks/device_link.h"
+#include "device/bank.h"
+#include "device/link.h"
 #include "base/cpu_backend.h"
 #include "base/cpu_time.h"
 #include "model/fatal.h"

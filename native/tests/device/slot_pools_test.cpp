@@ -1,8 +1,8 @@
-// Who is in the slots of a device: claims about native/src/residency/device_table.h.
+// Who is in the slots of a device: claims about native/src/device/slot_pools.h.
 
 #include "check.h"
 #include "replay/policies/replay_policies.h"
-#include "residency/device_table.h"
+#include "device/slot_pools.h"
 
 #include <algorithm>
 #include <set>
@@ -12,20 +12,20 @@ using namespace pyorch;
 namespace {
 
 // Two layers of 4 experts that share 3 slots, and one with a pool of its own of one slot.
-DeviceTable table(pyorch_policy policy = PYORCH_LRU) { return DeviceTable({ 4, 4, 4 }, { 0, 0, 1 }, { 3, 1 }, policy); }
+SlotPools table(pyorch_policy policy = PYORCH_LRU) { return SlotPools({ 4, 4, 4 }, { 0, 0, 1 }, { 3, 1 }, policy); }
 
 // An expert is used; a layer without experts of its own to compute with brings nothing.
-void ask(DeviceTable & t, int layer, int expert) { t.pass(layer, { {}, { expert }, 1 }); }
+void ask(SlotPools & t, int layer, int expert) { t.pass(layer, { {}, { expert }, 1 }); }
 
-void bring(DeviceTable & t, int layer, int expert, bool must = true) {
+void bring(SlotPools & t, int layer, int expert, bool must = true) {
     bool took;
     ask(t, layer, expert);
-    CHECK(t.admit(layer, expert, must, took) != DeviceTable::NONE);
+    CHECK(t.admit(layer, expert, must, took) != SlotPools::NONE);
     t.arrived(layer, expert);
 }
 
 void slots_are_given_once() {
-    DeviceTable t = table();
+    SlotPools t = table();
     bring(t, 0, 0);
     bring(t, 0, 1);
     bring(t, 1, 0);
@@ -35,50 +35,50 @@ void slots_are_given_once() {
 }
 
 void the_least_valuable_of_all_layers_of_a_pool_goes() {
-    DeviceTable t = table();
+    SlotPools t = table();
     bring(t, 1, 3);
     bring(t, 0, 0);
     bring(t, 0, 1);
     bring(t, 2, 2);
     bring(t, 0, 2);
-    CHECK(t.slot(1, 3) == DeviceTable::NONE && t.counts(1).device_evictions == 1);
-    CHECK(t.slot(0, 0) != DeviceTable::NONE && t.slot(2, 2) != DeviceTable::NONE);
+    CHECK(t.slot(1, 3) == SlotPools::NONE && t.counts(1).device_evictions == 1);
+    CHECK(t.slot(0, 0) != SlotPools::NONE && t.slot(2, 2) != SlotPools::NONE);
 }
 
 void what_is_held_or_coming_stays() {
-    DeviceTable t = table();
-    bool        took;
+    SlotPools t = table();
+    bool      took;
     bring(t, 0, 0);
     t.hold(0, 0);
     bring(t, 0, 1);
     t.hold(0, 1);
     ask(t, 0, 2);
-    CHECK(t.admit(0, 2, true, took) != DeviceTable::NONE && !took);
-    CHECK(t.slot(0, 2) == DeviceTable::NONE && t.known(0, 2)); // it is coming
+    CHECK(t.admit(0, 2, true, took) != SlotPools::NONE && !took);
+    CHECK(t.slot(0, 2) == SlotPools::NONE && t.known(0, 2)); // it is coming
     ask(t, 1, 1);
-    CHECK(t.admit(1, 1, true, took) == DeviceTable::NONE);
+    CHECK(t.admit(1, 1, true, took) == SlotPools::NONE);
     t.unhold(0, 1);
-    CHECK(t.admit(1, 1, true, took) != DeviceTable::NONE && took);
+    CHECK(t.admit(1, 1, true, took) != SlotPools::NONE && took);
     CHECK(!t.known(0, 1));
 }
 
 void what_is_worth_less_is_not_admitted_unless_it_must() {
-    DeviceTable t = table(PYORCH_LFU);
-    bool        took;
+    SlotPools t = table(PYORCH_LFU);
+    bool      took;
     for (int time = 0; time < 3; ++time) {
         ask(t, 2, 0);
     }
-    CHECK(t.admit(2, 0, false, took) != DeviceTable::NONE);
+    CHECK(t.admit(2, 0, false, took) != SlotPools::NONE);
     t.arrived(2, 0);
     ask(t, 2, 1);
-    CHECK(t.admit(2, 1, false, took) == DeviceTable::NONE);
-    CHECK(t.slot(2, 0) != DeviceTable::NONE && t.counts(2).device_evictions == 0);
-    CHECK(t.admit(2, 1, true, took) != DeviceTable::NONE && took);
+    CHECK(t.admit(2, 1, false, took) == SlotPools::NONE);
+    CHECK(t.slot(2, 0) != SlotPools::NONE && t.counts(2).device_evictions == 0);
+    CHECK(t.admit(2, 1, true, took) != SlotPools::NONE && took);
 }
 
 void what_is_only_newer_takes_no_place() {
     for (pyorch_policy policy : { PYORCH_LRU, PYORCH_FIFO, PYORCH_MARKING }) {
-        DeviceTable                         t      = { { 8 }, { 0 }, { 2 }, policy, replay_policies() };
+        SlotPools                           t      = { { 8 }, { 0 }, { 2 }, policy, replay_policies() };
         const std::vector<std::vector<int>> tokens = { { 0, 1 }, { 2 }, { 3 }, { 4 }, { 5, 6 } };
         for (const std::vector<int> & token : tokens) {
             for (int expert : t.pass(0, { token, token, (int) token.size() }).behind) {
@@ -92,7 +92,7 @@ void what_is_only_newer_takes_no_place() {
 
 // With --device-misses upload.
 void what_must_come_and_is_not_worth_it_passes_through() {
-    DeviceTable t = { { 8 }, { 0 }, { 3 }, PYORCH_LFU };
+    SlotPools t = { { 8 }, { 0 }, { 3 }, PYORCH_LFU };
     t.set_misses(PYORCH_UPLOAD);
     const auto ask_for = [&](const std::vector<int> & experts) {
         const DevicePass pass = t.pass(0, { experts, experts, 1 });
@@ -100,7 +100,7 @@ void what_must_come_and_is_not_worth_it_passes_through() {
             t.arrived(0, expert);
         }
         for (int expert : experts) {
-            if (pass.slots[expert] != DeviceTable::NONE) {
+            if (pass.slots[expert] != SlotPools::NONE) {
                 t.unhold(0, expert);
             }
         }
@@ -135,8 +135,8 @@ void what_must_come_and_is_not_worth_it_passes_through() {
 }
 
 void what_did_not_come_leaves_its_slot() {
-    DeviceTable t = table();
-    bool        took;
+    SlotPools t = table();
+    bool      took;
     ask(t, 2, 0);
     const int slot = t.admit(2, 0, true, took);
     t.abandon(2, 0);
@@ -148,7 +148,7 @@ void what_did_not_come_leaves_its_slot() {
 // What is there of a table in which each layer's two experts of a token come, by a policy.
 std::set<int> after(pyorch_policy policy, const std::vector<std::vector<int>> & tokens,
     const std::vector<std::vector<double>> & learned = {}) {
-    DeviceTable t = { { 8 }, { 0 }, { 3 }, policy, replay_policies() };
+    SlotPools t = { { 8 }, { 0 }, { 3 }, policy, replay_policies() };
     for (size_t i = 0; i < tokens.size(); ++i) {
         const DevicePass pass =
             t.pass(0, { tokens[i], tokens[i], 2 }, learned.empty() ? std::vector<double>() : learned[i]);
@@ -156,14 +156,14 @@ std::set<int> after(pyorch_policy policy, const std::vector<std::vector<int>> & 
             t.arrived(0, expert);
         }
         for (int expert : tokens[i]) {
-            if (pass.slots[expert] != DeviceTable::NONE) {
+            if (pass.slots[expert] != SlotPools::NONE) {
                 t.unhold(0, expert);
             }
         }
     }
     std::set<int> there;
     for (int expert = 0; expert < 8; ++expert) {
-        if (t.slot(0, expert) != DeviceTable::NONE) {
+        if (t.slot(0, expert) != SlotPools::NONE) {
             there.insert(expert);
         }
     }
@@ -185,12 +185,12 @@ void every_policy_says_what_goes() {
 }
 
 void a_layer_keeps_its_minimum_and_takes_no_more_than_its_most() {
-    DeviceTable t = table();
+    SlotPools t = table();
     t.set_limits(0, 1, 2);
     for (int expert = 0; expert < 4; ++expert) {
         bring(t, 0, expert);
     }
-    CHECK(t.n_there(0) == 2 && t.slot(0, 3) != DeviceTable::NONE);
+    CHECK(t.n_there(0) == 2 && t.slot(0, 3) != SlotPools::NONE);
     for (int expert = 0; expert < 2; ++expert) {
         bring(t, 1, expert);
     }
@@ -200,7 +200,7 @@ void a_layer_keeps_its_minimum_and_takes_no_more_than_its_most() {
 }
 
 void who_asks_is_told_what_came_and_went() {
-    DeviceTable      t = table();
+    SlotPools        t = table();
     std::vector<int> told;
     const auto       tell = [&](int layer, const std::vector<uint8_t> & known) {
         told.push_back(layer * 100 + (int) std::count(known.begin(), known.end(), 1));
@@ -222,7 +222,7 @@ void who_asks_is_told_what_came_and_went() {
 
 // One layer of 32 experts and 16 slots, 3 of them for guests, one at a time; a context asks for one expert each time.
 struct Guests {
-    DeviceTable      table = { { 32 }, { 0 }, { 16 }, PYORCH_LFU };
+    SlotPools        table = { { 32 }, { 0 }, { 16 }, PYORCH_LFU };
     const int        me    = 0;
     std::vector<int> held, behind;
 
@@ -249,7 +249,7 @@ struct Guests {
             table.hold(0, e);
             held.push_back(e);
         }
-        if (pass.slots[expert] != DeviceTable::NONE) {
+        if (pass.slots[expert] != SlotPools::NONE) {
             held.push_back(expert);
         }
         behind = pass.behind;
@@ -267,7 +267,7 @@ void a_guest_serves_the_pass_that_it_came_for() {
         pyorch_stats & counts = guests.table.counts(0);
         CHECK(counts.device_ahead == 1 && counts.device_ahead_hits == 1 && counts.device_ahead_late == late);
         CHECK(counts.device_hits == 13 + 1 && counts.device_evictions == 0); // all others had been worth two uses
-        CHECK(guests.table.coming_to(0, 20) != DeviceTable::NONE && guests.table.slot(0, 20) == DeviceTable::NONE);
+        CHECK(guests.table.coming_to(0, 20) != SlotPools::NONE && guests.table.slot(0, 20) == SlotPools::NONE);
         guests.pass(0);
         CHECK(!guests.table.known(0, 20) && guests.table.n_there(0) == 13);
     }
@@ -283,8 +283,7 @@ void a_guest_that_is_worth_it_stays_and_another_slot_is_kept() {
         guests.pass(0);
     }
     pyorch_stats & counts = guests.table.counts(0);
-    CHECK(
-        counts.device_evictions == 1 && guests.table.slot(0, 20) != DeviceTable::NONE && guests.table.n_there(0) == 13);
+    CHECK(counts.device_evictions == 1 && guests.table.slot(0, 20) != SlotPools::NONE && guests.table.n_there(0) == 13);
     const uint64_t loads = counts.device_loads;
     std::set<int>  slots;
     for (int expert = 0; expert < 32; ++expert) {
@@ -296,17 +295,17 @@ void a_guest_that_is_worth_it_stays_and_another_slot_is_kept() {
 }
 
 void another_contexts_guest_is_not_computed_with() {
-    DeviceTable t = { { 8 }, { 0 }, { 12 }, PYORCH_LFU };
+    SlotPools t = { { 8 }, { 0 }, { 12 }, PYORCH_LFU };
     t.set_ahead(1);
     const int a = 0, b = 0;
     CHECK(t.order(&a, 0, { { 5, 0, 1 } }, 0) == std::vector<int>({ 5 }));
     CHECK(t.order(&b, 0, { { 5, 0, 1 } }, 0).empty());
     t.arrived(0, 5);
     const std::vector<int> asked = { 5 };
-    CHECK(t.pass(0, { asked, asked, 1, &b }).slots[5] == DeviceTable::NONE);
+    CHECK(t.pass(0, { asked, asked, 1, &b }).slots[5] == SlotPools::NONE);
     CHECK(t.layers_ordered(&a) == std::vector<int>({ 0 }) && t.layers_ordered(&b).empty());
     const DevicePass pass = t.pass(0, { asked, asked, 1, &a });
-    CHECK(pass.slots[5] != DeviceTable::NONE && t.counts(0).device_ahead_hits == 1);
+    CHECK(pass.slots[5] != SlotPools::NONE && t.counts(0).device_ahead_hits == 1);
     CHECK(pass.guests.empty()); // a slot was free for it
 }
 

@@ -1,4 +1,4 @@
-#include "residency/device_ahead.h"
+#include "device/guests.h"
 
 #include "residency/table.h"
 
@@ -15,7 +15,7 @@ constexpr int MOST_KEPT = 4; // a fourth
 
 } // namespace
 
-void DeviceTable::set_ahead(int n) {
+void SlotPools::set_ahead(int n) {
     ahead.reset(new Ahead{ n, {}, std::vector<std::vector<Rate>>(layers.size()) });
     for (Pool & pool : pools) {
         pool.n_kept = std::min(LAYERS_WITH_GUESTS * n, pool.n_slots / MOST_KEPT);
@@ -26,12 +26,12 @@ void DeviceTable::set_ahead(int n) {
     }
 }
 
-void DeviceTable::give_kept(Pool & pool, int slot) {
+void SlotPools::give_kept(Pool & pool, int slot) {
     const bool keeps = (int) pool.kept.size() < pool.n_kept;
     (keeps ? pool.kept : pool.free).push_back(slot);
 }
 
-std::vector<int> DeviceTable::order(
+std::vector<int> SlotPools::order(
     const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision) {
     if (!ahead) {
         return {};
@@ -60,7 +60,7 @@ std::vector<int> DeviceTable::order(
     return made;
 }
 
-const std::vector<int> & DeviceTable::ordered(const void * context, int layer) const {
+const std::vector<int> & SlotPools::ordered(const void * context, int layer) const {
     static const std::vector<int> none;
     if (!ahead) {
         return none;
@@ -69,7 +69,7 @@ const std::vector<int> & DeviceTable::ordered(const void * context, int layer) c
     return found != ahead->orders.end() ? found->second.guests : none;
 }
 
-std::vector<int> DeviceTable::layers_ordered(const void * context) const {
+std::vector<int> SlotPools::layers_ordered(const void * context) const {
     std::vector<int> found;
     if (ahead) {
         for (const auto & [of, orders] : ahead->orders) {
@@ -81,13 +81,13 @@ std::vector<int> DeviceTable::layers_ordered(const void * context) const {
     return found;
 }
 
-void DeviceTable::forget(const void * context, int layer) {
+void SlotPools::forget(const void * context, int layer) {
     if (ahead) {
         ahead->orders.erase({ context, layer });
     }
 }
 
-bool DeviceTable::admit_guest(int layer, int expert, bool & took) {
+bool SlotPools::admit_guest(int layer, int expert, bool & took) {
     if (!make_room(layer, expert, false, took)) {
         return false;
     }
@@ -105,7 +105,7 @@ bool DeviceTable::admit_guest(int layer, int expert, bool & took) {
 }
 
 // Which forecasts of the layer came true. Of a prompt's layer none was made.
-void DeviceTable::judge(int layer, const DeviceDemand & demand) {
+void SlotPools::judge(int layer, const DeviceDemand & demand) {
     const auto found = ahead->orders.find({ demand.context, layer });
     if (found == ahead->orders.end()) {
         return;

@@ -1,4 +1,4 @@
-// Guests: experts that come to slots of a device because a forecast names them (DeviceTable::order).
+// Guests: experts that come to slots of a device because a forecast names them (SlotPools::order).
 //
 // Guests cost slots, which are kept for them, and an upload each. The device counts how often forecasts of a layer, a
 // distance and a rank came true. If these were wrong more often than the precision that the user asked for, no guest is
@@ -8,7 +8,7 @@
 
 #pragma once
 
-#include "residency/device_table.h"
+#include "device/slot_pools.h"
 
 #include <algorithm>
 #include <map>
@@ -17,7 +17,7 @@
 
 namespace pyorch {
 
-struct DeviceTable::Ahead {
+struct SlotPools::Ahead {
     struct Orders {
         std::vector<ForecastExpert> noted;  // absent when they were forecast
         std::vector<int>            guests; // of them

@@ -1,4 +1,4 @@
-#include "banks/device_bank.h"
+#include "device/bank.h"
 
 #include "base/cpu_time.h"
 #include "base/status.h"

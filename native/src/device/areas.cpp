@@ -1,4 +1,4 @@
-#include "routing/device_areas.h"
+#include "device/areas.h"
 
 #include "base/placement.h"
 
