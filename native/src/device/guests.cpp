@@ -1,8 +1,17 @@
-#include "device/guests.h"
+// Guests: experts that come to slots of a device because a forecast names them (SlotPools::order).
+//
+// Guests cost slots, which are kept for them, and an upload each. The device counts how often forecasts of a layer, a
+// distance and a rank came true. If these were wrong more often than the precision that the user asked for, no guest is
+// uploaded for them. Forecasts of absent experts are counted even then, so that uploads can begin again.
+//
+// None of this depends on time: what was ordered for a layer follows from forecasts and passes.
 
-#include "residency/table.h"
+#include "device/slot_pools.h"
+#include "residency/expert.h"
 
 #include <algorithm>
+#include <map>
+#include <utility>
 
 namespace pyorch {
 namespace {
@@ -14,6 +23,24 @@ constexpr int LAYERS_WITH_GUESTS = 3;
 constexpr int MOST_KEPT = 4; // a fourth
 
 } // namespace
+
+struct SlotPools::Ahead {
+    struct Orders {
+        std::vector<ForecastExpert> noted;  // absent when they were forecast
+        std::vector<int>            guests; // of them
+    };
+
+    int                                            n; // guests of a layer
+    std::map<std::pair<const void *, int>, Orders> orders;
+    std::vector<std::vector<Rate>>                 came_true; // by layer, then distance and rank
+
+    Rate & rate(int layer, const ForecastExpert & named, int n_expert) {
+        std::vector<Rate> & rates = came_true[layer];
+        const size_t        at    = (size_t) std::max(named.distance - 1, 0) * n_expert + named.rank;
+        rates.resize(std::max(rates.size(), at + 1), Rate(0.5));
+        return rates[at];
+    }
+};
 
 void SlotPools::set_ahead(int n) {
     ahead.reset(new Ahead{ n, {}, std::vector<std::vector<Rate>>(layers.size()) });
@@ -41,7 +68,7 @@ std::vector<int> SlotPools::order(
     Pool &           pool   = pools[l.pool];
     std::vector<int> made;
     for (const ForecastExpert & named : forecast) {
-        Seated & e = l.experts[named.expert];
+        Slotted & e = l.experts[named.expert];
         if (e.slot != NONE) {
             continue;
         }
@@ -49,10 +76,10 @@ std::vector<int> SlotPools::order(
         if ((int) orders.guests.size() < ahead->n && !pool.kept.empty() &&
             ahead->rate(layer, named, (int) l.experts.size()).value() >= precision) {
             e.slot     = pool.kept.back();
-            e.coming   = true;
-            e.guest_of = context;
+            e.came     = false;
+            e.guess_of = context;
             pool.kept.pop_back();
-            ++l.counts.device_ahead;
+            ++seats.counts(layer).device_ahead;
             orders.guests.push_back(named.expert);
             made.push_back(named.expert);
         }
@@ -87,20 +114,20 @@ void SlotPools::forget(const void * context, int layer) {
     }
 }
 
-bool SlotPools::admit_guest(int layer, int expert, bool & took) {
-    if (!make_room(layer, expert, false, took)) {
+bool SlotPools::admit_guest(Slotted & e, bool & took) {
+    if (!make_room(e, false, took)) {
         return false;
     }
-    Layer &   l    = layers[layer];
-    Pool &    pool = pools[l.pool];
-    Seated &  e    = l.experts[expert];
+    Pool &    pool = pool_of(e);
     const int slot = pool.free.back();
     pool.free.pop_back();
-    e.guest_of = nullptr;
+    e.guess_of = nullptr;
     give_kept(pool, slot); // in exchange for its own
-    move(layer, expert, e.slot);
-    l.n_there += !e.coming;
-    changed(layer, expert);
+    seats.come(e);
+    if (e.came) {
+        seats.arrive(e);
+    }
+    mark_moved(e.layer);
     return true;
 }
 

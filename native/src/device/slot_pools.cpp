@@ -1,7 +1,6 @@
 #include "device/slot_pools.h"
 
-#include "device/guests.h"
-#include "residency/table.h"
+#include "residency/expert.h"
 
 #include <algorithm>
 #include <iterator>
@@ -10,10 +9,18 @@ namespace pyorch {
 
 SlotPools::SlotPools(const std::vector<int> & n_experts, const std::vector<int> & pool_of,
     const std::vector<int> & n_slots, pyorch_policy policy, const Policies & policies) :
-        values(n_experts, DEVICE, policies, policy), eviction(values, keys()) {
+        seats(n_experts, Values::MAY_REFUSE, policies, policy, [this](Victims & victims, int layer, int expert) {
+            const Slotted & e = layers[layer].experts[expert];
+            victims.set(
+                layer, expert, FOR_DEMAND, e.may_go() && !e.passing ? values.value(layer, expert) : Victims::NEVER);
+        }) {
     pools.resize(n_slots.size());
     for (int layer = 0; layer < values.n_layers(); ++layer) {
-        layers.push_back({ pool_of[layer], std::vector<Seated>(values.n_experts(layer)) });
+        layers.push_back({ pool_of[layer], std::vector<Slotted>(n_experts[layer]) });
+        for (int expert = 0; expert < n_experts[layer]; ++expert) {
+            layers[layer].experts[expert].layer = layer;
+            layers[layer].experts[expert].id    = expert;
+        }
         pools[pool_of[layer]].layers.push_back(layer);
     }
     for (size_t pool = 0; pool < pools.size(); ++pool) {
@@ -24,29 +31,29 @@ SlotPools::SlotPools(const std::vector<int> & n_experts, const std::vector<int> 
     }
 }
 
-SlotPools::~SlotPools() = default;
-
-EvictionOrder::SetKeys SlotPools::keys() {
-    return [this](Victims & victims, int layer, int expert) {
-        const Seated & e      = layers[layer].experts[expert];
-        const bool     may_go = e.slot != NONE && e.holds == 0 && !e.coming && !e.guest_of && !e.passing;
-        victims.set(layer, expert, FOR_DEMAND, may_go ? values.value(layer, expert) : Victims::NEVER);
-    };
-}
-
 void SlotPools::set_limits(int layer, int min, int max) {
     values.set_limits(layer, min, max);
     shrink_layer(layer);
 }
 
+int SlotPools::slots_for(int layer) const {
+    const Pool & pool = pool_of(layer);
+    int          n    = pool.n_slots - pool.n_kept;
+    for (int other : pool.layers) {
+        n -= other != layer ? values.min(other) : 0;
+    }
+    return n;
+}
+
 void SlotPools::shrink_layer(int layer) {
-    while (eviction.n(layer) > values.max(layer)) {
-        const Seat goes = goes_first(pools[layers[layer].pool], layer, true);
-        if (goes.expert == NONE) {
+    while (seats.order.n(layer) > values.max(layer)) {
+        Slotted * goes = first_passing(pool_of(layer), layer, true);
+        goes           = goes ? goes : least_of(pool_of(layer), layer, true);
+        if (!goes) {
             return;
         }
-        ++layers[layer].counts.device_evictions;
-        give(layer, goes.expert);
+        ++seats.counts(layer).device_evictions;
+        give(*goes);
     }
 }
 
@@ -54,35 +61,34 @@ void SlotPools::count_uses(int layer, const std::vector<int> & asked) {
     values.passes(layer);
     for (int expert : asked) {
         values.used(layer, expert);
-        if (layers[layer].experts[expert].passing) {
-            stays(layer, expert);
-        }
+        stays(layers[layer].experts[expert]);
     }
 }
 
 DevicePass SlotPools::find(int layer, const DeviceDemand & demand) {
     Layer &    l         = layers[layer];
     DevicePass pass      = { std::vector<int>(l.experts.size(), NONE) };
-    int        n_lacking = 0, n_guests = 0;
+    int        n_lacking = 0;
     for (int expert : demand.experts) {
-        const Seated & e = l.experts[expert];
-        if (e.guest_of && e.guest_of == demand.context) {
-            ++n_guests;
+        const Slotted & e     = l.experts[expert];
+        const bool      guest = e.guess_of && e.guess_of == demand.context;
+        pass.slots[expert]    = guest && e.came ? e.slot : slot(layer, expert);
+        if (guest) {
             pass.guests.push_back(expert);
-            pass.slots[expert] = e.coming ? NONE : e.slot;
-        } else {
-            pass.slots[expert] = slot(layer, expert);
-            if (pass.slots[expert] == NONE) {
-                ++n_lacking;
-                continue;
-            }
         }
-        pass.slots[expert] != NONE ? hold(layer, expert) : pass.uploads.push_back(expert);
+        if (pass.slots[expert] != NONE) {
+            hold(layer, expert);
+        } else if (guest) {
+            pass.uploads.push_back(expert);
+        } else {
+            ++n_lacking;
+        }
     }
-    l.counts.device_hits += demand.experts.size() - n_lacking;
-    l.counts.device_misses += n_lacking;
-    l.counts.device_ahead_hits += n_guests;
-    l.counts.device_ahead_late += pass.uploads.size();
+    pyorch_stats & counts = seats.counts(layer);
+    counts.device_hits += demand.experts.size() - n_lacking;
+    counts.device_misses += n_lacking;
+    counts.device_ahead_hits += pass.guests.size();
+    counts.device_ahead_late += pass.uploads.size();
     return pass;
 }
 
@@ -101,11 +107,8 @@ void SlotPools::replace(
     std::copy_if(demand.experts.begin(), demand.experts.end(), std::back_inserter(lacking), [&](int expert) {
         return pass.slots[expert] == NONE && !std::binary_search(guests.begin(), guests.end(), expert);
     });
-    if (demand.stays) {
-        lacking.clear();
-    }
     // A prompt's experts come only for their own sake.
-    if (scan && !brings_first) {
+    if (demand.stays || (scan && !brings_first)) {
         lacking.clear();
     }
     n_needed = demand.experts.size();
@@ -113,7 +116,7 @@ void SlotPools::replace(
     int n_replaceable = demand.n_tokens;
     for (int expert : guests) { // that it stays costs no upload
         bool took = false;
-        if (n_replaceable > 0 && admit_guest(layer, expert, took)) {
+        if (n_replaceable > 0 && admit_guest(layers[layer].experts[expert], took)) {
             n_replaceable -= took;
         } else {
             pass.guests.push_back(expert);
@@ -133,27 +136,11 @@ void SlotPools::replace(
     }
 }
 
-int SlotPools::slot(int layer, int expert) const {
-    const Seated & e = layers[layer].experts[expert];
-    return e.coming || e.guest_of ? NONE : e.slot;
-}
-
-void SlotPools::hold(int layer, int expert) {
-    ++layers[layer].experts[expert].holds;
-    changed(layer, expert);
-}
-
 void SlotPools::unhold(int layer, int expert) {
-    Seated & e = layers[layer].experts[expert];
-    --e.holds;
-    e.guest_of && e.holds == 0 ? give(layer, expert) : changed(layer, expert);
-}
-
-void SlotPools::move(int layer, int expert, int slot) {
-    layers[layer].experts[expert].slot = slot;
-    slot != NONE ? eviction.came(layer) : eviction.went(layer);
-    changed(layer, expert);
-    mark_moved(layer);
+    Slotted & e = layers[layer].experts[expert];
+    if (seats.release(e) && e.guess_of) {
+        give(e);
+    }
 }
 
 void SlotPools::mark_moved(int layer) {
@@ -164,105 +151,92 @@ void SlotPools::mark_moved(int layer) {
 }
 
 // It does not pass through any more.
-void SlotPools::stays(int layer, int expert) {
-    auto & passing = pools[layers[layer].pool].passing;
-    passing.erase(std::find_if(passing.begin(), passing.end(),
-        [&](const Seat & seat) { return seat.layer == layer && seat.expert == expert; }));
-    layers[layer].experts[expert].passing = false;
-    changed(layer, expert);
-    mark_moved(layer);
-}
-
-void SlotPools::give(int layer, int expert) {
-    Layer &  l = layers[layer];
-    Seated & e = l.experts[expert];
-    if (e.guest_of) {
-        give_kept(pools[l.pool], e.slot);
-        e.slot     = NONE;
-        e.coming   = false;
-        e.guest_of = nullptr;
-        return;
-    }
-    l.n_there -= !e.coming;
-    pools[l.pool].free.push_back(e.slot);
-    e.coming = false;
+void SlotPools::stays(Slotted & e) {
     if (e.passing) {
-        stays(layer, expert);
+        auto & passing = pool_of(e).passing;
+        passing.erase(std::find(passing.begin(), passing.end(), &e));
+        e.passing = false;
+        seats.changed(e);
+        mark_moved(e.layer);
     }
-    move(layer, expert, NONE);
 }
 
-// Of those that pass through, the first of a pool that may go for an expert of a layer (NONE: for anything). of_layer:
-// of that layer alone. expert NONE: nobody can.
-SlotPools::Seat SlotPools::first_passing(const Pool & pool, int layer, bool of_layer) const {
-    for (const Seat & seat : pool.passing) {
-        const Seated & e     = layers[seat.layer].experts[seat.expert];
-        const bool     keeps = seat.layer != layer && (of_layer || eviction.n(seat.layer) <= values.min(seat.layer));
-        if (!keeps && e.holds == 0 && !e.coming) {
-            return seat;
-        }
+void SlotPools::give(Slotted & e) {
+    if (e.guess_of) {
+        give_kept(pool_of(e), e.slot);
+        e.guess_of = nullptr;
+    } else {
+        pool_of(e).free.push_back(e.slot);
+        stays(e);
+        seats.go(e);
+        mark_moved(e.layer);
     }
-    return { NONE, NONE };
+    e.slot = NONE;
+}
+
+// Of the experts that pass through, the first of a pool that may go for an expert of a layer. of_layer: of that layer
+// alone. null: none may.
+SlotPools::Slotted * SlotPools::first_passing(const Pool & pool, int layer, bool of_layer) const {
+    const auto found = std::find_if(pool.passing.begin(), pool.passing.end(), [&](const Slotted * e) {
+        const bool keeps = e->layer != layer && (of_layer || seats.order.n(e->layer) <= values.min(e->layer));
+        return !keeps && e->may_go();
+    });
+    return found != pool.passing.end() ? *found : nullptr;
 }
 
 // The least valuable of the others.
-SlotPools::Seat SlotPools::least_of(const Pool & pool, int layer, bool of_layer) {
+SlotPools::Slotted * SlotPools::least_of(const Pool & pool, int layer, bool of_layer) {
     Victim least;
-    eviction.update();
+    seats.order.update();
     for (int each : pool.layers) {
-        const Victim victim = !of_layer || each == layer ? eviction.first(each, layer, FOR_DEMAND) : Victim();
+        const Victim victim = !of_layer || each == layer ? seats.order.first(each, layer, FOR_DEMAND) : Victim();
         if (victim && (!least || victim < least)) {
             least = victim;
         }
     }
-    return { least.layer, least.expert };
-}
-
-SlotPools::Seat SlotPools::goes_first(const Pool & pool, int layer, bool of_layer) {
-    const Seat passing = first_passing(pool, layer, of_layer);
-    return passing.expert != NONE ? passing : least_of(pool, layer, of_layer);
+    return least ? &layers[least.layer].experts[least.expert] : nullptr;
 }
 
 // So that an expert can have a slot for good; false: there is none that it is worth.
-bool SlotPools::make_room(int layer, int expert, bool must, bool & took) {
-    Layer &    l    = layers[layer];
-    Seated &   e    = l.experts[expert];
-    Pool &     pool = pools[l.pool];
-    const bool full = eviction.is_full(layer); // it takes the place of another one of its layer
-    values.came(layer, expert);                // if it comes: it is worth what it will be then
+bool SlotPools::make_room(Slotted & e, bool must, bool & took) {
+    Pool &     pool = pool_of(e);
+    const bool full = seats.order.is_full(e.layer); // it takes the place of another one of its layer
+    values.came(e.layer, e.id);                     // if it comes: it is worth what it will be then
     took = full || pool.free.empty();
     if (took) {
-        const Seat least    = least_of(pool, layer, full);
-        const bool worth_it = least.expert == NONE || values.is_worth_more(layer, expert, least.layer, least.expert);
+        Slotted *  goes     = least_of(pool, e.layer, full);
+        const bool worth_it = !goes || values.is_worth_more(e.layer, e.id, goes->layer, goes->id);
         if (!must && !worth_it) {
             return false;
         }
-        const Seat passing = first_passing(pool, layer, full);
-        const Seat goes    = passing.expert != NONE ? passing : least;
-        if (goes.expert == NONE) {
+        Slotted * passing = first_passing(pool, e.layer, full);
+        goes              = passing ? passing : goes;
+        if (!goes) {
             return false;
         }
-        ++layers[goes.layer].counts.device_evictions;
-        values.evicted(goes.layer, goes.expert);
-        give(goes.layer, goes.expert);
+        ++seats.counts(goes->layer).device_evictions;
+        values.evicted(goes->layer, goes->id);
+        give(*goes);
         // No more pass through than one layer needs: after a prompt, all may have.
         if (!worth_it && pool.passing.size() < std::max<size_t>(n_needed, 1)) {
             e.passing = true;
-            pool.passing.push_back({ layer, expert });
+            pool.passing.push_back(&e);
         }
     }
     return true;
 }
 
 int SlotPools::admit(int layer, int expert, bool must, bool & took) {
-    if (!make_room(layer, expert, must, took)) {
+    Slotted & e = layers[layer].experts[expert];
+    if (!make_room(e, must, took)) {
         return NONE;
     }
-    std::vector<int> & free              = pools[layers[layer].pool].free;
-    layers[layer].experts[expert].coming = true;
-    move(layer, expert, free.back());
+    std::vector<int> & free = pool_of(e).free;
+    e.slot                  = free.back();
     free.pop_back();
-    return layers[layer].experts[expert].slot;
+    seats.come(e);
+    mark_moved(layer);
+    return e.slot;
 }
 
 void SlotPools::take_whole(int layer) {
@@ -274,12 +248,12 @@ void SlotPools::take_whole(int layer) {
 }
 
 std::vector<int> SlotPools::fill(int layer, const std::vector<int> & experts) {
-    const Pool &     pool  = pools[layers[layer].pool];
+    const Pool &     pool  = pool_of(layer);
     const int        share = (pool.n_slots - pool.n_kept) / (int) pool.layers.size();
     std::vector<int> admitted;
     for (int expert : experts) {
-        const bool has_room = layers[layer].n_there + (int) admitted.size() < share && !pool.free.empty();
-        if (!has_room || eviction.is_full(layer)) {
+        const bool has_room = seats.n_resident(layer) + (int) admitted.size() < share && !pool.free.empty();
+        if (!has_room || seats.order.is_full(layer)) {
             break;
         }
         bool took;
@@ -291,27 +265,13 @@ std::vector<int> SlotPools::fill(int layer, const std::vector<int> & experts) {
 }
 
 void SlotPools::arrived(int layer, int expert, bool uploaded) {
-    Layer &  l = layers[layer];
-    Seated & e = l.experts[expert];
-    e.coming   = false;
-    l.n_there += !e.guest_of;
-    l.counts.device_loads += uploaded;
-    changed(layer, expert);
-}
-
-void SlotPools::abandon(int layer, int expert) { give(layer, expert); }
-
-void SlotPools::mark(int layer, std::vector<uint8_t> & mask) const {
-    const Layer & l = layers[layer];
-    for (size_t expert = 0; expert < l.experts.size(); ++expert) {
-        mask[expert] |= slot(layer, (int) expert) != NONE;
+    Slotted & e = layers[layer].experts[expert];
+    if (e.guess_of) {
+        e.came = true;
+    } else {
+        seats.arrive(e);
     }
-}
-
-void SlotPools::reset_counts() {
-    for (Layer & l : layers) {
-        l.counts = {};
-    }
+    seats.counts(layer).device_loads += uploaded;
 }
 
 } // namespace pyorch

@@ -26,14 +26,14 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
     for (const DevicePool & pool : form_device_pools(table.map, layers, share, n_whole, pool_of)) {
         n_slots.push_back(pool.n_slots);
     }
-    seats = std::make_unique<SlotPools>(
+    pools = std::make_unique<SlotPools>(
         table.map.n_experts(), pool_of, n_slots, (pyorch_policy) config.device_policy, replay_policies());
-    seats->set_misses(slots_bytes == all ? PYORCH_UPLOAD : (pyorch_device_misses) config.device_misses);
+    pools->set_misses(slots_bytes == all ? PYORCH_UPLOAD : (pyorch_device_misses) config.device_misses);
     if (ahead > 0 && slots_bytes < all) {
-        seats->set_ahead(ahead);
+        pools->set_ahead(ahead);
     }
     for (int of = 0; of < n_whole; ++of) {
-        seats->take_whole(of); // before the first token comes
+        pools->take_whole(of); // before the first token comes
         bytes += table.map.layers[of].n_expert * table.map.layers[of].expert_bytes();
     }
 }
@@ -55,7 +55,7 @@ void SimulatedDevice::order(
     constexpr double     EVEN = 0.5;
     std::vector<uint8_t> there;
     table.resident(of, there);
-    for (int expert : seats->order(context, of, forecast, precision < 0 ? EVEN : precision)) {
+    for (int expert : pools->order(context, of, forecast, precision < 0 ? EVEN : precision)) {
         const double begins = std::max(now, free_at);
         const double ends   = there[expert] ? send(now, table.map.layers[of].expert_bytes()) : begins;
         ordered[of].push_back({ expert, there[expert] != 0, begins, ends });
@@ -75,15 +75,15 @@ double SimulatedDevice::settle_ahead(const void * context, const std::vector<int
         }
         if (comes) {
             there = wanted ? std::max(there, of.ends) : there;
-            seats->arrived(layer, of.expert);
+            pools->arrived(layer, of.expert);
         }
         if (!wanted) {
-            seats->abandon(layer, of.expert);
+            pools->abandon(layer, of.expert);
         }
     }
     ordered[layer].clear();
     if (experts.empty()) {
-        seats->forget(context, layer);
+        pools->forget(context, layer);
     }
     return there;
 }
@@ -91,14 +91,14 @@ double SimulatedDevice::settle_ahead(const void * context, const std::vector<int
 DevicePass SimulatedDevice::begin(const Visit & visit, int n_tokens, bool decode, double & now) {
     const std::vector<int> & experts = visit.experts;
     for (int expert : held) {
-        seats->unhold(layer, expert);
+        pools->unhold(layer, expert);
     }
     held.clear();
     layer = visit.layer;
     if (!coming[layer].empty()) {
         now = std::max(now, there_at[layer]);
         for (const auto & [expert, was_held] : coming[layer]) {
-            was_held ? seats->arrived(layer, expert) : seats->abandon(layer, expert);
+            was_held ? pools->arrived(layer, expert) : pools->abandon(layer, expert);
         }
         coming[layer].clear();
     }
@@ -107,28 +107,28 @@ DevicePass SimulatedDevice::begin(const Visit & visit, int n_tokens, bool decode
     if (through_area) {
         DevicePass pass = { std::vector<int>(table.map.layers[layer].n_expert, SlotPools::NONE) };
         for (int expert : experts) {
-            pass.slots[expert] = seats->slot(layer, expert);
+            pass.slots[expert] = pools->slot(layer, expert);
             if (pass.slots[expert] == SlotPools::NONE) {
                 pass.uploads.push_back(expert);
             }
         }
-        seats->counts(layer).device_hits += experts.size() - pass.uploads.size();
-        seats->counts(layer).device_misses += pass.uploads.size();
-        seats->counts(layer).device_computed += experts.size() - pass.uploads.size();
+        pools->seats.counts(layer).device_hits += experts.size() - pass.uploads.size();
+        pools->seats.counts(layer).device_misses += pass.uploads.size();
+        pools->seats.counts(layer).device_computed += experts.size() - pass.uploads.size();
         return pass;
     }
     std::vector<double> learned;
     if (n_tokens < Demand::SCAN_TOKENS) {
         learned = table.learn_visit(visit);
     }
-    DevicePass pass = seats->pass(layer, { experts, experts, n_tokens, visit.context }, learned);
+    DevicePass pass = pools->pass(layer, { experts, experts, n_tokens, visit.context }, learned);
     for (int expert : experts) {
         if (pass.slots[expert] != SlotPools::NONE) {
             held.push_back(expert);
         }
     }
-    seats->counts(layer).device_computed += held.size();
-    seats->tell_moved([&](int of, const std::vector<uint8_t> & known) { table.set_above(of, known); });
+    pools->seats.counts(layer).device_computed += held.size();
+    pools->tell_moved([&](int of, const std::vector<uint8_t> & known) { table.set_above(of, known); });
     return pass;
 }
 
@@ -137,19 +137,19 @@ double SimulatedDevice::bring(const Owner & owner, const DevicePass & pass, doub
     const uint64_t size      = table.map.layers[layer].expert_bytes();
     came.assign(pass.slots.size(), 0);
     for (int expert : pass.uploads) {
-        if (!seats->known(layer, expert)) { // through an area
+        if (!pools->known(layer, expert)) { // through an area
             came[expert] = 1;
             now          = send(now, size);
         } else if (passes_by(expert)) {
-            seats->abandon(layer, expert);
+            pools->abandon(layer, expert);
         } else {
             came[expert] = 1;
             now          = send(now, size);
-            seats->arrived(layer, expert);
-            seats->hold(layer, expert);
+            pools->arrived(layer, expert);
+            pools->hold(layer, expert);
             held.push_back(expert);
         }
-        seats->counts(layer).device_computed += came[expert];
+        pools->seats.counts(layer).device_computed += came[expert];
     }
     for (int expert : pass.behind) {
         if (!passes_by(expert)) {
@@ -161,13 +161,13 @@ double SimulatedDevice::bring(const Owner & owner, const DevicePass & pass, doub
 }
 
 void SimulatedDevice::reset_counts() {
-    seats->reset_counts();
+    pools->seats.reset_counts();
     bytes = 0;
 }
 
 void SimulatedDevice::add_counts(pyorch_replay_result & result) const {
     for (size_t of = 0; of < coming.size(); ++of) {
-        const pyorch_stats & counts = seats->counts((int) of);
+        const pyorch_stats & counts = pools->seats.counts((int) of);
         result.device_hits += (int64_t) counts.device_hits;
         result.device_misses += (int64_t) counts.device_misses;
         result.device_computed += (int64_t) counts.device_computed;

@@ -37,8 +37,8 @@ public:
     // comes behind that follows. True of an expert: it came. owner: what the layer holds in host memory.
     double bring(const Owner & owner, const DevicePass & pass, double now, std::vector<uint8_t> & came);
 
-    void        foresee(int layer, int expert, uint64_t next_use) { seats->values.foresee(layer, expert, next_use); }
-    SlotPools & table_of_slots() { return *seats; }
+    void foresee(int layer, int expert, uint64_t next_use) { pools->seats.values.foresee(layer, expert, next_use); }
+    SlotPools & table_of_slots() { return *pools; }
 
     void reset_counts();
     void add_counts(pyorch_replay_result & result) const;
@@ -56,7 +56,7 @@ private:
     const double                                   seconds_per_byte; // of the link
     uint64_t                                       slots_bytes;
     int                                            n_areas;
-    std::unique_ptr<SlotPools>                     seats;
+    std::unique_ptr<SlotPools>                     pools;
     std::vector<int>                               held;        // of the layer that came last
     int                                            layer = -1;  // that is
     std::vector<std::vector<std::pair<int, bool>>> coming;      // by layer: experts, and whether host memory had them

@@ -3,20 +3,13 @@
 #pragma once
 
 #include "loading/loader.h"
+#include "residency/seats.h"
 
 #include <atomic>
 #include <string>
 #include <vector>
 
 namespace pyorch {
-
-// Where an expert is. Only the table moves it from one state to another.
-enum class State : uint8_t {
-    ABSENT,
-    LOADING,
-    ABANDONED, // loading, but nobody wants it any more: its load ends with the request under way
-    RESIDENT,  // in the form that kernels compute with
-};
 
 // Why an expert has memory: what it was read for, and once a layer used it, that. So it says who may take the memory.
 enum class ReadFor : uint8_t {
@@ -28,7 +21,8 @@ enum class ReadFor : uint8_t {
     DEFERRED, // others stood in for it, and nothing else was to be read
 };
 
-struct Expert {
+// Resident: in the form that kernels compute with. guess_of: of a guess, until that pass has come.
+struct Expert : Seat {
     static constexpr uint32_t FAILED = 1u << 31;
 
     // Read by the kernels without the mutex: a bit for each matrix that is there, or FAILED. An
@@ -36,24 +30,15 @@ struct Expert {
     std::atomic<uint32_t> ready{ 0 };
     const char *          addr[PYORCH_MAX_ROLES] = {};
 
-    Load         load; // its layer and id; and while it is loading, all of that
-    Slot         slot; // its memory, from the beginning of its load
-    State        state       = State::ABSENT;
-    ReadFor      read_for    = ReadFor::DEMAND;
-    const void * guessed_for = nullptr;      // of a guess: the context whose pass is still to come
-    Form         kept        = Form::ABSENT; // the pool that has its stored parts, whole ones, beside that (pools.h)
-    bool         pinned      = false;
-    bool         elsewhere   = false; // another server computes it now, or must: it is not read ahead here
-    bool         above       = false; // a tier above has it, or is getting it: it goes first here
-    int          in_use      = 0;     // by running layers
-    uint64_t     uses        = 0;     // that were counted: hits and misses
-    std::string  error;               // why it is FAILED
-
-    int  layer() const { return load.layer; }
-    int  id() const { return load.expert; }
-    bool absent() const { return state == State::ABSENT; }
-    bool loading() const { return state == State::LOADING || state == State::ABANDONED; }
-    bool resident() const { return state == State::RESIDENT; }
+    Load        load; // its layer and id; and while it is loading, all of that
+    Slot        slot; // its memory, from the beginning of its load
+    ReadFor     read_for  = ReadFor::DEMAND;
+    Form        kept      = Form::ABSENT; // the pool that has its stored parts, whole ones, beside that (pools.h)
+    bool        abandoned = false;        // loading, but not wanted any more: the load ends with the request under way
+    bool        elsewhere = false;        // another server computes it now, or must: it is not read ahead here
+    bool        above     = false;        // a tier above has it, or is getting it: it goes first here
+    uint64_t    uses      = 0;            // that were counted: hits and misses
+    std::string error;                    // why it is FAILED
 
     // Its load began before a layer needed it, and none did since.
     bool unasked() const {
@@ -61,8 +46,8 @@ struct Expert {
     }
 
     // The use that it was read ahead for is still to come.
-    bool read_ahead() const { return unasked() && (read_for != ReadFor::GUESS || guessed_for); }
-    bool guessed() const { return read_for == ReadFor::GUESS && guessed_for; }
+    bool read_ahead() const { return unasked() && (read_for != ReadFor::GUESS || guess_of); }
+    bool guessed() const { return read_for == ReadFor::GUESS && guess_of; }
     bool scanned() const { return read_for == ReadFor::SCAN || read_for == ReadFor::PROMPT; }
 
     // Whether something was read ahead that would be lost now.
@@ -75,8 +60,6 @@ struct Expert {
                                                read_for;
     }
 
-    // Somebody wants it after all.
-    void wanted() { state = state == State::ABANDONED ? State::LOADING : state; }
     bool failed() const { return ready.load(std::memory_order_relaxed) & FAILED; }
 };
 

@@ -47,11 +47,11 @@ void ReadAhead::want_layer(int layer) {
 bool ReadAhead::next(std::deque<Expert *> & wanted, bool scan) {
     while (!wanted.empty()) {
         Expert & e = *wanted.front();
-        if (!e.absent() || e.in_use > 0 || (order.is_full(e.layer()) && !e.pinned)) {
+        if (!e.absent() || e.holds > 0 || (order.is_full(e.layer) && !e.pinned)) {
             wanted.pop_front(); // there, or demanded, or one too many
             continue;
         }
-        const bool fits = room.make_room(e.layer(), 1, e.pinned ? FOR_DEMAND : FOR_ORDER);
+        const bool fits = room.make_room(e.layer, 1, e.pinned ? FOR_DEMAND : FOR_ORDER);
         if (!fits || !residents.start_load(e, e.pinned ? ReadFor::DEMAND : scan ? ReadFor::PROMPT : ReadFor::ORDER)) {
             if (residents.n_in_use() > 0 || (e.pinned && !fits && !loads.idle())) {
                 return false; // a running layer or a read will let go of memory
@@ -115,24 +115,24 @@ void ReadAhead::settle_guessed(int layer, const void * context) {
     unsettled.swap(l.guessed);
     for (int id : unsettled) {
         Expert & e = l.experts[id];
-        if (e.guessed_for != context && !e.in_use) {
+        if (e.guess_of != context && !e.holds) {
             l.guessed.push_back(id);
             continue;
         }
         const double share = e.loading() ? std::min(1.0, (double) e.load.read / (double) l.read_bytes) : 1;
         share_read += (share - share_read) / 50;
-        if (!e.in_use) {
-            l.stats.prefetch_wasted += e.read_in_vain();
-            e.state = e.loading() && !e.pinned ? State::ABANDONED : e.state;
+        if (!e.holds) {
+            residents.seats.counts(layer).prefetch_wasted += e.read_in_vain();
+            e.abandoned = e.loading() && !e.pinned;
         }
-        e.guessed_for = nullptr;
+        e.guess_of = nullptr;
         end_abandoned(e);
-        residents.changed(e);
+        residents.seats.changed(e);
     }
 }
 
 void ReadAhead::end_abandoned(Expert & e) {
-    if (e.state == State::ABANDONED && e.load.in_flight == 0) {
+    if (e.abandoned && e.load.in_flight == 0) {
         loads.take_back(e.load);
         residents.drop(e);
     }
@@ -165,10 +165,10 @@ bool ReadAhead::next_guess() {
             return passage == passages.end() ? 1 : std::max(1, values.layers_between(passage->second.at, layer));
         });
         Expert & e                         = residents.expert(layer, guess.expert);
-        if (!e.absent() || e.above || e.in_use > 0 || order.is_full(layer)) {
+        if (!e.absent() || e.above || e.holds > 0 || order.is_full(layer)) {
             continue;
         }
-        const float probability = values.probability(layer)[e.id()];
+        const float probability = values.probability(layer)[e.id];
         if (!room.make_room(layer, 1, FOR_GUESS, probability > 0 ? probability : INFINITY) ||
             !residents.start_load(e, ReadFor::GUESS)) {
             continue;
@@ -181,7 +181,7 @@ bool ReadAhead::next_guess() {
 }
 
 void ReadAhead::defer(int layer, const std::vector<int> & experts) {
-    deferred.erase(std::remove_if(deferred.begin(), deferred.end(), [&](Expert * e) { return e->layer() == layer; }),
+    deferred.erase(std::remove_if(deferred.begin(), deferred.end(), [&](Expert * e) { return e->layer == layer; }),
         deferred.end());
     for (int id : experts) {
         deferred.push_back(&residents.expert(layer, id));
@@ -193,11 +193,11 @@ bool ReadAhead::next_deferred() {
     while (!deferred.empty()) {
         Expert & e = *deferred.front();
         deferred.pop_front();
-        if (!e.absent() || e.elsewhere || e.in_use > 0 || order.is_full(e.layer())) {
+        if (!e.absent() || e.elsewhere || e.holds > 0 || order.is_full(e.layer)) {
             continue;
         }
-        const Victim gain = { e.layer(), e.id(), 1, values.worth(e.layer(), values.value(e.layer(), e.id())) };
-        if (room.make_room(e.layer(), 1, FOR_GUESS, INFINITY, gain) && residents.start_load(e, ReadFor::DEFERRED)) {
+        const Victim gain = { e.layer, e.id, 1, values.worth(e.layer, values.value(e.layer, e.id)) };
+        if (room.make_room(e.layer, 1, FOR_GUESS, INFINITY, gain) && residents.start_load(e, ReadFor::DEFERRED)) {
             loads.guess(e.load);
             return true;
         }

@@ -18,8 +18,10 @@ static uint64_t mean_read_bytes(const MoeLayer & layer) {
     return bytes / layer.n_expert;
 }
 
-Residents::Residents(const ModelMap & map, Bank & bank, Values & values, EvictionOrder & order) :
-        map(map), bank(bank), values(values), order(order), layers(map.layers.size()) {
+Residents::Residents(const ModelMap & map, Bank & bank, const Policies & policies, pyorch_policy policy,
+    EvictionOrder::SetKeys set_keys) :
+        map(map), bank(bank), seats(map.n_experts(), Values::MUST_TAKE, policies, policy, std::move(set_keys)),
+        layers(map.layers.size()) {
     for (int i = 0; i < n_layers(); ++i) {
         Layer & layer    = layers[i];
         layer.n_expert   = map.layers[i].n_expert;
@@ -27,11 +29,11 @@ Residents::Residents(const ModelMap & map, Bank & bank, Values & values, Evictio
         layer.slot_bytes = map.layers[i].slot_bytes();
         layer.read_bytes = mean_read_bytes(map.layers[i]);
         layer.experts    = std::make_unique<Expert[]>(layer.n_expert);
-        layer.is_resident.resize(layer.n_expert);
         for (int id = 0; id < layer.n_expert; ++id) {
-            layer.experts[id].load.layer  = i;
-            layer.experts[id].load.expert = id;
-            layer.experts[id].elsewhere   = map.layers[i].lacks(id);
+            Expert & e = layer.experts[id];
+            e.layer = e.load.layer = i;
+            e.id = e.load.expert = id;
+            e.elsewhere          = map.layers[i].lacks(id);
         }
     }
 }
@@ -45,11 +47,11 @@ Expert & Residents::checked(int layer, int32_t id) {
 }
 
 void Residents::pin(Expert & e) {
-    e.pinned = true;
-    e.wanted();
+    e.pinned    = true;
+    e.abandoned = false;
     e.not_scanned();
     ++layer_of(e).n_pinned;
-    changed(e);
+    seats.changed(e);
 }
 
 void Residents::unpin(Expert & e) {
@@ -67,7 +69,7 @@ void Residents::set_above(Expert & e, bool is) {
     l.n_above += step;
     l.n_only_above += e.resident() ? 0 : step;
     e.above = is;
-    changed(e);
+    seats.changed(e);
 }
 
 bool Residents::start_load(Expert & e, ReadFor read_for) {
@@ -75,24 +77,20 @@ bool Residents::start_load(Expert & e, ReadFor read_for) {
     if (!e.slot) {
         return false;
     }
-    e.state     = State::LOADING;
     e.read_for  = read_for;
     e.load.slot = e.slot;
     e.ready.store(0, std::memory_order_relaxed);
-    values.came(e.layer(), e.id());
-    order.came(e.layer());
+    seats.come(e);
     return true;
 }
 
 void Residents::arrived(Expert & e) {
-    Layer & l             = layer_of(e);
-    e.state               = State::RESIDENT;
-    l.is_resident[e.id()] = 1;
-    ++l.n_resident;
-    l.n_only_above -= e.above;
-    ++l.stats.loads;
-    l.stats.prefetch_loads += e.unasked(); // a layer that came to need it meanwhile has counted it
-    changed(e);
+    pyorch_stats & counts = seats.counts(e.layer);
+    e.abandoned           = false;
+    layer_of(e).n_only_above -= e.above;
+    ++counts.loads;
+    counts.prefetch_loads += e.unasked(); // a layer that came to need it meanwhile has counted it
+    seats.arrive(e);
 }
 
 void Residents::drop(Expert & e) {
@@ -102,26 +100,21 @@ void Residents::drop(Expert & e) {
         e.slot = {};
     }
     unstage(e.load);
-    if (e.guessed_for) {
-        l.guessed.erase(std::find(l.guessed.begin(), l.guessed.end(), e.id()));
-        l.stats.prefetch_wasted += e.read_in_vain();
-        e.guessed_for = nullptr;
+    if (e.guess_of) {
+        l.guessed.erase(std::find(l.guessed.begin(), l.guessed.end(), e.id));
+        seats.counts(e.layer).prefetch_wasted += e.read_in_vain();
+        e.guess_of = nullptr;
     }
-    if (!e.absent()) {
-        order.went(e.layer());
-    }
-    l.n_resident -= e.resident();
     l.n_only_above += e.resident() && e.above;
-    l.is_resident[e.id()] = 0;
     e.ready.store(0, std::memory_order_relaxed);
-    e.state    = State::ABSENT;
-    e.read_for = ReadFor::DEMAND;
-    changed(e);
+    e.read_for  = ReadFor::DEMAND;
+    e.abandoned = false;
+    seats.go(e);
 }
 
 void Residents::guess_for(Expert & e, const void * context) {
-    e.guessed_for = context;
-    layer_of(e).guessed.push_back(e.id());
+    e.guess_of = context;
+    layer_of(e).guessed.push_back(e.id);
 }
 
 void Residents::give_parts(Load & load, uint32_t parts) {
@@ -141,7 +134,7 @@ void Residents::unstage(Load & load) {
 
 void Residents::set_keys(Victims & victims, int layer, int id) const {
     const Expert & e = expert(layer, id);
-    if (!layers[layer].is_resident[id] || e.in_use || e.pinned) {
+    if (!e.may_go()) {
         for (Purpose purpose : { FOR_DEMAND, FOR_ORDER, FOR_GUESS }) {
             victims.set(layer, id, purpose, Victims::NEVER);
         }

@@ -1,14 +1,10 @@
 // Who is in host memory, why, and who holds it.
 //
-// Only Residents moves an expert from one state to another, and takes and gives its memory. Who calls it has the mutex
-// of the table; kernels read two fields of an expert without it.
+// Only Residents moves an expert from one state to another (seats.h), and takes and gives its memory. Who calls it has
+// the mutex of the table; kernels read two fields of an expert without it.
 //
-// Life of an expert:
-//
-//     absent --start_load--> loading --its last request ends--> resident in a form --drop--> absent
-//
-// That is about what kernels compute with. Beside it, stored parts of a compressed expert may be in memory
-// (stored_parts.h): a load has them all, and when it ends, those that the expert's pool wants stay.
+// States are about the matrices that kernels compute with. Beside them, stored parts of a compressed expert may be in
+// memory (stored_parts.h): a load has them all, and when it ends, those that the expert's pool wants stay.
 //
 // What is held or pinned is never dropped. A load that ends with the request under way, because nobody wants it any
 // more, is abandoned, until somebody does want it, or it is dropped.
@@ -16,8 +12,6 @@
 #pragma once
 
 #include "banks/bank.h"
-#include "base/counters.h"
-#include "residency/eviction_order.h"
 #include "residency/expert.h"
 
 #include <memory>
@@ -30,30 +24,30 @@ public:
     struct Layer {
         std::unique_ptr<Expert[]> experts;
         int                       n_expert;
-        int                       n_resident   = 0;
         int                       n_above      = 0;
         int                       n_only_above = 0; // not resident, too
         int                       n_pinned     = 0;
-        int                       size_class;  // of an expert that kernels can compute with
-        uint64_t                  slot_bytes;  // of it
-        uint64_t                  read_bytes;  // that are read for it, on average
-        std::vector<int>          guessed;     // experts with a guess whose pass is to come
-        std::vector<uint8_t>      is_resident; // by expert
-        pyorch_stats              stats = {};
+        int                       size_class; // of an expert that kernels can compute with
+        uint64_t                  slot_bytes; // of it
+        uint64_t                  read_bytes; // that are read for it, on average
+        std::vector<int>          guessed;    // experts with a guess whose pass is to come
     };
 
-    Residents(const ModelMap & map, Bank & bank, Values & values, EvictionOrder & order);
+    // set_keys: see set_keys() below. policies: that can be chosen. Throws Failure for another one.
+    Residents(const ModelMap & map, Bank & bank, const Policies & policies, pyorch_policy policy,
+        EvictionOrder::SetKeys set_keys);
 
     const ModelMap & map;
     Bank &           bank;
-    Values &         values;
-    EvictionOrder &  order;
+    Seats            seats;
+    Values &         values = seats.values;
+    EvictionOrder &  order  = seats.order;
 
     int n_layers() const { return (int) layers.size(); }
 
     Layer &        operator[](int layer) { return layers[layer]; }
     const Layer &  operator[](int layer) const { return layers[layer]; }
-    Layer &        layer_of(const Expert & e) { return layers[e.layer()]; }
+    Layer &        layer_of(const Expert & e) { return layers[e.layer]; }
     Expert &       expert(int layer, int id) { return layers[layer].experts[id]; }
     const Expert & expert(int layer, int id) const { return layers[layer].experts[id]; }
     Expert &       expert_of(const Load & load) { return expert(load.layer, load.expert); }
@@ -62,25 +56,15 @@ public:
     Expert & checked(int layer, int32_t id);
 
     // Experts that are held, and windows of streams.
-    int n_in_use() const { return n_held; }
+    int n_in_use() const { return seats.n_held() + n_windows; }
 
     void hold(Expert & e) {
-        e.wanted();
-        if (e.in_use++ == 0) {
-            ++n_held;
-            changed(e);
-        }
+        e.abandoned = false;
+        seats.hold(e);
     }
 
-    void unhold(Expert & e) {
-        if (--e.in_use == 0) {
-            --n_held;
-            changed(e);
-        }
-    }
-
-    void hold_window() { ++n_held; }
-    void unhold_window() { --n_held; }
+    void hold_window() { ++n_windows; }
+    void unhold_window() { --n_windows; }
 
     void pin(Expert & e);
     void unpin(Expert & e);
@@ -99,7 +83,7 @@ public:
     // It counts as used now.
     void used(Expert & e) {
         e.not_scanned();
-        values.used(e.layer(), e.id());
+        values.used(e.layer, e.id);
     }
 
     // Notes that an expert is read on a guess for the next pass of a context through its layer.
@@ -120,11 +104,9 @@ public:
     // Says when an expert may go, for the order of eviction.
     void set_keys(Victims & victims, int layer, int id) const;
 
-    void changed(const Expert & e) { order.changed(e.layer(), e.id()); }
-
 private:
     std::vector<Layer> layers;
-    int                n_held = 0;
+    int                n_windows = 0;
 };
 
 } // namespace pyorch

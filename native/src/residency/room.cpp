@@ -29,9 +29,9 @@ Room::Room(Residents & residents, StoredParts & stored, Loader & loads, const Po
 }
 
 void Room::evict(Expert & e) {
-    ++residents.layer_of(e).stats.evictions;
+    ++residents.seats.counts(e.layer).evictions;
     if (!Residents::passes(e)) {
-        values.evicted(e.layer(), e.id());
+        values.evicted(e.layer, e.id);
     }
     residents.drop(e);
 }
@@ -96,14 +96,14 @@ bool Room::make_room(int layer, int n, Purpose purpose, float more_likely_than, 
 bool Room::drop_queued() {
     const auto may_go = [&](const Load & load) {
         const Expert & e = residents.expert_of(load);
-        return !load.stream && !e.in_use && !e.pinned && order.n(load.layer) > values.min(load.layer);
+        return !load.stream && !e.holds && !e.pinned && order.n(load.layer) > values.min(load.layer);
     };
     Load * load = loads.find_queued([&](const Load & load) { return load.in_flight == 0 && may_go(load); });
     if (!load) {
         load =
             loads.find_queued([&](const Load & load) { return residents.expert_of(load).guessed() && may_go(load); });
         if (load) {
-            residents.expert_of(*load).state = State::ABANDONED;
+            residents.expert_of(*load).abandoned = true;
         }
         return false;
     }

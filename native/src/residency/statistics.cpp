@@ -10,7 +10,7 @@ namespace {
 
 uint8_t flags_of(const Expert & e) {
     return (e.resident() ? PYORCH_RESIDENT : 0) | (e.loading() ? PYORCH_LOADING : 0) | (e.pinned ? PYORCH_PINNED : 0) |
-        (e.in_use ? PYORCH_IN_USE : 0);
+        (e.holds ? PYORCH_IN_USE : 0);
 }
 
 } // namespace
@@ -73,11 +73,10 @@ pyorch_stats Table::stats_of(int only) {
         if (only >= 0 && i != only) {
             continue;
         }
-        const auto & l = residents[i];
-        add_counts(out, l.stats);
+        add_counts(out, residents.seats.counts(i));
         out.bytes_read += loads.bytes_read(i);
-        out.resident_experts += l.n_resident;
-        out.resident_bytes += l.n_resident * l.slot_bytes;
+        out.resident_experts += residents.seats.n_resident(i);
+        out.resident_bytes += residents.seats.n_resident(i) * residents[i].slot_bytes;
     }
     out.used_bytes   = bank->used();
     out.peak_bytes   = bank->peak();
@@ -90,11 +89,10 @@ void Table::reset_stats() {
     totals = {};
     bank->reset_peak();
     loads.reset_stats();
+    residents.seats.reset_counts();
     for (int layer = 0; layer < residents.n_layers(); ++layer) {
-        auto & l = residents[layer];
-        l.stats  = {};
-        for (int id = 0; id < l.n_expert; ++id) {
-            l.experts[id].uses = 0;
+        for (int id = 0; id < residents[layer].n_expert; ++id) {
+            residents.expert(layer, id).uses = 0;
         }
     }
 }

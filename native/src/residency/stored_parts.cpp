@@ -13,7 +13,7 @@ uint64_t StoredParts::room() const {
 
 // What is read ahead leaves room for another: a layer that comes then need not wait for the end of a guess.
 Staged StoredParts::stage(Load & load) {
-    const bool is_ahead = !load.stream && residents.expert_of(load).in_use == 0 && !residents.expert_of(load).pinned;
+    const bool is_ahead = !load.stream && residents.expert_of(load).holds == 0 && !residents.expert_of(load).pinned;
     const auto needed   = [&] { // the victim below may be this expert
         uint64_t bytes = is_ahead ? map.parts_bytes() : 0;
         for (Part part : { PART_E, PART_SM }) {
@@ -42,23 +42,23 @@ Staged StoredParts::stage(Load & load) {
     }
     load.staged = true;
     if (!load.stream) {
-        residents.changed(residents.expert_of(load)); // its pool cannot give up what it has of it now
+        residents.seats.changed(residents.expert_of(load)); // its pool cannot give up what it has of it now
     }
     return Staged::YES;
 }
 
 void StoredParts::keep(Expert & e, Form form) {
-    const MoeLayer & layer = map.layers[e.layer()];
+    const MoeLayer & layer = map.layers[e.layer];
     pools.bytes(e.kept) -= stored_bytes(layer, e.kept);
     residents.give_parts(e.load, ~parts_of(form));
     e.kept = stored_form(e.load.there);
     pools.bytes(e.kept) += stored_bytes(layer, e.kept);
-    residents.changed(e);
+    residents.seats.changed(e);
 }
 
 void StoredParts::settle(Expert & e) {
-    const bool comes = e.read_ahead() && !e.in_use; // the use that it is for has not been counted
-    keep(e, e.pinned ? Form::FULL : pools.form_of(e.layer(), e.id(), comes));
+    const bool comes = e.read_ahead() && !e.holds; // the use that it is for has not been counted
+    keep(e, e.pinned ? Form::FULL : pools.form_of(e.layer, e.id, comes));
     trim();
 }
 
@@ -107,8 +107,8 @@ void StoredParts::set_keys(const Expert & e) {
     for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
         const bool may_go = e.kept == form && !e.load.staged;
         // What was read ahead is worth little until it is used: it would go before that, and be read again.
-        const double worth = e.read_ahead() ? Victims::GUESSED : values.value(e.layer(), e.id());
-        pools.victims(form).set(e.layer(), e.id(), FOR_DEMAND, may_go ? worth : Victims::NEVER);
+        const double worth = e.read_ahead() ? Victims::GUESSED : values.value(e.layer, e.id);
+        pools.victims(form).set(e.layer, e.id, FOR_DEMAND, may_go ? worth : Victims::NEVER);
     }
 }
 

@@ -118,7 +118,7 @@ void Streams::finished(Load & load) {
     }
     residents.unstage(load);
     if (!s.closed) {
-        residents[s.layer].stats.loads += !load.failed && load.roles == 1u << s.roles.back();
+        residents.seats.counts(s.layer).loads += !load.failed && load.roles == 1u << s.roles.back();
         fill(s);
     } else {
         give_frames(s); // and the load goes with them

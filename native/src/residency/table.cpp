@@ -21,17 +21,15 @@ static PoolShares shares_of(const pyorch_config & config) {
 Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr<Source> source, const Codec & codec,
     const pyorch_config & config, const Policies & policies) :
         map(map_), bank(std::move(bank_)), loads(map, std::move(source), codec, plan_reads(config).bytes, mutex, *this),
-        values(map.n_experts(), HOST, policies, (pyorch_policy) config.policy),
-        order(values,
+        residents(map, *bank, policies, (pyorch_policy) config.policy,
             [this](Victims & victims, int layer, int id) {
                 residents.set_keys(victims, layer, id);
                 if (stored.pools.any()) {
                     stored.set_keys(residents.expert(layer, id));
                 }
             }),
-        residents(map, *bank, values, order), stored(residents), room(residents, stored, loads, shares_of(config)),
-        ahead(residents, room, loads), streams(residents, loads), learning(map, values, mutex),
-        recovery((pyorch_recovery) config.recovery) {
+        stored(residents), room(residents, stored, loads, shares_of(config)), ahead(residents, room, loads),
+        streams(residents, loads), learning(map, values, mutex), recovery((pyorch_recovery) config.recovery) {
     for (const MoeLayer & layer : map.layers) {
         for (const auto & t : layer.tensors) {
             zeros_size = std::max(zeros_size, t.stride);
@@ -62,7 +60,7 @@ bool Table::has_nearly_all() {
     uint64_t                    room = bank->budget();
     for (int i = 0; i < residents.n_layers(); ++i) {
         const Residents::Layer & layer = residents[i];
-        n_lacking += layer.n_expert - layer.n_resident - layer.n_only_above;
+        n_lacking += layer.n_expert - residents.seats.n_resident(i) - layer.n_only_above;
         n_experts += layer.n_expert;
         room += layer.n_above * layer.slot_bytes;
     }
@@ -87,7 +85,7 @@ void Table::wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Con
         }
     }
     if (--n_waiting == 0) {
-        residents[wait_layer].stats.stall_ns += clock_ns() - wait_begin;
+        residents.seats.counts(wait_layer).stall_ns += clock_ns() - wait_begin;
     }
 }
 
@@ -117,8 +115,9 @@ double Table::break_even() {
 // expert stands in for it: else what is never computed with would never seem worth having.
 // streamed: ascending, of what it computes with; that comes without what pools have of it.
 void Table::count_uses(int layer, const Demand & demand, const std::vector<int> & streamed) {
-    auto &     l    = residents[layer];
-    const bool scan = demand.scans();
+    auto &         l      = residents[layer];
+    pyorch_stats & counts = residents.seats.counts(layer);
+    const bool     scan   = demand.scans();
     values.passes(layer);
     ++totals.layer_passes;
     totals.tokens += demand.own ? demand.n_tokens : 0;
@@ -136,19 +135,19 @@ void Table::count_uses(int layer, const Demand & demand, const std::vector<int> 
         if (!scan) {
             count_reads(l, e);
         }
-        l.stats.hits += demand.counted && e.resident();
-        l.stats.misses += demand.counted && !e.resident();
+        counts.hits += demand.counted && e.resident();
+        counts.misses += demand.counted && !e.resident();
         ++e.uses;
         if (demand.counted && !e.resident() && !std::binary_search(streamed.begin(), streamed.end(), id)) {
-            l.stats.compressed_hits += e.kept == Form::COMPRESSED;
-            l.stats.sm_hits += e.kept == Form::SM_ONLY;
-            l.stats.e_hits += e.kept == Form::E_ONLY;
+            counts.compressed_hits += e.kept == Form::COMPRESSED;
+            counts.sm_hits += e.kept == Form::SM_ONLY;
+            counts.e_hits += e.kept == Form::E_ONLY;
         }
         if (e.read_ahead()) {
-            ++l.stats.prefetch_hits;
-            l.stats.prefetch_late += e.loading();
+            ++counts.prefetch_hits;
+            counts.prefetch_late += e.loading();
         }
-        l.stats.prefetch_loads += e.loading() && e.unasked();
+        counts.prefetch_loads += e.loading() && e.unasked();
         e.read_for = scan && e.scanned() ? ReadFor::SCAN : ReadFor::DEMAND;
     }
 }
@@ -190,7 +189,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
 bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted) {
     auto & l = residents[layer];
     for (int id : demand.experts) {
-        if (l.experts[id].in_use == 0 && l.experts[id].failed()) {
+        if (l.experts[id].holds == 0 && l.experts[id].failed()) {
             return false; // for an earlier decode, whose last read has not ended
         }
     }
@@ -225,7 +224,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
         room.make_room_within(layer, (int) absent.size());
         if (!room.make_room(layer, (int) absent.size() + n_frames, FOR_DEMAND)) {
             for (Expert * e : owner.held) {
-                residents.unhold(*e);
+                residents.seats.release(*e);
             }
             owner.held.clear();
             return false;
@@ -239,7 +238,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
         if (residents.start_load(*e, demand.scans() ? ReadFor::SCAN : ReadFor::DEMAND)) {
             started.push_back(&e->load);
         } else {
-            error    = format("out of memory for expert %d of layer %d", e->id(), map.layers[layer].il);
+            error    = format("out of memory for expert %d of layer %d", e->id, map.layers[layer].il);
             e->error = error;
             e->ready.store(Expert::FAILED, std::memory_order_release);
         }
@@ -263,11 +262,11 @@ bool Table::orders_by_rows(int layer) const {
 bool Table::release_held(Owner & owner) {
     bool failed = false;
     for (Expert * e : owner.held) {
-        residents.unhold(*e);
+        residents.seats.release(*e);
         if (e->failed()) {
             failed      = true;
             owner.error = e->error;
-            if (e->in_use == 0 && e->load.ended()) {
+            if (e->holds == 0 && e->load.ended()) {
                 residents.drop(*e);
             }
         } else if (e->kept != Form::ABSENT && e->resident()) {
@@ -363,12 +362,11 @@ void Table::unshare(Owner & other) {
 
 void Table::resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading) {
     std::lock_guard<std::mutex> lock(mutex);
-    const auto &                l = residents[layer];
-    mask                          = l.is_resident;
+    mask = residents.seats.mask(layer);
     if (loading) {
-        loading->resize(l.n_expert);
-        for (int id = 0; id < l.n_expert; ++id) {
-            (*loading)[id] = l.experts[id].loading();
+        loading->resize(mask.size());
+        for (size_t id = 0; id < mask.size(); ++id) {
+            (*loading)[id] = residents.expert(layer, (int) id).loading();
         }
     }
 }
@@ -471,7 +469,7 @@ void Table::decodable() {
 
 void Table::expert_finished(Expert & e) {
     Load &     load       = e.load;
-    const bool compressed = is_compressed(map.layers[e.layer()]);
+    const bool compressed = is_compressed(map.layers[e.layer]);
     if (load.ended() && load.failed && compressed) {
         stored.keep(e, Form::ABSENT); // others may wait for that memory
     }
@@ -482,7 +480,7 @@ void Table::expert_finished(Expert & e) {
             residents.unstage(load);
             stored.settle(e);
         }
-    } else if (load.ended() && e.in_use == 0) {
+    } else if (load.ended() && e.holds == 0) {
         residents.drop(e);
     } else {
         ahead.end_abandoned(e);
@@ -505,8 +503,8 @@ void Table::for_each(int il, const int32_t * experts, int n, Change change_exper
 
 void Table::prefetch(int il, const int32_t * experts, int n) {
     for_each(il, experts, n, [&](Expert & e) {
-        e.wanted(); // a guess that was given up is an order now
-        if (e.absent() && !map.layers[e.layer()].lacks(e.id())) {
+        e.abandoned = false; // a guess that was given up is an order now
+        if (e.absent() && !map.layers[e.layer].lacks(e.id)) {
             // What was asked for by name counts as a use now, else it would be the next to go.
             residents.used(e);
             ahead.order_by_name(e);
@@ -520,11 +518,11 @@ void Table::pin(int il, const int32_t * experts, int n) {
         std::vector<bool> also(residents[layer].n_expert);
         for (int i = 0; i < n; ++i) {
             const Expert & e = residents.checked(layer, experts[i]);
-            if (map.layers[layer].lacks(e.id())) {
+            if (map.layers[layer].lacks(e.id)) {
                 throw Failure(
-                    PYORCH_INVALID, format("expert %d of layer %d is not in this share of the experts", e.id(), il));
+                    PYORCH_INVALID, format("expert %d of layer %d is not in this share of the experts", e.id, il));
             }
-            also[e.id()] = !e.pinned;
+            also[e.id] = !e.pinned;
         }
         room.check_pins(layer, (int) std::count(also.begin(), also.end(), true));
         for (int i = n - 1; i >= 0; --i) {
@@ -571,8 +569,8 @@ void Table::unpin(int il, const int32_t * experts, int n) {
 
 void Table::evict(int il, const int32_t * experts, int n) {
     for_each(il, experts, n, [&](Expert & e) {
-        if (e.resident() && !e.in_use && !e.pinned) {
-            ++residents.layer_of(e).stats.evictions;
+        if (e.may_go()) {
+            ++residents.seats.counts(e.layer).evictions;
             residents.drop(e);
         }
         if (e.kept != Form::ABSENT && !e.load.staged) {

@@ -2,7 +2,7 @@
 //
 // It is made of parts that know nothing of threads; each says what holds in it:
 //
-//     residents.h     who is in memory, in which state, and who holds it
+//     residents.h     which experts are in memory, and which layers hold them (seats.h)
 //     room.h          the budget, and what goes when something else comes
 //     stored_parts.h  what stays of compressed experts
 //     read_ahead.h    what is read before a layer needs it
@@ -15,7 +15,7 @@
 // One mutex guards all of them but the two fields of an expert that the kernels read; it is never held across I/O or
 // compute.
 //
-// A layer that runs holds its experts (in_use) from acquire() to release(). A layer gets all its experts at once, or
+// A layer that runs holds its experts from acquire() to release(). A layer gets all its experts at once, or
 // holds none and waits for others to release theirs; so contexts that share an engine cannot wait for each other in a
 // circle. What does not fit into the budget at all is streamed: the layer gets a window, through which the rest passes.
 //
@@ -216,14 +216,13 @@ private:
     std::condition_variable idle;
     Loader                  loads;
 
-    Values        values;
-    EvictionOrder order;
-    Residents     residents;
-    StoredParts   stored;
-    Room          room;
-    ReadAhead     ahead;
-    Streams       streams;
-    Learning      learning;
+    Residents   residents;
+    Values &    values = residents.values;
+    StoredParts stored;
+    Room        room;
+    ReadAhead   ahead;
+    Streams     streams;
+    Learning    learning;
 
     const pyorch_recovery recovery;
 

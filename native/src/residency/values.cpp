@@ -5,8 +5,8 @@
 
 namespace pyorch {
 
-Values::Values(const std::vector<int> & n_experts, Tier tier, const Policies & policies, pyorch_policy which) :
-        tier(tier), policies(policies), n_executed_((int) n_experts.size()) {
+Values::Values(const std::vector<int> & n_experts, bool may_refuse, const Policies & policies, pyorch_policy which) :
+        may_refuse(may_refuse), policies(policies), n_executed_((int) n_experts.size()) {
     for (int n : n_experts) {
         layers.push_back({ (int) layers.size(), n, 1.0f / (float) n, 0, false, true, 0,
             std::vector<float>(n, 1.0f / (float) n), std::vector<Usage>(n) });
@@ -19,7 +19,7 @@ void Values::set_policy(pyorch_policy which) {
     entry        = &find_policy(policies, which);
     policy       = entry->make(n_layers());
     counts_turns = policy->counts_turns();
-    plain        = !counts_turns && !tier.may_refuse;
+    plain        = !counts_turns && !may_refuse;
     for (int layer = 0; layer < n_layers(); ++layer) {
         changed(layer);
     }

@@ -1,8 +1,8 @@
 // What experts are worth in one memory: how they were used, what a policy makes of that, and how many of a layer's
 // experts have a place there in any case, or at most.
 //
-// Host memory and a device have the same policies, values and limits. What differs on purpose is a Tier, and that a
-// device is told no forecasts: they are made as time allows, and what it computes must not depend on that. Another
+// Host memory and a device have the same policies, values and limits. What differs on purpose is whether an expert can be
+// refused, and that a device is told no forecasts: they are made as time allows, and what it computes must not depend on that. Another
 // server is no such memory: which experts it holds is planned for all servers together, by what each of them uses.
 //
 // Values know nobody's place. Each memory has an order of eviction for that (eviction_order.h), which hears of every
@@ -70,20 +70,14 @@ private:
     std::vector<int>                  layers;
 };
 
-// A kind of memory.
-struct Tier {
-    // An expert need not come: what lacks it computes elsewhere. Then it comes only where it is clearly worth more than
-    // what must go (EvictionPolicy::settled, by_recency). Host memory has no choice: a layer that computes waits.
-    bool may_refuse;
-};
-
-inline constexpr Tier HOST   = { false };
-inline constexpr Tier DEVICE = { true };
-
 class Values {
 public:
+    // If a memory may refuse an expert, the expert is computed elsewhere: it comes only where it is clearly worth more
+    // than the expert that must go (EvictionPolicy::settled, by_recency). Host memory must take each: a layer waits.
+    static constexpr bool MUST_TAKE = false, MAY_REFUSE = true;
+
     // policies: that can be chosen. Throws Failure for another one, as set_policy() does.
-    Values(const std::vector<int> & n_experts, Tier tier, const Policies & policies, pyorch_policy policy);
+    Values(const std::vector<int> & n_experts, bool may_refuse, const Policies & policies, pyorch_policy policy);
 
     Values(const Values &)             = delete;
     Values & operator=(const Values &) = delete;
@@ -116,7 +110,7 @@ public:
     void used(int layer, int expert) {
         Usage & usage = layers[layer].usage[expert];
         policy->used(usage, now_);
-        if (tier.may_refuse && policy->by_recency()) {
+        if (may_refuse && policy->by_recency()) {
             fade(usage);
         }
         layers[layer].fresh.push_back(expert);
@@ -156,7 +150,7 @@ public:
 
     // The same of an expert that is there.
     double worth_there(int layer, double value) const {
-        return plain ? value : worth(layer, tier.may_refuse ? policy->settled(value) : value);
+        return plain ? value : worth(layer, may_refuse ? policy->settled(value) : value);
     }
 
     // Whether an expert is clearly worth more than another one that is there.
@@ -190,7 +184,7 @@ private:
         std::vector<int>   fresh = {}; // experts that were used or asked for by name since then
     };
 
-    const Tier                      tier;
+    const bool                      may_refuse;
     const Policies &                policies;
     const PolicyEntry *             entry;
     std::unique_ptr<EvictionPolicy> policy;

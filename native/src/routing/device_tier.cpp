@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <functional>
 #include <iterator>
 #include <numeric>
 
@@ -66,11 +67,11 @@ void DeviceTier::open(uint64_t landing_bytes) {
         pool_of.push_back(banks.pool_of((int) layer));
     }
     all_fit = banks.have_room_for_all();
-    seats   = std::make_unique<SlotPools>(table.map.n_experts(), pool_of, n_slots, policy);
+    pools   = std::make_unique<SlotPools>(table.map.n_experts(), pool_of, n_slots, policy);
     // Where there is room for all, each is uploaded once, and serves ever after.
-    seats->set_misses(all_fit ? PYORCH_UPLOAD : misses);
+    pools->set_misses(all_fit ? PYORCH_UPLOAD : misses);
     if (n_ahead > 0 && !all_fit) {
-        seats->set_ahead(n_ahead);
+        pools->set_ahead(n_ahead);
     }
     areas    = std::make_unique<DeviceAreas>(table, banks, least_tokens);
     uploader = std::thread([this] { work(); });
@@ -110,7 +111,7 @@ bool DeviceTier::load_whole(int layer) {
         table.release(owner) && std::all_of(came.begin(), came.end(), [](uint8_t each) { return each != 0; });
     table.forget(owner);
     if (is_there) {
-        seats->take_whole(layer);
+        pools->take_whole(layer);
     }
     return is_there;
 }
@@ -118,10 +119,10 @@ bool DeviceTier::load_whole(int layer) {
 // REQUIRES: nothing is copied ahead for its context.
 void DeviceTier::give_back(DeviceHold & hold) {
     for (int expert : hold.experts) {
-        seats->unhold(hold.layer, expert);
+        pools->unhold(hold.layer, expert);
     }
     for (int expert : hold.next) {
-        seats->unhold(hold.layer + 1, expert);
+        pools->unhold(hold.layer + 1, expert);
     }
     hold.experts.clear();
     hold.next.clear();
@@ -146,7 +147,7 @@ void DeviceTier::settle(std::unique_lock<std::mutex> & lock, int layer) {
         if (u.ahead || u.layer != layer) {
             return false;
         }
-        u.came ? seats->arrived(layer, u.expert) : seats->abandon(layer, u.expert);
+        u.came ? pools->arrived(layer, u.expert) : pools->abandon(layer, u.expert);
         return true;
     });
 }
@@ -161,21 +162,21 @@ void DeviceTier::settle_ahead(
     };
     // While this waits, more may be ordered: what comes behind it is one step.
     ended.wait(lock, [&] {
-        const auto & guests = seats->ordered(context, layer);
+        const auto & guests = pools->ordered(context, layer);
         return std::none_of(guests.begin(), guests.end(), [&](int expert) {
             const auto upload = upload_of(expert);
             return upload->begun && !upload->ended && is_wanted(expert);
         });
     });
-    for (int expert : std::vector<int>(seats->ordered(context, layer))) {
+    for (int expert : std::vector<int>(pools->ordered(context, layer))) {
         const bool wanted = is_wanted(expert);
         const auto upload = upload_of(expert);
         const bool comes  = upload->begun && (upload->came || !upload->ended);
         if (comes) {
-            seats->arrived(layer, expert);
+            pools->arrived(layer, expert);
         }
         if (!wanted) {
-            seats->abandon(layer, expert);
+            pools->abandon(layer, expert);
         }
         if (upload->begun && !upload->ended) {
             upload->dropped = true; // the thread that uploads it forgets it
@@ -202,11 +203,11 @@ void DeviceTier::order(
     }
     constexpr double            EVEN = 0.5;
     std::lock_guard<std::mutex> lock(mutex);
-    if (!seats) {
+    if (!pools) {
         return;
     }
-    for (int expert : seats->order(context, layer, forecast, precision < 0 ? EVEN : precision)) {
-        uploads.push_back({ layer, expert, seats->coming_to(layer, expert) });
+    for (int expert : pools->order(context, layer, forecast, precision < 0 ? EVEN : precision)) {
+        uploads.push_back({ layer, expert, pools->coming_to(layer, expert) });
         uploads.back().ahead = true;
         // What comes behind is wanted later than all of these.
         queue.insert(
@@ -217,13 +218,13 @@ void DeviceTier::order(
 
 void DeviceTier::forget(const void * context, int only) {
     std::unique_lock<std::mutex> lock(mutex);
-    if (!seats) {
+    if (!pools) {
         return;
     }
-    for (int layer : seats->layers_ordered(context)) {
+    for (int layer : pools->layers_ordered(context)) {
         if (only < 0 || layer == only) {
             settle_ahead(lock, context, layer, {});
-            seats->forget(context, layer);
+            pools->forget(context, layer);
         }
     }
 }
@@ -239,7 +240,7 @@ bool DeviceTier::lets_nothing_come(const RoutedBatch & batch) const {
     const std::vector<int> & found = batch.device.slots; // empty: not yet
     std::vector<int>         from_host;
     std::copy_if(batch.wanted.begin(), batch.wanted.end(), std::back_inserter(from_host), [&](int expert) {
-        return (found.empty() ? seats->slot(batch.layer, expert) : found[expert]) == SlotPools::NONE;
+        return (found.empty() ? pools->slot(batch.layer, expert) : found[expert]) == SlotPools::NONE;
     });
     return !batch.alone() && !batch.through_area() && !table.fits(batch.layer, from_host);
 }
@@ -255,7 +256,7 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & vi
     const bool stays = !batch.overlaps() && lets_nothing_come(batch);
     settle_ahead(lock, visit.context, batch.layer, batch.through_area() || stays ? std::vector<int>() : batch.wanted);
     if (batch.through_area()) {
-        seats->forget(visit.context, batch.layer);
+        pools->forget(visit.context, batch.layer);
         choose_for_area(hold, batch, batch.wanted);
         return;
     }
@@ -263,14 +264,14 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & vi
             .alone()) { // what another context brings nobody else computes; and while one is waited for, others set out
         ended.wait(lock, [&] {
             return std::none_of(batch.wanted.begin(), batch.wanted.end(), [&](int expert) {
-                return seats->known(batch.layer, expert) && seats->slot(batch.layer, expert) == SlotPools::NONE;
+                return pools->known(batch.layer, expert) && pools->slot(batch.layer, expert) == SlotPools::NONE;
             });
         });
     }
     const DeviceDemand demand = { batch.wanted, batch.asked, batch.n_tokens, visit.context, stays };
-    batch.device              = seats->find(batch.layer, demand);
+    batch.device              = pools->find(batch.layer, demand);
     if (!batch.overlaps()) {
-        seats->replace(batch.layer, demand, batch.device, learned);
+        pools->replace(batch.layer, demand, batch.device, learned);
         tell_moved();
     }
     std::copy_if(batch.wanted.begin(), batch.wanted.end(), std::back_inserter(hold.experts),
@@ -286,30 +287,30 @@ int DeviceTier::last_with_area(const std::vector<int> & layers) const {
 void DeviceTier::replace(RoutedBatch & batch, const Visit & visit) {
     const std::vector<double>   learned = learn(batch, visit);
     std::lock_guard<std::mutex> lock(mutex);
-    seats->replace(batch.layer, { batch.wanted, batch.asked, batch.n_tokens, visit.context, lets_nothing_come(batch) },
+    pools->replace(batch.layer, { batch.wanted, batch.asked, batch.n_tokens, visit.context, lets_nothing_come(batch) },
         batch.device, learned);
     tell_moved();
 }
 
 // REQUIRES: the mutex
 void DeviceTier::tell_moved() {
-    seats->tell_moved([&](int layer, const std::vector<uint8_t> & known) { table.set_above(layer, known); });
+    pools->tell_moved([&](int layer, const std::vector<uint8_t> & known) { table.set_above(layer, known); });
 }
 
 void DeviceTier::set_policy(pyorch_policy which) {
     std::lock_guard<std::mutex> lock(mutex);
     policy = which;
-    if (seats) {
-        seats->values.set_policy(which);
+    if (pools) {
+        pools->seats.values.set_policy(which);
     }
 }
 
 void DeviceTier::set_limits(int layer, int min, int max) {
     std::lock_guard<std::mutex> lock(mutex);
     const int                   n_expert = table.map.layers[layer].n_expert;
-    if (!seats || min < 0 || max > n_expert || min > max) {
+    if (!pools || min < 0 || max > n_expert || min > max) {
         throw Failure(PYORCH_INVALID,
-            !seats ? "experts of a layer have limits on a device once its memory was taken" :
+            !pools ? "experts of a layer have limits on a device once its memory was taken" :
                      format("limits of layer %d on the device must be 0 <= min <= max <= %d, not %d and %d",
                          table.map.layers[layer].il, n_expert, min, max));
     }
@@ -318,21 +319,16 @@ void DeviceTier::set_limits(int layer, int min, int max) {
             format("layer %d lies on the device with all its experts: it has no limits there",
                 table.map.layers[layer].il));
     }
-    minima.resize(table.map.layers.size());
-    int sum = min;
-    for (int other : bank(layer).all()[bank(layer).pool_of(layer)].layers) {
-        sum += other != layer ? minima[other] : 0;
-    }
-    const int n_slots = bank(layer).n_slots(layer) - seats->n_kept(layer);
-    if (min > 0 && sum >= n_slots) {
+    const int n_slots = pools->slots_for(layer);
+    if (min > 0 && min >= n_slots) {
         throw Failure(PYORCH_BUDGET,
-            format("a minimum of %d experts in layer %d leaves none of %d slots of the device "
-                   "to others",
+            format(
+                "a minimum of %d experts in layer %d leaves none of the %d slots that the device has beside minima of "
+                "other layers",
                 min, table.map.layers[layer].il, n_slots));
     }
-    minima[layer] = min;
     // Where each has a slot, none takes another's; and what does not come there nobody computes.
-    seats->set_limits(layer, min, all_fit ? n_expert : max);
+    pools->set_limits(layer, min, all_fit ? n_expert : max);
     tell_moved();
 }
 
@@ -347,13 +343,13 @@ static std::vector<int> most_used_first(const RoutedBatch & batch, std::vector<i
 void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts) {
     std::vector<int> slots(batch.n_expert, SlotPools::NONE);
     for (int expert : experts) {
-        slots[expert] = seats->slot(batch.layer, expert);
+        slots[expert] = pools->slot(batch.layer, expert);
         if (slots[expert] != SlotPools::NONE) {
-            seats->hold(batch.layer, expert);
+            pools->hold(batch.layer, expert);
             hold.experts.push_back(expert);
         }
     }
-    pyorch_stats & counts = seats->counts(batch.layer);
+    pyorch_stats & counts = pools->seats.counts(batch.layer);
     if (!areas->begin(&hold, batch.layer, experts, slots, batch.device.uploads)) {
         counts.device_misses += experts.size();
         return;
@@ -367,7 +363,7 @@ void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const s
     for (int expert : batch.device.uploads) {
         batch.device.slots[expert] = SlotPools::NONE; // until it was brought
     }
-    batch.device.behind = seats->fill(batch.layer, most_used_first(batch, experts));
+    batch.device.behind = pools->fill(batch.layer, most_used_first(batch, experts));
     tell_moved();
 }
 
@@ -427,9 +423,9 @@ void DeviceTier::bring_next(DeviceHold & hold, int layer) {
     {
         std::lock_guard<std::mutex> lock(mutex);
         for (int expert = 0; expert < (int) slots.size(); ++expert) {
-            slots[expert] = seats->slot(layer, expert);
+            slots[expert] = pools->slot(layer, expert);
             if (slots[expert] != SlotPools::NONE) {
-                seats->hold(layer, expert);
+                pools->hold(layer, expert);
                 hold.next.push_back(expert);
             }
         }
@@ -444,7 +440,7 @@ void DeviceTier::keep_passing(const RoutedBatch & batch) {
     {
         std::unique_lock<std::mutex> lock(mutex);
         for (int expert : batch.device.behind) {
-            slots.push_back(seats->coming_to(batch.layer, expert));
+            slots.push_back(pools->coming_to(batch.layer, expert));
             ended.wait(lock, [&] { return !is_written(batch.layer, slots.back()); });
         }
     }
@@ -454,8 +450,8 @@ void DeviceTier::keep_passing(const RoutedBatch & batch) {
     bank(batch.layer).wait_for_uploads();
     std::lock_guard<std::mutex> lock(mutex);
     for (int expert : batch.device.behind) {
-        areas->has(batch.layer, expert) ? seats->arrived(batch.layer, expert, false) :
-                                          seats->abandon(batch.layer, expert);
+        areas->has(batch.layer, expert) ? pools->arrived(batch.layer, expert, false) :
+                                          pools->abandon(batch.layer, expert);
     }
     ended.notify_all();
 }
@@ -465,7 +461,7 @@ std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
     std::unique_lock<std::mutex> lock(mutex);
     std::vector<int>             slots;
     for (int expert : batch.device.uploads) {
-        slots.push_back(seats->coming_to(batch.layer, expert));
+        slots.push_back(pools->coming_to(batch.layer, expert));
         ended.wait(lock, [&] { return !is_written(batch.layer, slots.back()); });
     }
     return slots;
@@ -479,12 +475,12 @@ void DeviceTier::arrive(
     for (size_t i = 0; i < slots.size(); ++i) {
         const int expert = batch.device.uploads[i];
         if (came[i]) {
-            seats->arrived(batch.layer, expert);
-            seats->hold(batch.layer, expert);
+            pools->arrived(batch.layer, expert);
+            pools->hold(batch.layer, expert);
             hold.experts.push_back(expert);
             batch.device.slots[expert] = slots[i];
         } else {
-            seats->abandon(batch.layer, expert);
+            pools->abandon(batch.layer, expert);
         }
     }
     ended.notify_all();
@@ -492,14 +488,14 @@ void DeviceTier::arrive(
 
 void DeviceTier::count_unasked(int layer, int n_used) {
     std::lock_guard<std::mutex> lock(mutex);
-    pyorch_stats &              counts = seats->counts(layer);
+    pyorch_stats &              counts = pools->seats.counts(layer);
     counts.device_hits += n_used;
     counts.device_computed += n_used;
 }
 
 void DeviceTier::count_computed(const RoutedBatch & batch) {
     std::lock_guard<std::mutex> lock(mutex);
-    seats->counts(batch.layer).device_computed += std::count_if(
+    pools->seats.counts(batch.layer).device_computed += std::count_if(
         batch.device.slots.begin(), batch.device.slots.end(), [](int slot) { return slot != SlotPools::NONE; });
 }
 
@@ -509,10 +505,10 @@ void DeviceTier::bring_behind(const Owner & owner, RoutedBatch & batch) {
         const bool                  held = table.share(owner, batch.layer, expert, u.owner);
         std::lock_guard<std::mutex> lock(mutex);
         if (!held) {
-            seats->abandon(batch.layer, expert);
+            pools->abandon(batch.layer, expert);
             continue;
         }
-        u.slot = seats->coming_to(batch.layer, expert);
+        u.slot = pools->coming_to(batch.layer, expert);
         uploads.push_back(std::move(u));
         queue.push_back(&uploads.back());
     }
@@ -563,8 +559,9 @@ void DeviceTier::wait_idle() {
 
 void DeviceTier::mark(int layer, std::vector<uint8_t> & mask) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (seats) {
-        seats->mark(layer, mask);
+    if (pools) {
+        const std::vector<uint8_t> & there = pools->seats.mask(layer);
+        std::transform(mask.begin(), mask.end(), there.begin(), mask.begin(), std::bit_or<uint8_t>());
     }
 }
 
@@ -579,13 +576,13 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
         stats.device_budget_bytes +=
             all_fit ? used : std::min(budgets[i], expert_bytes(table.map, bank.layers) + bank.landings.used());
     }
-    for (int layer = 0; seats && layer < (int) table.map.layers.size(); ++layer) {
+    for (int layer = 0; pools && layer < (int) table.map.layers.size(); ++layer) {
         if (only >= 0 && layer != only) {
             continue;
         }
-        const pyorch_stats & counts = seats->counts(layer);
+        const pyorch_stats & counts = pools->seats.counts(layer);
         add_counts(stats, counts);
-        stats.device_experts += seats->n_there(layer);
+        stats.device_experts += pools->seats.n_resident(layer);
         stats.device_bytes += only < 0 ? 0 : counts.device_loads * table.map.layers[layer].expert_bytes();
     }
 }
@@ -593,8 +590,8 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
 void DeviceTier::reset_stats() {
     std::lock_guard<std::mutex> lock(mutex);
     banks.reset_counts();
-    if (seats) {
-        seats->reset_counts();
+    if (pools) {
+        pools->seats.reset_counts();
     }
 }
 

@@ -163,10 +163,9 @@ private:
     std::condition_variable      wanted;
     std::condition_variable      ended;
     std::atomic<bool>            all_fit{ false };
-    std::unique_ptr<SlotPools>   seats;  // null until there is memory
-    std::unique_ptr<DeviceAreas> areas;  // the same
-    std::vector<int>             minima; // by layer, once one was set
-    std::vector<uint8_t>         whole;  // by layer, once it is open
+    std::unique_ptr<SlotPools>   pools; // null until there is memory
+    std::unique_ptr<DeviceAreas> areas; // the same
+    std::vector<uint8_t>         whole; // by layer, once it is open
     bool                         opened   = false;
     bool                         stopping = false;
     std::list<Upload>            uploads; // under way, or not yet seen by their layer

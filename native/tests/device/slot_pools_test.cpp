@@ -31,7 +31,7 @@ void slots_are_given_once() {
     bring(t, 1, 0);
     const std::set<int> slots = { t.slot(0, 0), t.slot(0, 1), t.slot(1, 0) };
     CHECK(slots == std::set<int>({ 0, 1, 2 }));
-    CHECK(t.n_there(0) == 2 && t.n_there(1) == 1);
+    CHECK(t.seats.n_resident(0) == 2 && t.seats.n_resident(1) == 1);
 }
 
 void the_least_valuable_of_all_layers_of_a_pool_goes() {
@@ -41,7 +41,7 @@ void the_least_valuable_of_all_layers_of_a_pool_goes() {
     bring(t, 0, 1);
     bring(t, 2, 2);
     bring(t, 0, 2);
-    CHECK(t.slot(1, 3) == SlotPools::NONE && t.counts(1).device_evictions == 1);
+    CHECK(t.slot(1, 3) == SlotPools::NONE && t.seats.counts(1).device_evictions == 1);
     CHECK(t.slot(0, 0) != SlotPools::NONE && t.slot(2, 2) != SlotPools::NONE);
 }
 
@@ -72,7 +72,7 @@ void what_is_worth_less_is_not_admitted_unless_it_must() {
     t.arrived(2, 0);
     ask(t, 2, 1);
     CHECK(t.admit(2, 1, false, took) == SlotPools::NONE);
-    CHECK(t.slot(2, 0) != SlotPools::NONE && t.counts(2).device_evictions == 0);
+    CHECK(t.slot(2, 0) != SlotPools::NONE && t.seats.counts(2).device_evictions == 0);
     CHECK(t.admit(2, 1, true, took) != SlotPools::NONE && took);
 }
 
@@ -86,7 +86,7 @@ void what_is_only_newer_takes_no_place() {
             }
         }
         CHECK(t.slot(0, 0) == 0 || t.slot(0, 1) == 0);
-        CHECK(t.known(0, 0) && t.known(0, 1) && t.counts(0).device_evictions == 0);
+        CHECK(t.known(0, 0) && t.known(0, 1) && t.seats.counts(0).device_evictions == 0);
     }
 }
 
@@ -131,7 +131,7 @@ void what_must_come_and_is_not_worth_it_passes_through() {
     // A limit of the layer holds for those that pass through, too.
     ask_for({ 2 });
     t.set_limits(0, 0, 1);
-    CHECK(t.n_there(0) == 1 && t.known(0, 7));
+    CHECK(t.seats.n_resident(0) == 1 && t.known(0, 7));
 }
 
 void what_did_not_come_leaves_its_slot() {
@@ -140,7 +140,7 @@ void what_did_not_come_leaves_its_slot() {
     ask(t, 2, 0);
     const int slot = t.admit(2, 0, true, took);
     t.abandon(2, 0);
-    CHECK(!t.known(2, 0) && t.n_there(2) == 0 && t.counts(2).device_loads == 0);
+    CHECK(!t.known(2, 0) && t.seats.n_resident(2) == 0 && t.seats.counts(2).device_loads == 0);
     ask(t, 2, 1);
     CHECK(t.admit(2, 1, false, took) == slot && !took);
 }
@@ -190,13 +190,13 @@ void a_layer_keeps_its_minimum_and_takes_no_more_than_its_most() {
     for (int expert = 0; expert < 4; ++expert) {
         bring(t, 0, expert);
     }
-    CHECK(t.n_there(0) == 2 && t.slot(0, 3) != SlotPools::NONE);
+    CHECK(t.seats.n_resident(0) == 2 && t.slot(0, 3) != SlotPools::NONE);
     for (int expert = 0; expert < 2; ++expert) {
         bring(t, 1, expert);
     }
-    CHECK(t.n_there(1) == 2 && t.n_there(0) == 1); // a slot was free, then one of two went
+    CHECK(t.seats.n_resident(1) == 2 && t.seats.n_resident(0) == 1); // a slot was free, then one of two went
     bring(t, 1, 2);
-    CHECK(t.n_there(1) == 2 && t.n_there(0) == 1);
+    CHECK(t.seats.n_resident(1) == 2 && t.seats.n_resident(0) == 1);
 }
 
 void who_asks_is_told_what_came_and_went() {
@@ -264,12 +264,12 @@ void a_guest_serves_the_pass_that_it_came_for() {
             guests.pass(expert);
         }
         guests.pass(20, { { 20, 0, 1 } }, late);
-        pyorch_stats & counts = guests.table.counts(0);
+        pyorch_stats & counts = guests.table.seats.counts(0);
         CHECK(counts.device_ahead == 1 && counts.device_ahead_hits == 1 && counts.device_ahead_late == late);
         CHECK(counts.device_hits == 13 + 1 && counts.device_evictions == 0); // all others had been worth two uses
         CHECK(guests.table.coming_to(0, 20) != SlotPools::NONE && guests.table.slot(0, 20) == SlotPools::NONE);
         guests.pass(0);
-        CHECK(!guests.table.known(0, 20) && guests.table.n_there(0) == 13);
+        CHECK(!guests.table.known(0, 20) && guests.table.seats.n_resident(0) == 13);
     }
 }
 
@@ -282,15 +282,16 @@ void a_guest_that_is_worth_it_stays_and_another_slot_is_kept() {
         guests.pass(20, { { 20, 0, 1 } });
         guests.pass(0);
     }
-    pyorch_stats & counts = guests.table.counts(0);
-    CHECK(counts.device_evictions == 1 && guests.table.slot(0, 20) != SlotPools::NONE && guests.table.n_there(0) == 13);
+    pyorch_stats & counts = guests.table.seats.counts(0);
+    CHECK(counts.device_evictions == 1 && guests.table.slot(0, 20) != SlotPools::NONE &&
+        guests.table.seats.n_resident(0) == 13);
     const uint64_t loads = counts.device_loads;
     std::set<int>  slots;
     for (int expert = 0; expert < 32; ++expert) {
         slots.insert(guests.table.coming_to(0, expert));
     }
-    CHECK(slots.size() == 13 + 1 && guests.table.n_kept(0) == 3); // and NONE
-    guests.pass(20, { { 20, 0, 1 } });                            // it is there: nothing is ordered
+    CHECK(slots.size() == 13 + 1 && guests.table.slots_for(0) == 13); // and NONE
+    guests.pass(20, { { 20, 0, 1 } });                                // it is there: nothing is ordered
     CHECK(counts.device_loads == loads);
 }
 
@@ -305,7 +306,7 @@ void another_contexts_guest_is_not_computed_with() {
     CHECK(t.pass(0, { asked, asked, 1, &b }).slots[5] == SlotPools::NONE);
     CHECK(t.layers_ordered(&a) == std::vector<int>({ 0 }) && t.layers_ordered(&b).empty());
     const DevicePass pass = t.pass(0, { asked, asked, 1, &a });
-    CHECK(pass.slots[5] != SlotPools::NONE && t.counts(0).device_ahead_hits == 1);
+    CHECK(pass.slots[5] != SlotPools::NONE && t.seats.counts(0).device_ahead_hits == 1);
     CHECK(pass.guests.empty()); // a slot was free for it
 }
 
@@ -319,10 +320,10 @@ void forecasts_that_are_wrong_upload_nothing() {
             const int expert = (int) ((uint64_t) (state >> 8) * (state >> 8) >> 32) * 24 / (1 << 16);
             with.pass(expert, { { right ? expert : 31, 0, 1 } });
         }
-        const pyorch_stats & found = with.table.counts(0);
+        const pyorch_stats & found = with.table.seats.counts(0);
         CHECK(right ? found.device_ahead_hits == found.device_ahead && found.device_ahead > 50 :
                       found.device_ahead < 10 && found.device_ahead_hits == 0);
-        CHECK(with.table.n_kept(0) == 3);
+        CHECK(with.table.slots_for(0) == 13);
     }
 }
 

@@ -236,7 +236,7 @@ static void what_is_there_stays_unless_another_is_clearly_better() {
 }
 
 static void a_value_is_discounted_by_the_wait_for_its_layer() {
-    Values values({ 8, 8, 8, 8 }, HOST, policy_list(), PYORCH_LEARNED);
+    Values values({ 8, 8, 8, 8 }, Values::MUST_TAKE, policy_list(), PYORCH_LEARNED);
     values.passes(1);
     CHECK(std::abs(values.worth(1, 0.5) - 0.5 * DISCOUNT) < 1e-12); // its turn was just now
     CHECK(std::abs(values.worth(3, 0.5) - 0.5 * std::sqrt(DISCOUNT)) < 1e-12);

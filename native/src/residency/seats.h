@@ -1,0 +1,120 @@
+// Which experts one memory has, which layers hold them, and which expert is evicted first.
+//
+// Host memory (Residents) and devices (SlotPools) have a Seats each. The owner of a Seats decides when an expert comes,
+// and where its bytes are. It calls:
+//
+//     absent --come()--> loading --arrive()--> resident --go()--> absent
+//
+// A layer holds the experts that it computes with; an expert that is held is not evicted. The caller guards a Seats.
+
+#pragma once
+
+#include "base/counters.h"
+#include "residency/eviction_order.h"
+
+#include <vector>
+
+namespace pyorch {
+
+// One expert in one memory. The record of an owner is a Seat and more.
+struct Seat {
+    enum State : uint8_t { ABSENT, LOADING, RESIDENT };
+
+    int          layer    = 0;
+    int          id       = 0;
+    State        state    = ABSENT;
+    bool         pinned   = false;
+    int          holds    = 0;       // by running layers
+    const void * guess_of = nullptr; // it is there for the next pass of this context through its layer, on a forecast
+
+    bool absent() const { return state == ABSENT; }
+    bool loading() const { return state == LOADING; }
+    bool resident() const { return state == RESIDENT; }
+    bool may_go() const { return resident() && holds == 0 && !pinned; }
+};
+
+class Seats {
+public:
+    // set_keys: for the order of eviction; an expert that may not go has the key NEVER. For the others see Values.
+    Seats(const std::vector<int> & n_experts, bool may_refuse, const Policies & policies, pyorch_policy policy,
+        EvictionOrder::SetKeys set_keys) :
+            values(n_experts, may_refuse, policies, policy), order(values, std::move(set_keys)) {
+        for (int n : n_experts) {
+            layers.emplace_back().mask.resize(n);
+        }
+    }
+
+    Values        values;
+    EvictionOrder order;
+
+    int n_resident(int layer) const { return layers[layer].n_resident; }
+    int n_held() const { return held; } // of all layers
+
+    // [n_expert]: 1 for each expert of the layer that is resident.
+    const std::vector<uint8_t> & mask(int layer) const { return layers[layer].mask; }
+
+    // What the owner counts of a layer.
+    pyorch_stats & counts(int layer) { return layers[layer].counts; }
+
+    void reset_counts() {
+        for (Layer & layer : layers) {
+            layer.counts = {};
+        }
+    }
+
+    void hold(Seat & seat) {
+        if (seat.holds++ == 0) {
+            ++held;
+            changed(seat);
+        }
+    }
+
+    // True: no layer holds it any more.
+    bool release(Seat & seat) {
+        if (--seat.holds > 0) {
+            return false;
+        }
+        --held;
+        changed(seat);
+        return true;
+    }
+
+    void come(Seat & seat) {
+        seat.state = Seat::LOADING;
+        values.came(seat.layer, seat.id);
+        order.came(seat.layer);
+    }
+
+    void arrive(Seat & seat) {
+        seat.state                       = Seat::RESIDENT;
+        layers[seat.layer].mask[seat.id] = 1;
+        ++layers[seat.layer].n_resident;
+        changed(seat);
+    }
+
+    // From any state.
+    void go(Seat & seat) {
+        if (!seat.absent()) {
+            order.went(seat.layer);
+        }
+        layers[seat.layer].n_resident -= seat.resident();
+        layers[seat.layer].mask[seat.id] = 0;
+        seat.state                       = Seat::ABSENT;
+        changed(seat);
+    }
+
+    // When the expert goes, or whether it may, is another now.
+    void changed(const Seat & seat) { order.changed(seat.layer, seat.id); }
+
+private:
+    struct Layer {
+        int                  n_resident = 0;
+        std::vector<uint8_t> mask       = {};
+        pyorch_stats         counts     = {};
+    };
+
+    std::vector<Layer> layers;
+    int                held = 0;
+};
+
+} // namespace pyorch
