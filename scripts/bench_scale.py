@@ -141,7 +141,7 @@ def _measure(args: argparse.Namespace, name: str, directory: Path, progress: Pro
     for budget in listed(args, "budget") or tuple(map(Budget.parse, shape.budgets)):
         n_bytes = budget.resolve(info)
         limit = memory.memory_limit()
-        if n_bytes > memory.rest_bytes(limit, info.dense_bytes, 0):
+        if n_bytes > limit.rest_bytes(info.dense_bytes):
             skipped.append(
                 f"{name}, budget {budget} is skipped: {format_bytes(n_bytes)} of experts and "
                 f"{format_bytes(info.dense_bytes)} of dense weights do not fit into the "

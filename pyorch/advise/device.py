@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from pyorch.advise.machine import Compute
 from pyorch.errors import PyorchError
-from pyorch.llama.device import bias_bytes, margin_bytes
-from pyorch.llama.measure import WIDE_UBATCH, chain_bytes
+from pyorch.llama.device import bias_bytes, header_of
+from pyorch.llama.division import WIDE_UBATCH, device_margin
 from pyorch.runtime.devices import find_devices, rates_of
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.device import AUTO
@@ -89,8 +89,8 @@ def rest_for_experts(device: Device, model_map: ModelMap, host_dense_bytes: int,
     info = model_map.info
     assert device.free_bytes is not None and device.total_bytes is not None
     needed = info.dense_bytes - host_dense_bytes + bias_bytes(model_map) + n_context_bytes
-    needed += device.number * chain_bytes(model_map, WIDE_UBATCH)
-    margin = device.number * margin_bytes(device.total_bytes // device.number)
+    needed += device.number * header_of(model_map).chain_bytes(WIDE_UBATCH)
+    margin = device.number * device_margin(device.total_bytes // device.number)
     left = device.free_bytes - needed - margin
     if left <= 0:
         raise PyorchError(

@@ -6,8 +6,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.llama import logs, measure
-from pyorch.llama.measure import WIDE_UBATCH
-from pyorch.llama.memory import MemoryLimit, rest_bytes
+from pyorch.llama.division import WIDE_UBATCH, MemoryLimit
 from pyorch.runtime.model_map import MapInfo, ModelMap
 from pyorch.sizes import MiB
 
@@ -31,5 +30,5 @@ def context_bytes(model_map: ModelMap, n_ctx: int, n_threads: int) -> int:
 
 def rest_for_experts(info: MapInfo, limit: MemoryLimit, dense_bytes: int, n_context_bytes: int) -> int | None:
     """Bytes beside dense weights and context, at most those of all experts; None if not even the floor is left."""
-    rest = rest_bytes(limit, dense_bytes, n_context_bytes)
+    rest = limit.rest_bytes(dense_bytes, n_context_bytes)
     return min(rest, info.slots_bytes) if rest >= info.floor_bytes else None

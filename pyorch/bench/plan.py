@@ -110,7 +110,7 @@ def beside(n_busy: int, config: Config) -> Config:
 def fits(info: MapInfo, n_models: int = 1) -> bool:
     """Whether all experts of so many models can be resident, beside what else a process needs."""
     limit = memory.memory_limit()
-    return n_models * (info.slots_bytes + info.dense_bytes) + memory.margin_bytes(limit) <= limit.free_bytes
+    return n_models * (info.slots_bytes + info.dense_bytes) + limit.margin_bytes <= limit.free_bytes
 
 
 def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[Config, Config]]]:

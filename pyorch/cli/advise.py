@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pyorch.advise.estimates import Estimate
     from pyorch.advise.gains import Gain
     from pyorch.advise.machine import Compute, Disk
-    from pyorch.llama.memory import MemoryLimit
+    from pyorch.llama.division import MemoryLimit
     from pyorch.runtime.model_map import ModelMap
 
 _SHARES = (25, 40, 60, 100)
@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from pyorch import pictures
     from pyorch.advise.advice_plot import picture_in
-    from pyorch.llama.memory import MemoryLimit
+    from pyorch.llama.division import MemoryLimit
     from pyorch.sidecars import packs
 
     check_readable([args.trace])
@@ -366,9 +366,7 @@ def _default_trace(model_map: ModelMap) -> Path:
 
 
 def _missing(model_map: ModelMap, memory: MemoryLimit, n_other_bytes: int) -> str:
-    from pyorch.llama.memory import rest_bytes
-
-    return format_bytes(model_map.info.floor_bytes - rest_bytes(memory, n_other_bytes, 0), round_up=True)
+    return format_bytes(model_map.info.floor_bytes - memory.rest_bytes(n_other_bytes), round_up=True)
 
 
 def _command(

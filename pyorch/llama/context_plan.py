@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import measure, memory
-from pyorch.llama.device import device_dense_bytes, host_dense_bytes, margin_bytes
+from pyorch.llama.division import LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH, Division, MemoryLimit, Room, divide
+from pyorch.llama.facts import Facts, settle
 from pyorch.llama.managed import ManagedModel, lock, models
-from pyorch.llama.measure import LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH
 from pyorch.runtime import fatal
+from pyorch.runtime.devices import Device
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO
 from pyorch.sizes import format_bytes
@@ -53,7 +56,7 @@ def check_context(managed: ManagedModel, params: llama.llama_context_params, wid
     free = _free(managed)
     left = free.free_bytes - _dense_to_come(managed)
     if managed.plan.automatic:
-        left -= managed.map.info.floor_bytes + memory.margin_bytes(free)
+        left -= managed.map.info.floor_bytes + free.margin_bytes
     elif managed.engine is not None:
         # A budget that alone is more than the free memory is the user's decision.
         beside = left - managed.engine.stats().budget_bytes
@@ -98,7 +101,7 @@ def _ubatch_that_fits(
     return None
 
 
-def _free(managed: ManagedModel) -> memory.MemoryLimit:
+def _free(managed: ManagedModel) -> MemoryLimit:
     """The memory limit. Its free bytes are those that a context and all experts of the model may use together."""
     limit = memory.memory_limit()
     used = managed.engine.stats().used_bytes if managed.engine is not None else 0
@@ -111,7 +114,7 @@ def _dense_to_come(managed: ManagedModel) -> int:
     The kernel can drop mapped dense weights, so they look free; but every token needs them.
     """
     mapped = managed.params.load_mode in (llama.LLAMA_LOAD_MODE_MMAP, llama.LLAMA_LOAD_MODE_AUTO)
-    return host_dense_bytes(managed.map, managed.devices, managed.params) if mapped else 0
+    return managed.plan.placement.host_dense(managed.plan.header) if mapped else 0
 
 
 def _most_bytes(model_map: ModelMap, n_ctx: int, n_ubatch: int) -> int:
@@ -124,86 +127,68 @@ def _most_bytes(model_map: ModelMap, n_ctx: int, n_ubatch: int) -> int:
 def plan_context(
     managed: ManagedModel, params: llama.llama_context_params, widen: bool, is_loaded: bool = True
 ) -> int:
-    """Sets the engine's budget to what a context with these parameters will leave; returns its bytes of host memory.
+    """Gives the engine what a context with these parameters will leave; returns the context's bytes of host memory.
 
     widen: choose params.n_ubatch: narrower than llama.cpp's only where its buffers would not leave the floor.
     is_loaded: the dense weights of devices are there already. Raises BudgetError if that is not left.
     """
-    info, free = managed.map.info, _free(managed)
-    dense_bytes = _dense_to_come(managed)
-    # What is on devices that share this memory is taken of it, too.
-    shared = [i for i, device in enumerate(managed.devices.each) if device.shares_memory] if managed.devices else []
-    if shared and not is_loaded:
-        dense_there = device_dense_bytes(managed.map, managed.params.n_gpu_layers, managed.devices)
-        dense_bytes = min(dense_bytes + sum(dense_there[i] for i in shared), info.dense_bytes)
-    slots_bytes, to_come = info.slots_bytes, 0
-    with managed.engine.capture(), measure.twin(managed.path, managed.params) as twin:
-
-        def need(n_ubatch: int) -> int:
-            params.n_ubatch = n_ubatch
-            beside = measure.chain_bytes(managed.map, n_ubatch) if managed.devices is not None else 0
-            sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
-            return sizes.host + beside + sum(sizes.devices[i] + beside for i in shared)
-
-        if shared:
-            sizes = measure.context_sizes(twin, params, managed.map, managed.devices)
-            budgets = managed.device_bytes or _device_budgets(managed, sizes, params.n_ubatch, is_loaded)
-            there = sum(budgets[i] for i in shared)
-            to_come = there if managed.engine.stats().device_used_bytes == 0 else 0
-            if there:  # an expert lies once, but for what passes on its way there
-                slots_bytes = max(0, slots_bytes - there) + info.floor_bytes
-        if widen:
-            most = min(params.n_batch, MAX_SHARE_UBATCH) if managed.plan.has_share else params.n_batch
-            without = dataclasses.replace(free, free_bytes=free.free_bytes - to_come)
-            params.n_ubatch = _widest_ubatch(need, most, without, slots_bytes)
-        needed = need(params.n_ubatch)
-        while (widen and params.n_ubatch > LEAST_UBATCH
-               and memory.rest_bytes(free, dense_bytes + to_come, needed) < info.floor_bytes):
-            needed = need(params.n_ubatch // 2)
-        budget = min(memory.budget_beside(info, free, dense_bytes, needed, to_come), slots_bytes)
-    managed.engine.set_budget(budget)
-    if managed.division.planner is not None:
-        managed.division = managed.division.at(budget)
-        managed.engine.set_pools(managed.division.pools)
-    return needed
+    widest = min(params.n_batch, MAX_SHARE_UBATCH) if managed.plan.has_share else params.n_batch
+    _divide(managed, params, widest if widen else 0, is_loaded)
+    params.n_ubatch = managed.division.n_ubatch
+    return managed.division.context_bytes
 
 
 def plan_devices(managed: ManagedModel, params: llama.llama_context_params, is_loaded: bool = True) -> None:
     """What experts get of each device: under the automatic budget, what a first context with these parameters leaves of
-    it; of a budget that was given, no more than that, and a line says so.
+    it; of a budget that was given, no more than that, and a line says so. is_loaded: as plan_context() has it."""
+    if managed.engine is not None and managed.devices is not None and not managed.division.is_final:
+        _divide(managed, params, 0, is_loaded)
 
-    is_loaded: the dense weights are there already.
-    """
-    devices = managed.devices
-    if managed.engine is None or devices is None or managed.device_bytes is not None:
-        return
-    with managed.engine.capture():
-        sizes = measure.sizes_of(managed.map, managed.params, params, devices)
-    managed.device_bytes = _device_budgets(managed, sizes, params.n_ubatch, is_loaded)
+
+def _divide(managed: ManagedModel, params: llama.llama_context_params, widest: int, is_loaded: bool) -> None:
+    """Divides memory anew, beside a context with these parameters, and tells the engine. widest: as Room has it."""
+    plan, devices = managed.plan, managed.plan.placement.each
+    dense = [0] * len(devices) if is_loaded else plan.placement.device_dense(plan.header)
+    room = Room(_free(managed), _dense_to_come(managed), tuple(dense), params.n_ubatch, widest,
+                managed.engine.stats().device_used_bytes > 0)
+    with managed.engine.capture(), measure.twin(managed.path, managed.params) as twin:
+        found = settle(partial(divide, plan.settings, devices, managed.division, room), Facts(plan.header),
+                       _ContextSurvey(managed, twin, params))
+    _tell(managed, found)
+
+
+@dataclass(frozen=True)
+class _ContextSurvey:
+    """Answers what divide() asks of facts, of contexts with these parameters."""
+
+    managed: ManagedModel
+    twin: int
+    params: llama.llama_context_params
+
+    def context_sizes(self, n_ubatch: int) -> measure.ContextSizes:
+        params = llama.llama_context_params.from_buffer_copy(self.params)
+        params.n_ubatch = n_ubatch
+        return measure.context_sizes(self.twin, params, self.managed.map, self.managed.devices)
+
+    def device_memory(self, device: Device) -> tuple[int, int]:
+        return device.free_bytes(), device.total_bytes()
+
+
+def _tell(managed: ManagedModel, found: Division) -> None:
+    """The engine divides memory so from now on. A line says where a budget that was given is more than there is."""
+    engine, before = managed.engine, managed.division
+    managed.division = found
+    if managed.plan.automatic:
+        engine.set_budget(found.budget)
+        if found.planner is not None:
+            engine.set_pools(found.pools)
     is_automatic = managed.plan.settings.vram_budget == AUTO
-    for i, (device, given, found) in enumerate(zip(devices.each, managed.plan.device_bytes, managed.device_bytes)):
-        if is_automatic or found < given:
-            managed.engine.set_device_budget(i, found)
-        if not is_automatic and found < given:
-            fatal.notice(f"note: {device.name} has {format_bytes(found)} left beside the other layers and the context: "
-                         f"so much is for experts, not {format_bytes(given)}")
-
-
-def _device_budgets(
-    managed: ManagedModel, sizes: measure.ContextSizes, n_ubatch: int, is_loaded: bool
-) -> tuple[int, ...]:
-    """Of each device, bytes for experts beside a context of these sizes: of a budget that was given, at most that."""
-    devices, found = managed.devices, []
-    dense = [0] * len(devices.each) if is_loaded else device_dense_bytes(
-        managed.map, managed.params.n_gpu_layers, devices)
-    for i, (device, given) in enumerate(zip(devices.each, managed.plan.device_bytes)):
-        left = max(0, device.free_bytes() - sizes.devices[i] - measure.chain_bytes(managed.map, n_ubatch) - dense[i])
-        if managed.plan.settings.vram_budget != AUTO:
-            found.append(min(given, left))
-            continue
-        left = max(0, left - margin_bytes(device.total_bytes()))
-        found.append(0 if device.shares_memory else left)  # one of several that shares the processor's memory has none
-    return tuple(found)
+    for i, (given, n_bytes) in enumerate(zip(before.devices, () if before.is_final else found.devices)):
+        if is_automatic or n_bytes < given:
+            engine.set_device_budget(i, n_bytes)
+        if not is_automatic and n_bytes < given:
+            fatal.notice(f"note: {managed.devices.each[i].name} has {format_bytes(n_bytes)} left beside the other "
+                         f"layers and the context: so much is for experts, not {format_bytes(given)}")
 
 
 def _promised_bytes(managed: ManagedModel) -> int:
@@ -216,17 +201,3 @@ def _promised_bytes(managed: ManagedModel) -> int:
                 stats = other.engine.stats()
                 promised += stats.budget_bytes - stats.used_bytes
     return promised
-
-
-def _widest_ubatch(need: Callable[[int], int], n_batch: int, free: memory.MemoryLimit, slots_bytes: int) -> int:
-    """The widest ubatch whose buffers cost the experts at most a tenth of their memory.
-
-    need: bytes of the context for an ubatch. Where all experts fit, none is read twice: the narrow one.
-    """
-    narrow = min(NARROW_UBATCH, n_batch)
-    least = need(narrow)
-    rest = free.free_bytes - memory.margin_bytes(free) - least
-    width = min(WIDE_UBATCH, n_batch)
-    while width > narrow and (rest >= slots_bytes or need(width) - least > rest // 10):
-        width //= 2
-    return max(width, narrow)

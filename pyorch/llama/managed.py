@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -12,13 +14,17 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import DeviceError, ExpertReadError, FormatError, PyorchError
 from pyorch.library.bindings import decode_error
-from pyorch.llama import warm
+from pyorch.llama import logs, warm
 from pyorch.llama.apply import apply_prefetch, apply_substitution, set_uses
-from pyorch.llama.plan import Division, EnginePlan, make_plan
+from pyorch.llama.device import devices_of, set_placement
+from pyorch.llama.division import Division
+from pyorch.llama.plan import EnginePlan
+from pyorch.llama.survey import make_plan
 from pyorch.runtime import fatal
 from pyorch.runtime.callbacks import raise_held
 from pyorch.runtime.devices import Devices
 from pyorch.runtime.engine import Engine
+from pyorch.runtime.mirrors import add_mirrors
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import RESIDENT
 from pyorch.settings.device import NONE, PROCESSOR, device_names
@@ -38,14 +44,17 @@ def build(plan: EnginePlan) -> Engine | None:
         if sentence and sentence not in _noted:
             _noted.add(sentence)
             fatal.notice(f"note: {sentence}")
-    if plan.budget is None:
+    if plan.division.budget is None:
         return None
-    settings = plan.settings
+    settings, division = plan.settings, plan.division
+    if settings.mirror is not None and settings.source is None:
+        add_mirrors(plan.map, settings.mirror.paths, _Compared())
     engine = Engine(
-        plan.map, plan.budget, settings.policy, plan.reads, settings.source, pools=plan.division.pools or Pools(),
-        devices=plan.devices, device_bytes=plan.device_bytes, device_misses=settings.device_misses or PROCESSOR,
-        plain=plan.plain, direct_io=settings.direct_io, device_ahead=settings.device_ahead,
-        device_prompt=plan.device_prompt, recovery=RECOVERIES.index(settings.recovery),
+        plan.map, division.budget, settings.policy, plan.reads, settings.source, pools=division.pools or Pools(),
+        devices=devices_of(plan.placement), device_bytes=division.devices,
+        device_misses=settings.device_misses or PROCESSOR, plain=plan.plain, direct_io=settings.direct_io,
+        device_ahead=settings.device_ahead, device_prompt=plan.device_prompt,
+        recovery=RECOVERIES.index(settings.recovery),
     )
     try:
         set_uses(engine, plan.map, plan.uses)
@@ -67,6 +76,20 @@ def build(plan: EnginePlan) -> Engine | None:
     return engine
 
 
+class _Compared:
+    """Says now and then how far the comparison of a copy is, which takes as long as reading both."""
+
+    SECONDS = 5.0
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if not logs.is_quiet() and time.monotonic() - self._said >= self.SECONDS:
+            self._said = time.monotonic()
+            print(f"pyorch: {what}: {done / total:.0%}", file=sys.stderr)
+
+
 @contextlib.contextmanager
 def loading(
     path: str, model_map: ModelMap, settings: Settings, params: llama.llama_model_params, placed: bool = False,
@@ -76,6 +99,7 @@ def loading(
     planned and built first, and ends if loading raises. placed: other servers compute experts for it. context:
     see make_plan(). Raises as make_plan() and build() do."""
     plan = make_plan(settings, model_map, params, placed, context)
+    set_placement(params, plan.placement)
     managed = ManagedModel(path, plan, params, build(plan))
     if managed.engine is None:
         yield managed
@@ -92,36 +116,31 @@ def loading(
 class ManagedModel:
     """A loaded model: what was planned for it, the engine that was built of that, and what changed since.
 
-    engine: None where the model is dense or llama.cpp keeps its experts. division: of the memory of a compressed pack
-    as it is now: under the automatic budget a context changes it. speculating: layers execute what is forecast for
-    them. device_bytes: what experts get of each device's memory, as a context has said; None before. contexts:
-    llama_context * to its bytes, under the automatic budget. warmed: the experts that belong into memory were ordered
-    (pyorch.llama.warm).
+    engine: None where the model is dense or llama.cpp keeps its experts. devices: where the dense weights are, and
+    experts, as far as there is room. division: of memory as it is now: contexts change it. speculating: layers execute
+    what is forecast for them. contexts: llama_context * to its bytes, under the automatic budget. warmed: the experts
+    that belong into memory were ordered (pyorch.llama.warm).
     """
 
     path: str
     plan: EnginePlan
     params: llama.llama_model_params
     engine: Engine | None
+    devices: Devices | None = field(init=False)
     division: Division = field(init=False)
     speculating: bool = field(init=False)
-    device_bytes: tuple[int, ...] | None = None
     warmed: bool = False
     contexts: dict[int, int] = field(default_factory=dict)
     pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
+        self.devices = devices_of(self.plan.placement)
         self.division = self.plan.division
         self.speculating = self.engine is not None and self.plan.settings.speculate
 
     @property
     def map(self) -> ModelMap:
         return self.plan.map
-
-    @property
-    def devices(self) -> Devices | None:
-        """Where the dense weights are, and experts, as far as there is room."""
-        return self.plan.devices
 
     def budget_bytes(self) -> int:
         """For experts in host memory, now."""

@@ -17,13 +17,12 @@ import llama_cpp.llama_cpp as llama
 from pyorch import files
 from pyorch.errors import BudgetError, FormatError
 from pyorch.llama import logs
+from pyorch.llama.division import LEAST_UBATCH
 from pyorch.llama.originals import original
 from pyorch.runtime import fatal
 from pyorch.runtime.devices import Devices
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import MiB
-
-LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048  # tokens that are computed at once
 
 _PROBE_CTX = 1 << 17  # tokens of a context that is measured at most: more than any sliding window has
 CELL_BYTES = 64  # of a token in llama.cpp's list of the cache's cells, which it fills even under no_alloc
@@ -195,14 +194,3 @@ def work_bytes(model_map: ModelMap, n_ubatch: int) -> int:
     """
     return n_ubatch * max((layer.n_expert_used * (2 * layer.n_ff + 8 * layer.n_expert) for layer in model_map.layers),
                           default=0)
-
-
-def chain_bytes(model_map: ModelMap, n_ubatch: int) -> int:
-    """At most what the second way through the experts, that of a device, adds to the buffers of a context. A twin has
-    none. It is on both sides, for which tensors are where is chosen by the backends.
-
-    float32 for each expert of a token: of its hidden states three times, of its output once, of those of both ways, of
-    what is taken from them, and once more where the processor's rows go with the graph.
-    """
-    return 4 * n_ubatch * max((layer.n_expert_used * (3 * layer.n_ff + 5 * layer.n_in) for layer in model_map.layers),
-                              default=0)

@@ -1,6 +1,6 @@
-"""How many bytes the real memory limit leaves for the routed experts, beside a margin that stays free.
+"""The limit on this process's memory, and what of it is in use.
 
-The real limit is the tightest of the process's control groups (version 1 and 2, all ancestors) and of physical
+The limit is the tightest of the process's control groups (version 1 and 2, all ancestors) and of physical
 memory.
 """
 
@@ -15,19 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pyorch.errors import BudgetError
 from pyorch.llama import control_groups
-from pyorch.runtime.model_map import MapInfo
-from pyorch.sizes import Amount, KiB, MiB, format_bytes
-
-
-@dataclass(frozen=True)
-class MemoryLimit:
-    """A limit on this process's memory. free_bytes: what may still be allocated under it."""
-
-    source: str
-    limit_bytes: int
-    free_bytes: int
+from pyorch.llama.division import MemoryLimit
+from pyorch.sizes import Amount, KiB
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit:
@@ -104,45 +94,6 @@ def _read_int(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):  # absent, or "max"
         return None
-
-
-def margin_bytes(limit: MemoryLimit) -> int:
-    """Kept free: stacks, page tables, tokenizer, the page cache that buffered reads need."""
-    return 96 * MiB + limit.limit_bytes * 3 // 100
-
-
-def rest_bytes(limit: MemoryLimit, dense_bytes: int, context_bytes: int) -> int:
-    """What is left for experts, below 0 if nothing is."""
-    return limit.free_bytes - dense_bytes - context_bytes - margin_bytes(limit)
-
-
-def budget_beside(
-    info: MapInfo, limit: MemoryLimit, dense_bytes: int, context_bytes: int, device_bytes: int = 0
-) -> int:
-    """Bytes for experts of what is free under the limit, at most what all of them occupy; dense weights, a context and
-    what a device has of this memory for experts are still to come, of so many bytes. BudgetError if less than the floor
-    is left.
-    """
-    margin = margin_bytes(limit)
-    rest = rest_bytes(limit, dense_bytes, context_bytes) - device_bytes
-    if rest < info.floor_bytes:
-        needs = {
-            "for dense weights": dense_bytes,
-            "for the context": context_bytes,
-            "for the experts on a device that shares this memory (--vram-budget)": device_bytes,
-            "for the fewest experts": info.floor_bytes,
-            "as a margin": margin,
-        }
-        remedy = "allow it more memory, use a smaller context or ubatch"
-        if rest + margin >= info.floor_bytes:
-            remedy += ", or name a budget, such as --budget 40%, for which no margin is kept free"
-        terms = ", ".join(f"{format_bytes(n, round_up=True)} {what}" for what, n in needs.items() if n)
-        raise BudgetError(
-            f"{info.name or info.arch} does not fit: {format_bytes(limit.free_bytes)} are free under the limit of "
-            f"{format_bytes(limit.limit_bytes)} ({limit.source}), but it still needs "
-            f"{format_bytes(sum(needs.values()), round_up=True)} ({terms}): {remedy}"
-        )
-    return min(rest, info.slots_bytes)
 
 
 def cache_bytes() -> int:

@@ -22,10 +22,10 @@ from pyorch.library.bindings import check, ffi, lib
 from pyorch.llama import cores, interception, logs, memory
 from pyorch.llama.apply import apply_prefetch, check_substitution, find_buddies, find_ghosts, speculative
 from pyorch.llama.context_plan import CTX_STEP
+from pyorch.llama.division import WIDE_UBATCH
 from pyorch.llama.interception import CLOSED, ClosedLlama
 from pyorch.llama.layer import Layer, ResidencyView
 from pyorch.llama.managed import ManagedModel, find
-from pyorch.llama.measure import WIDE_UBATCH
 from pyorch.llama.model_stats import ModelStats
 from pyorch.llama.schemas import compiled, grammar_of
 from pyorch.runtime import fatal

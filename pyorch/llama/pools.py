@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from pyorch.errors import BudgetError
-from pyorch.llama import cores, memory
+from pyorch.llama import cores
 from pyorch.planning.makespan import POOLS
 from pyorch.planning.planner import HANDICAP, STEP, Planned, Split
 from pyorch.planning.ranks import even_inclusion
 from pyorch.runtime.decompression import measure_recovery, recovery_threads
 from pyorch.runtime.disk import kept_bandwidth, reads_for
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import packs
 from pyorch.sidecars.beside import Sidecars
@@ -63,6 +59,7 @@ class PoolPlanner:
         self._planner = new_planner(model_map, inclusion, machine, batch)
         self._reserve = Reserve.of(model_map)
         self.info = model_map.info  # with the pack
+        self._found: dict[int, Planned] = {}  # by budget: a plan of the engine asks again with each fact
 
     def best(self, budget: int) -> Split:
         """Of so many bytes; where they are those of the plan, what was best when it was played."""
@@ -78,7 +75,10 @@ class PoolPlanner:
             self._search(budget).packed_best)
 
     def _search(self, budget: int) -> Planned:
-        return self._planner.plan(budget, self._pools, self._step, self._reserve.bytes(budget), self._handicap)
+        if budget not in self._found:
+            reserved = self._reserve.bytes(budget)
+            self._found[budget] = self._planner.plan(budget, self._pools, self._step, reserved, self._handicap)
+        return self._found[budget]
 
     def _of_plan(self) -> Split:
         budget = self._plan.budget
@@ -103,28 +103,3 @@ def planner_for(model_map: ModelMap, settings: Settings, plain: bool) -> PoolPla
         if packs.attach(probe, plain) or part_sizes(probe) is None:
             return None
         return PoolPlanner(Sidecars(probe), settings)
-
-
-def best_division(
-    planner: PoolPlanner, model_map: ModelMap, settings: Settings, context_bytes: Callable[[], int]
-) -> Split | None:
-    """How memory is divided, from the pack or without it, as experts are sooner there.
-
-    None where the budget is below the floor that a model has with its pack: the model alone needs less. The automatic
-    budget is what the limit leaves beside the dense weights and a context, whose bytes are asked for where they count.
-    """
-    if settings.budget != AUTO:
-        return _best(planner, settings.budget)
-    limit, dense_bytes = memory.memory_limit(), model_map.info.dense_bytes
-    most = _best(planner, Budget.parse(max(1, memory.rest_bytes(limit, dense_bytes, context_bytes=0))))
-    least = _best(planner, Budget.parse(planner.info.floor_bytes))
-    if most is None or least is None or most.compressed == least.compressed:
-        return most
-    return _best(planner, Budget.parse(max(1, memory.rest_bytes(limit, dense_bytes, context_bytes()))))
-
-
-def _best(planner: PoolPlanner, budget: Budget) -> Split | None:
-    try:
-        return planner.best(budget.resolve(planner.info))
-    except BudgetError:
-        return None

@@ -73,27 +73,13 @@ class Devices:
         """Whether another process has one of them."""
         return any(device.is_remote for device in self.each)
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether none has any of its own, but the processor's."""
-        return all(device.shares_memory for device in self.each)
-
     def is_lost(self) -> bool:
         """Whether one of them is."""
         return any(device.is_lost() for device in self.each)
 
-    def blocks(self) -> list[range]:
-        """Of each device."""
-        return [range(begin, end) for begin, end in zip((0, *self.ends), self.ends)]
-
     def layer_ends(self, model_map: ModelMap) -> list[int]:
         """As pyorch_config.device_ends says them: of those blocks that have experts."""
         return [sum(layer.il < end for layer in model_map.layers) for end in self.ends]
-
-    def expert_bytes(self, model_map: ModelMap) -> list[int]:
-        """Of all experts in the blocks of each."""
-        return [sum(layer.n_expert * layer.expert_bytes for layer in model_map.layers if layer.il in blocks)
-                for blocks in self.blocks()]
 
 
 def find_devices(name: str) -> list[Device]:

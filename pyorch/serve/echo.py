@@ -116,7 +116,7 @@ class Echo:
             self._needed[n_ctx] = self.measure(n_ctx)
         limit, stats = memory.memory_limit(), engine.stats()
         promised = stats.budget_bytes - stats.used_bytes
-        lacking = self._needed[n_ctx] + memory.margin_bytes(limit) + promised - limit.free_bytes
+        lacking = self._needed[n_ctx] + limit.margin_bytes + promised - limit.free_bytes
         if lacking > 0:
             engine.set_budget(max(stats.budget_bytes - lacking, managed.map.info.floor_bytes))
 

@@ -274,7 +274,7 @@ class Models:
         with ModelMap(path) as model_map:
             info = model_map.info
             experts = info.slots_bytes if self._budget.amount is None else self._budget.resolve(info)
-            return info.dense_bytes + experts + memory.margin_bytes(memory.memory_limit())
+            return info.dense_bytes + experts + memory.memory_limit().margin_bytes
 
     def _unload_idle(self) -> None:
         while not self.ending.wait(0.5):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 class Sidecars:
     """Of one model. Whatever is read raises FormatError where it is damaged or another model's; who asks may go on
-    without it (_usable_predictor in pyorch.llama.apply, _kept in pyorch.llama.plan).
+    without it (_usable_predictor in pyorch.llama.apply, _kept in pyorch.llama.survey).
     """
 
     def __init__(self, model_map: ModelMap) -> None:

@@ -19,7 +19,7 @@ from pyorch.errors import PyorchError
 from pyorch.files import check_target
 from pyorch.llama import cores
 from pyorch.llama.context import Context
-from pyorch.llama.measure import NARROW_UBATCH, WIDE_UBATCH
+from pyorch.llama.division import NARROW_UBATCH, WIDE_UBATCH
 from pyorch.llama.model import Model, load
 from pyorch.runtime.callbacks import Routing
 from pyorch.runtime.model_map import ModelMap

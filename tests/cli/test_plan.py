@@ -16,10 +16,10 @@ from packs_of_choice import WHOLE, all_but_the_first, pack_with
 from pyorch.cli import main
 from pyorch.convert import pack as packing
 from pyorch.errors import BudgetError, FormatError
-from pyorch.llama import memory, pools
+from pyorch.llama import pools
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model
-from pyorch.planning.planner import HANDICAP, STEP, Split
+from pyorch.planning.planner import HANDICAP, STEP
 from pyorch.planning.ranks import fading_uses, inclusion_by_rank, use_counts
 from pyorch.runtime import disk
 from pyorch.runtime.decompression import measure_recovery
@@ -27,7 +27,6 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
-from pyorch.settings.settings import Settings
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.plan import Machine, Reserve, default_path, new_planner, read_plan
@@ -271,28 +270,6 @@ def test_a_plan_divides_its_budget_as_it_says_and_others_are_planned_by_it(
     shares, origin = divided("30%")
     assert shares != (0.1, 0.2, 0.3, 0.4)
     assert shares is None or origin == "model.plan.json, planned anew: it was made for another codec"
-
-
-@pytest.mark.parametrize(("n_context", "compressed"), [(0, True), (2, False)])
-def test_the_automatic_budget_for_which_a_pack_pays_is_what_a_context_leaves(
-    model: Path, monkeypatch: pytest.MonkeyPatch, n_context: int, compressed: bool
-) -> None:
-    """Of a pack that pays with much memory, and not with little."""
-    class Planner:
-        def __init__(self, info) -> None:
-            self.info = info
-
-        def best(self, budget: int) -> Split:
-            return Split((1.0, 0.0, 0.0, 0.0), budget > 2 * self.info.floor_bytes, *np.zeros((3, 1)))
-
-    with ModelMap(model) as model_map:
-        packs.attach(model_map)
-        info = model_map.info
-        margin = memory.margin_bytes(memory.MemoryLimit("test", 0, 0))
-        limit = memory.MemoryLimit("test", 0, margin + info.dense_bytes + 3 * info.floor_bytes)
-        monkeypatch.setattr(memory, "memory_limit", lambda: limit)
-        found = pools.best_division(Planner(info), model_map, Settings(), lambda: n_context * info.floor_bytes)
-    assert found.compressed == compressed
 
 
 def test_bench_prints_what_a_token_was_planned_to_wait_beside_what_it_waited(

@@ -28,12 +28,12 @@ import pyorch
 from pyorch.cli.verify import sentence
 from pyorch.errors import PyorchError
 from pyorch.eval.verify import verify
-from pyorch.llama import context_plan, interception, logs, measure, plan
+from pyorch.llama import division, logs, measure, plan
 from pyorch.llama.context import Context
 from pyorch.llama.context_plan import plan_devices
-from pyorch.llama.device import LEAST_PROMPT, host_dense_bytes
 from pyorch.llama.managed import find
 from pyorch.llama.model import Model
+from pyorch.llama.placement import LEAST_PROMPT
 from pyorch.runtime import fatal
 from pyorch.runtime.devices import Device as RuntimeDevice
 from pyorch.runtime.devices import find_device, rates_of
@@ -649,7 +649,7 @@ def test_the_memory_plan_has_room_for_the_buffers_of_both_ways(small_moe: Path, 
     def buffers(vram_budget: str) -> tuple[float, float]:
         with logs.collect() as lines, pyorch.load(small_moe, budget="50%", n_ctx=512, n_batch=512, n_ubatch=512,
                                                   device=process.name, vram_budget=vram_budget) as model:
-            planned = measure.chain_bytes(model.map, 512) / MiB
+            planned = find(model.llama.model).plan.header.chain_bytes(512) / MiB
         found = re.findall(r"reserve: .*compute buffer size = +([0-9.]+) MiB", "\n".join(lines))
         assert len(found) == 2
         return sum(map(float, found)), planned
@@ -680,12 +680,10 @@ def test_what_a_context_takes_on_the_device_is_not_taken_from_experts_in_host_me
 def test_the_devices_share_is_planned_for_the_ubatch_that_the_context_has(
     small_moe: Path, process: DeviceProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = []
-    monkeypatch.setattr(context_plan, "_widest_ubatch", lambda *_: 64)  # as where memory is short
-    monkeypatch.setattr(interception, "plan_devices",
-                        lambda managed, params: planned.append(params.n_ubatch) or plan_devices(managed, params))
+    monkeypatch.setattr(division, "_widest_ubatch", lambda *_: 64)  # as where memory is short
     with pyorch.load(small_moe, budget="auto", n_ctx=512, n_batch=128, device=process.name, managed=True) as model:
-        assert planned == [llama_cpp.llama_n_ubatch(model.llama.ctx)] == [64]
+        divided = find(model.llama.model).division
+        assert divided.n_ubatch == llama_cpp.llama_n_ubatch(model.llama.ctx) == 64 and divided.is_final
         assert model.stats().experts.device_used_bytes > 0
 
 
@@ -700,8 +698,8 @@ def test_a_budget_that_leaves_no_room_for_the_context_is_made_smaller_and_that_i
         with context(model) as ctx:
             ctx.decode(prompt_tokens[:8])
         in_python = model.stats().experts.device_budget_bytes
-        dense = model.map.info.dense_bytes - host_dense_bytes(
-            model.map, find(model.llama.model).devices, find(model.llama.model).params)
+        planned = find(model.llama.model).plan
+        dense = planned.header.info.dense_bytes - planned.placement.host_dense(planned.header)
     assert len(said) == 1 and "so much is for experts, not 12 MiB" in said[0]
     assert 0 < in_python < 12 * MiB
     # A server's dense layers are not there yet when it plans; its context is as wide as it will be.

@@ -15,11 +15,12 @@ from models import assert_same_bits, small_model
 from pyorch.cli import main
 from pyorch.cli.settings import with_device
 from pyorch.errors import BudgetError
-from pyorch.llama import device as where
-from pyorch.llama import managed, memory
+from pyorch.llama import managed, memory, survey
 from pyorch.llama.context import Context
+from pyorch.llama.device import header_of
 from pyorch.llama.interception import find
 from pyorch.llama.model import Model
+from pyorch.llama.placement import Placement
 from pyorch.runtime import devices
 from pyorch.runtime.devices import Device, Devices, find_device, find_devices
 from pyorch.runtime.model_map import ModelMap
@@ -47,7 +48,7 @@ def expected(small_moe: Path, prompt_tokens: list[int]) -> np.ndarray:
 def only_device(device: DeviceProcess, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Of this machine, as ggml would find a GPU."""
     found = find_device(device.name)
-    monkeypatch.setattr(where, "find_devices", lambda name: [found] if name == "auto" else find_devices(name))
+    monkeypatch.setattr(survey, "find_devices", lambda name: [found] if name == "auto" else find_devices(name))
     return found
 
 
@@ -65,7 +66,7 @@ def test_a_gpu_is_used_where_it_computes_experts_sooner_and_a_line_says_what_was
     small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, rates: list[float], used: bool,
     said: list[str],
 ) -> None:
-    monkeypatch.setattr(where, "rates_of", lambda *_: rates)
+    monkeypatch.setattr(survey, "rates_of", lambda *_: rates)
     with small_model(small_moe, "50%", device="auto", vram_budget="50%") as model:
         assert model.device == (only_device.name if used else "")
     assert len(said) == 1
@@ -86,8 +87,8 @@ def test_experts_are_the_processors_where_a_device_shares_its_memory_unless_it_i
     expected: np.ndarray, said: list[str],
 ) -> None:
     shared = replace(only_device, shares_memory=True)
-    monkeypatch.setattr(where, "find_devices", lambda _: [shared])
-    monkeypatch.setattr(where, "rates_of", lambda *_: FASTER)
+    monkeypatch.setattr(survey, "find_devices", lambda _: [shared])
+    monkeypatch.setattr(survey, "rates_of", lambda *_: FASTER)
     with ModelMap(small_moe) as model_map:
         given = Budget.parse("50%").resolve(model_map.info)
     for told, computes in (({}, False), ({"vram_budget": "50%"}, True)):
@@ -101,29 +102,14 @@ def test_experts_are_the_processors_where_a_device_shares_its_memory_unless_it_i
         assert ["the processor the experts, unless --vram-budget" in line for line in said[:1]] == [True]
     # What other servers are promised is in host memory.
     with planned(str(small_moe), Settings(budget="50%", device="any", n_threads=1), Flags([]), True) as record:
-        assert record.budget_bytes() == given and record.plan.device_bytes == (0,)
-
-
-def test_of_two_devices_the_slower_one_decides(
-    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fast, slow = (replace(only_device, is_remote=False, name=name) for name in ("fast", "slow"))
-    rates = {"fast": [1e10, 1e9, 1e9, 7e9, 7e9], "slow": [1e10, 1e9, 1e9, 5e8, 5e8]}
-    monkeypatch.setattr(where, "rates_of", lambda device, *_: rates[device.name])
-    settings = Settings(device="any")
-    with ModelMap(small_moe) as model_map:
-        for devices, misses in (((fast, fast), "upload"), ((fast, slow), "processor")):
-            both = Devices(devices, (4, 8))
-            assert where.misses_of(settings, both, model_map)[0] == misses
-        ahead = Settings(device="any", device_ahead=1, prefetch="quasi-hidden")
-        assert where.misses_of(ahead, Devices((fast,), (8,)), model_map) == ("processor", "")
+        assert record.budget_bytes() == given and record.plan.division.devices == (0,)
 
 
 @pytest.mark.parametrize("shares_memory", [False, True])
 def test_a_model_is_llama_cpps_where_it_fits_into_memory_that_is_the_devices_own(
     small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, shares_memory: bool
 ) -> None:
-    monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=shares_memory)])
+    monkeypatch.setattr(survey, "find_devices", lambda _: [replace(only_device, shares_memory=shares_memory)])
     with small_model(small_moe, "50%", device="any", prefetch="none") as model:
         assert (find(model.llama.model).engine is None) == (not shares_memory)
 
@@ -136,9 +122,9 @@ def test_what_a_device_lacks_is_uploaded_where_that_is_clearly_sooner(
     small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
     expected: np.ndarray, said: list[str], rates: list[float], told: dict[str, str], uploads: bool,
 ) -> None:
-    monkeypatch.setattr(where, "rates_of", lambda *_: rates)
+    monkeypatch.setattr(survey, "rates_of", lambda *_: rates)
     for is_remote in (False, True):  # what comes over a network is not measured
-        monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, is_remote=is_remote)])
+        monkeypatch.setattr(survey, "find_devices", lambda _: [replace(only_device, is_remote=is_remote)])
         with small_model(small_moe, "50%", device="any", vram_budget="50%", **told) as model:
             assert_same_bits(logits(model, prompt_tokens), expected)
             experts = model.stats().experts
@@ -147,30 +133,10 @@ def test_what_a_device_lacks_is_uploaded_where_that_is_clearly_sooner(
     assert len(said) == (uploads and not told)
 
 
-# Of uploads, the processor's first and further rows, and the device's: in bytes of weights a second.
-@pytest.mark.parametrize(("rates", "least"), [
-    (FASTER, 32),
-    ([1e9, 2e9, 8e9, 9e10, 9e10], (32, 64)),  # 1 / 1 = 1 / 2 + more / 8: at four more rows, of 53 tokens
-    ([1e9, 4e9, 8e10, 9e10, 9e11], (480, 800)),  # at 60 more
-    ([1e10, 2e9, 1e10, 1e9, 5e9], None),  # the processor is the faster one
-])
-def test_a_prompt_is_brought_to_the_device_where_that_is_sooner_than_computing_it(
-    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, rates: list[float],
-    least: int | tuple[int, int] | None,
-) -> None:
-    monkeypatch.setattr(where, "rates_of", lambda *_: rates)
-    here = replace(only_device, is_remote=False)
-    with ModelMap(small_moe) as model_map:
-        n = where.prompt_tokens_of(Settings(device="any"), Devices((here,), (8,)), model_map)
-        assert where.prompt_tokens_of(Settings(device="any"), Devices((only_device,), (8,)), model_map) == 32, "remote"
-    low, high = least if isinstance(least, tuple) else (least, least)
-    assert n == where.NO_PROMPT if low is None else low <= n <= high
-
-
 def test_a_prompt_that_the_processor_computes_sooner_passes_through_no_area(
     small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, prompt_tokens: list[int],
 ) -> None:
-    monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, is_remote=False)])
+    monkeypatch.setattr(survey, "find_devices", lambda _: [replace(only_device, is_remote=False)])
 
     def decode(**options: object) -> tuple[np.ndarray, bool]:
         """And whether the device computed all experts."""
@@ -183,7 +149,7 @@ def test_a_prompt_that_the_processor_computes_sooner_passes_through_no_area(
     expected, _ = decode()
     found = []
     for rates in ([1e9, 2e9, 8e9, 9e10, 9e10], [1e9, 4e9, 8e10, 9e10, 9e11]):
-        monkeypatch.setattr(where, "rates_of", lambda *_: rates)
+        monkeypatch.setattr(survey, "rates_of", lambda *_: rates)
         made, by_device = decode(device="any", vram_budget="50%", device_misses="processor")
         assert_same_bits(made, expected)
         found.append(by_device)
@@ -197,9 +163,9 @@ def test_memory_that_a_device_shares_is_counted_once(
     def budget_of(shares_memory: bool, rest: int) -> tuple[int, int]:
         """The host's for experts, where so much is free beside a margin; and what the context takes."""
         limit = memory.MemoryLimit("test", 256 * MiB, 0)
-        limit = replace(limit, free_bytes=memory.margin_bytes(limit) + rest)
+        limit = replace(limit, free_bytes=limit.margin_bytes + rest)
         monkeypatch.setattr(memory, "memory_limit", lambda: limit)
-        monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=shares_memory)])
+        monkeypatch.setattr(survey, "find_devices", lambda _: [replace(only_device, shares_memory=shares_memory)])
         with small_model(small_moe, "auto", device="any", vram_budget="30%", device_misses="upload") as model:
             record = find(model.llama.model)
             found = model.stats().experts.budget_bytes, sum(record.contexts.values())
@@ -218,60 +184,15 @@ def test_memory_that_a_device_shares_is_counted_once(
     assert budget_of(False, beside + rest)[0] == rest
 
 
-def test_a_second_context_takes_only_its_own_of_memory_that_a_device_shares(
-    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit = memory.MemoryLimit("test", 256 * MiB, 256 * MiB)
-    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
-    monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=True)])
-
-    def context(model: Model) -> Context:
-        return Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=64, n_threads=1)
-
-    with small_model(small_moe, "auto", device="any", vram_budget="30%", device_misses="upload") as model:
-        record = find(model.llama.model)
-        rest = 8 * MiB
-        with context(model):
-            first = sum(record.contexts.values())
-            taken = model.stats().experts.device_used_bytes
-            assert taken > 0
-            before = model.stats().experts.used_bytes
-            # What lies on the device, and in the slots, is free no longer; the rest is what the second one finds.
-            limit = replace(limit, free_bytes=memory.margin_bytes(limit) + first + rest - before)
-            with context(model):
-                second = sum(record.contexts.values()) - first
-                assert 0 < second < rest
-                assert model.stats().experts.budget_bytes == rest - second
-
-
-def test_a_budget_that_a_device_has_no_room_for_is_not_taken_of_the_memory_that_it_shares(
-    small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
-    monkeypatch.setattr(memory, "memory_limit", lambda: memory.MemoryLimit("test", GiB, GiB))
-    found = []
-    for free in (GiB, 0):
-        monkeypatch.setattr(Device, "free_bytes", lambda _: free)
-        shared = replace(only_device, shares_memory=True)
-        monkeypatch.setattr(where, "find_devices", lambda _: [shared])
-        with (small_model(small_moe, "auto", device="any", vram_budget="60%", device_misses="upload") as model,
-              Context(model.llama.model, n_ctx=256, n_batch=128, n_ubatch=64, n_threads=1)):
-            record = find(model.llama.model)
-            assert record.device_bytes is not None
-            found.append(model.stats().experts.budget_bytes + record.device_bytes[0])
-    info = record.map.info
-    assert found == [info.slots_bytes + info.floor_bytes, info.slots_bytes]
-    assert len([line for line in said if "so much is for experts" in line]) == 1
-
-
 def test_a_server_counts_the_layers_that_are_to_lie_in_memory_that_a_device_shares(
     small_moe: Path, only_device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "memory_limit", lambda: memory.MemoryLimit("test", GiB, 128 * MiB))
     with ModelMap(small_moe) as model_map:
-        host = where.host_bytes_beside_device(model_map)
-        there = sum(where.device_dense_bytes(model_map, -1, Devices((only_device,), (8,))))
+        header = header_of(model_map)
+    host, there = header.host_bytes, sum(Placement(-1, (only_device,), (8,)).device_dense(header))
     for shares_memory, here in ((False, host), (True, host + there)):
-        monkeypatch.setattr(where, "find_devices", lambda _: [replace(only_device, shares_memory=shares_memory)])
+        monkeypatch.setattr(survey, "find_devices", lambda _: [replace(only_device, shares_memory=shares_memory)])
         with (pytest.raises(BudgetError, match=f"{format_bytes(here, round_up=True)} for dense weights"),
               planned(str(small_moe), Settings(device="any", managed=True, n_threads=1), Flags([]), False)):
             pass
@@ -304,7 +225,7 @@ def test_a_gpu_without_room_for_a_layer_is_left_out_unless_it_was_named(
     small_moe: Path, only_device: Device, device: DeviceProcess, monkeypatch: pytest.MonkeyPatch, said: list[str],
     prompt_tokens: list[int], expected: np.ndarray,
 ) -> None:
-    monkeypatch.setattr(where, "rates_of", lambda *_: FASTER)
+    monkeypatch.setattr(survey, "rates_of", lambda *_: FASTER)
     monkeypatch.setattr(Device, "free_bytes", lambda _: 0)
     for name, used in (("auto", False), (device.name, True)):
         with small_model(small_moe, "50%", device=name, use_extra_bufts=False) as model:

@@ -19,8 +19,8 @@ from servers import WHOLE_PROMPT, ServerProcess, pyorch_serve
 
 from pyorch.convert import pack as packing
 from pyorch.library.choices import predictors
-from pyorch.llama import measure
 from pyorch.llama.context import Context
+from pyorch.llama.managed import find
 from pyorch.llama.model import Model
 from pyorch.sizes import MiB
 
@@ -152,7 +152,8 @@ def test_the_devices_memory_is_taken_once_and_within_its_budget(
                     check = model.stats().experts
                     assert check.device_used_bytes <= check.device_budget_bytes
                     assert check.peak_bytes <= check.budget_bytes
-            return held, check.device_used_bytes + 2 * measure.chain_bytes(model.map, 32)  # of two contexts
+            header = find(model.llama.model).plan.header
+            return held, check.device_used_bytes + 2 * header.chain_bytes(32)  # of two contexts
 
     try:
         (without, _), (held, most) = sampled("0"), sampled("8MiB")

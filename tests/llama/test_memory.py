@@ -12,7 +12,8 @@ import pytest
 
 from pyorch.errors import BudgetError
 from pyorch.llama import memory
-from pyorch.llama.memory import budget_beside, memory_limit
+from pyorch.llama.division import budget_beside
+from pyorch.llama.memory import memory_limit
 from pyorch.runtime.model_map import MapInfo
 from pyorch.settings.budget import Budget
 from pyorch.sizes import GiB, KiB, MiB
@@ -169,7 +170,7 @@ def test_the_peak_is_this_programs_and_not_its_parents() -> None:
 def test_the_automatic_budget_is_what_dense_weights_context_and_margin_leave() -> None:
     limit = memory.MemoryLimit("test", 4 * GiB, 3 * GiB)
     planned = budget_beside(INFO, limit, dense_bytes=500 * MiB, context_bytes=400 * MiB)
-    assert planned == 3 * GiB - 900 * MiB - memory.margin_bytes(limit)
+    assert planned == 3 * GiB - 900 * MiB - limit.margin_bytes
 
 
 def test_the_automatic_budget_is_at_most_all_experts() -> None:

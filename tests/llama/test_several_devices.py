@@ -18,7 +18,7 @@ from models import assert_same_bits, small_model
 
 import pyorch
 from pyorch.errors import DeviceError, PyorchError
-from pyorch.llama import device as where
+from pyorch.llama import survey
 from pyorch.llama.context import Context
 from pyorch.llama.managed import find
 from pyorch.llama.model import Model
@@ -83,7 +83,7 @@ def test_logits_are_the_same_in_contexts_side_by_side(
         found = find(model.llama.model).devices
         assert len(found.each) == 2 and found.ends == (4, 8) and model.device == f"{found.each[0].name}, " + (
             found.each[1].name)
-        for blocks in found.blocks():
+        for blocks in find(model.llama.model).plan.placement.blocks():
             assert sum(int((model.residency[il] == 2).sum()) for il in blocks) > 0, "each has some"
 
 
@@ -124,7 +124,7 @@ def test_one_that_shares_the_processors_memory_gets_no_experts_and_the_other_doe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, other = (find_device(process.name) for process in pair)
-    monkeypatch.setattr(where, "find_devices", lambda _: [replace(one, shares_memory=True), other])
+    monkeypatch.setattr(survey, "find_devices", lambda _: [replace(one, shares_memory=True), other])
     with small_model(small_moe, "50%", device="any", managed=True) as model, context(model) as ctx:
         assert_same_bits(decode(ctx, prompt_tokens), expected)
         there = [int((model.residency[il] == 2).sum()) for il in range(8)]
@@ -156,7 +156,7 @@ def test_layers_are_divided_as_memory_allows(
     monkeypatch.setattr(Device, "free_bytes", lambda self: (5 * GiB // 4 if self == first else 13 * GiB // 4))
     with small_model(small_moe, "50%", device=names(pair), vram_budget="40%") as model, context(model) as ctx:
         plan = find(model.llama.model).plan
-        assert plan.devices.ends == (2, 8) and plan.device_bytes[1] == 3 * plan.device_bytes[0]
+        assert plan.placement.ends == (2, 8) and plan.division.devices[1] == 3 * plan.division.devices[0]
         assert_same_bits(decode(ctx, prompt_tokens), expected)
         assert 0 < sum(int((model.residency[il] == 2).sum()) for il in range(2)) < 64
     # What one of them lacks beside its part of the context is not taken from the other.
@@ -166,23 +166,6 @@ def test_layers_are_divided_as_memory_allows(
     with small_model(small_moe, "50%", device=names(pair), vram_budget="40%") as model, context(model) as ctx:
         assert_same_bits(decode(ctx, prompt_tokens), expected)
         assert len(find(model.llama.model).devices.each) == 1 and said == [], "it would have no layer"
-
-
-def test_of_several_gpus_the_fastest_that_suffice_are_used(
-    small_moe: Path, pair: tuple[DeviceProcess, DeviceProcess], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow, fast = (find_device(process.name) for process in pair)
-    rates = {slow.name: 2e9, fast.name: 8e9}
-    monkeypatch.setattr(where, "find_devices", lambda _: [slow, fast])
-    monkeypatch.setattr(where, "rates_of", lambda device, *_: [1e10, 1e9, 1e9, rates[device.name], 1e10])
-    monkeypatch.setattr(Device, "total_bytes", lambda _: 64 * MiB)
-    for free, used in ((4 * GiB, [fast]), (1792 * MiB, [fast, slow])):  # a context is taken for 1.5 GiB at most
-        monkeypatch.setattr(Device, "free_bytes", lambda _, free=free: free)
-        with small_model(small_moe, "50%", device="auto", vram_budget="40%") as model:
-            assert list(find(model.llama.model).devices.each) == used
-    rates[slow.name] = 5e8  # the processor is faster
-    with small_model(small_moe, "50%", device="auto", vram_budget="40%") as model:
-        assert model.device == fast.name
 
 
 def test_one_that_is_lost_fails_the_decode(small_moe: Path, tmp_path: Path, prompt_tokens: list[int]) -> None:

@@ -170,7 +170,7 @@ def test_experts_give_back_what_a_context_lacks_and_keep_the_least(small_moe: Pa
         assert managed.plan.automatic and needed > 0
         for lacking, left in ((4096, before.budget_bytes - 4096), (before.budget_bytes, managed.map.info.floor_bytes)):
             limit = MemoryLimit("a test", 0, 0)
-            free = needed + memory.margin_bytes(limit) + before.budget_bytes - before.used_bytes - lacking
+            free = needed + limit.margin_bytes + before.budget_bytes - before.used_bytes - lacking
             engine.set_budget(before.budget_bytes)
             monkeypatch.setattr(memory, "memory_limit", lambda: MemoryLimit("a test", 0, free))
             judge.reserve(256)

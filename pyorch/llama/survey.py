@@ -1,0 +1,200 @@
+"""What answers the questions of a plan: it asks the system, times disks and devices, and reads files beside the model.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import llama_cpp.llama_cpp as llama
+
+from pyorch import files
+from pyorch.errors import FormatError, PyorchError
+from pyorch.llama import cores, measure, memory, warm
+from pyorch.llama.apply import find_buddies, find_ghosts, speculative
+from pyorch.llama.device import devices_of, header_of, set_placement
+from pyorch.llama.division import NARROW_UBATCH, MemoryLimit
+from pyorch.llama.facts import Device, Facts, Header, Request, settle
+from pyorch.llama.placement import Placement
+from pyorch.llama.plan import Contents, EnginePlan, plan
+from pyorch.runtime.devices import find_devices, rates_of
+from pyorch.runtime.disk import reads_for
+from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.reads import Reads
+from pyorch.settings.settings import Settings
+from pyorch.settings.substitution import Substitution
+from pyorch.sidecars.beside import Sidecars
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from pyorch.llama.pools import PoolPlanner
+    from pyorch.sidecars.eviction import Kept
+    from pyorch.sidecars.history import ExpertMaps
+
+
+def make_plan(
+    settings: Settings, model_map: ModelMap, params: llama.llama_model_params, placed: bool = False,
+    context: llama.llama_context_params | None = None,
+) -> EnginePlan:
+    """What these settings mean for a model that llama.cpp is to load with these parameters. context: that will be made
+    of it, None where nobody has asked for one yet.
+
+    Raises:
+        BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
+        FormatError: a sidecar that is needed is damaged or another model's.
+        PyorchError: a device that there is not, or what the settings need and the model lacks.
+    """
+    survey = Survey(settings, model_map, params, context or _first_context(settings, model_map))
+    request = Request(params.n_gpu_layers, bool(params.use_extra_bufts),
+                      survey.context.n_ctx or model_map.trained_ctx, survey.context.n_ubatch, placed)
+    return settle(partial(plan, settings), Facts(header_of(model_map), request), survey)
+
+
+def _first_context(settings: Settings, model_map: ModelMap) -> llama.llama_context_params:
+    """As the settings want it, or as load() makes one."""
+    context = llama.llama_context_default_params()
+    context.n_ctx = settings.n_ctx or model_map.default_ctx
+    context.n_ubatch = settings.n_ubatch or min(NARROW_UBATCH, context.n_batch)
+    return context
+
+
+class Survey:
+    """Of one model, while it is loaded: each method answers the question of its name, see pyorch.llama.facts.
+
+    Raises FormatError for a sidecar that is needed and damaged, or another model's.
+    """
+
+    def __init__(
+        self, settings: Settings, model_map: ModelMap, params: llama.llama_model_params,
+        context: llama.llama_context_params,
+    ) -> None:
+        self.context = context
+        self._settings, self._map, self._params = settings, model_map, params
+        self._maps = {False: model_map}  # and with the pack
+        self._sidecars: dict[bool, Sidecars] = {}
+        self._n_threads = settings.n_threads or cores.physical_cores()
+
+    def tuned(self) -> tuple[Substitution, str]:
+        """The substitution and the budget of the tuned setting that the settings name."""
+        from pyorch.sidecars.tuned_setting import read_tuned  # see pyorch.sidecars.beside
+
+        found = read_tuned(self._settings.tuned, self._map)
+        return found.substitution, found.budget
+
+    def has_holes(self) -> bool:
+        """Whether most bytes of the model were never written."""
+        return files.has_holes(self._map.shards)
+
+    def memory(self) -> MemoryLimit:
+        return memory.memory_limit()
+
+    def devices(self, name: str) -> tuple[Device, ...]:
+        """Those of a setting. PyorchError for one that there is not."""
+        return tuple(find_devices(name))
+
+    def device_memory(self, device: Any) -> tuple[int, int]:
+        """Free bytes, and all."""
+        return device.free_bytes(), device.total_bytes()
+
+    def rates(self, device: Any) -> list[float] | str:
+        """As rates_of() says them; why the device cannot be measured."""
+        try:
+            return rates_of(device, self._map, self._n_threads)
+        except PyorchError as error:
+            return str(error)
+
+    def sizes(self, placement: Placement) -> measure.ContextSizes:
+        """Of the first context. BudgetError if llama.cpp refuses it."""
+        params = llama.llama_model_params.from_buffer_copy(self._params)
+        set_placement(params, placement)
+        return measure.sizes_of(self._map, params, self.context, devices_of(placement))
+
+    def has_pack(self) -> bool:
+        """Whether a pack lies beside the model."""
+        from pyorch.sidecars import packs
+
+        return packs.KIND in self._map.sidecars()
+
+    def planner(self, plain: bool) -> PoolPlanner | None:
+        """What divides memory among the forms of a compressed pack's experts, None without one that can be used."""
+        from pyorch.llama.pools import planner_for
+
+        return planner_for(self._map, self._settings, plain)
+
+    def pack(self, plain: bool, share: bool) -> tuple[Header | None, str]:
+        """The model with the pack beside it, None without one that can be used; and why one that lies there is refused.
+        plain, share: see require() in pyorch.sidecars.packs. FormatError where a slim model lacks its pack."""
+        from pyorch.sidecars import packs
+
+        found = ModelMap(self._map.path)
+        if found.info.slim:
+            packs.require(found, plain, share)
+        refusal = packs.attach(found, plain)
+        self._maps[True] = found
+        return header_of(found) if found.pack is not None else None, refusal
+
+    def forms(self) -> tuple[bool, bool]:
+        """Whether experts of the pack have several forms; and whether they have one, which is not that of the model."""
+        from pyorch.sidecars import packs
+
+        contents = packs.contents(self._maps[True])
+        return packs.part_sizes(self._maps[True]) is not None, contents is not None and bool(contents.codecs)
+
+    def is_share(self) -> bool:
+        """Whether the pack has a share of the experts."""
+        from pyorch.sidecars.packs import share_of
+
+        return share_of(self._maps[True]) is not None
+
+    def reads(self, packed: bool) -> Reads:
+        """How the disk of the experts is read. packed: they come from the pack."""
+        return reads_for(self._maps[packed], self._settings.reads, self._settings.direct_io)
+
+    def sidecars(self, packed: bool) -> Sidecars:
+        return self._sidecars.setdefault(packed, Sidecars(self._maps[packed]))
+
+    def contents(self, substitution: Substitution | None, packed: bool) -> Contents:
+        """What the files beside the model hold for an engine."""
+        settings, model_map, sidecars = self._settings, self._maps[packed], self.sidecars(packed)
+        kept, refusal = self._kept(model_map)
+        return Contents(
+            buddies=find_buddies(substitution, settings.buddies, sidecars),
+            ghosts=find_ghosts(substitution, sidecars),
+            prefetch=speculative(settings.prefetch, sidecars) if settings.speculate else settings.prefetch,
+            history=self._history(model_map),
+            kept=kept,
+            uses=_uses(model_map, sidecars),
+            refusal=refusal,
+        )
+
+    def _history(self, model_map: ModelMap) -> ExpertMaps | None:
+        """The expert maps that the settings name; those beside the model are read where a predictor searches them."""
+        path = self._settings.maps
+        if path is None or not os.path.exists(path):
+            return None
+        from pyorch.sidecars.history import ExpertMaps
+
+        return ExpertMaps.read(path, model_map)
+
+    def _kept(self, model_map: ModelMap) -> tuple[Kept | None, str]:
+        """What memory begins with, as kept of the last time; and why that is refused."""
+        from pyorch.sidecars import eviction  # see pyorch.sidecars.beside
+
+        path = warm.kept_in(model_map, self._settings)
+        if path is None or not path.exists():
+            return None, ""
+        try:
+            return eviction.read(path, model_map), ""
+        except FormatError as error:
+            return None, f"{error}; memory begins without what was kept of the last time"
+
+
+def _uses(model_map: ModelMap, sidecars: Sidecars) -> np.ndarray | None:
+    """Ranks, by which experts of a compressed pack belong to pools, go on from these."""
+    if model_map.pack is None:
+        return None
+    from pyorch.sidecars.packs import part_sizes
+
+    return sidecars.uses() if part_sizes(model_map) is not None else None
