@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama import measure, memory
-from pyorch.llama.division import LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH, Division, MemoryLimit, Room, divide
+from pyorch.llama.division import LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH, MemoryLimit, Room, divide
 from pyorch.llama.facts import Facts, settle
 from pyorch.llama.managed import ManagedModel, lock, models
 from pyorch.runtime import fatal
@@ -151,44 +151,28 @@ def _divide(managed: ManagedModel, params: llama.llama_context_params, widest: i
     dense = [0] * len(devices) if is_loaded else plan.placement.device_dense(plan.header)
     room = Room(_free(managed), _dense_to_come(managed), tuple(dense), params.n_ubatch, widest,
                 managed.engine.stats().device_used_bytes > 0)
-    with managed.engine.capture(), measure.twin(managed.path, managed.params) as twin:
-        found = settle(partial(divide, plan.settings, devices, managed.division, room), Facts(plan.header),
-                       _ContextSurvey(managed, twin, params))
-    _tell(managed, found)
+    before, engine = managed.division, managed.engine
+    with engine.capture(), measure.twin(managed.path, managed.params) as twin:
 
+        def context_sizes(n_ubatch: int) -> measure.ContextSizes:
+            wide = llama.llama_context_params.from_buffer_copy(params)
+            wide.n_ubatch = n_ubatch
+            return measure.context_sizes(twin, wide, managed.map, managed.devices)
 
-@dataclass(frozen=True)
-class _ContextSurvey:
-    """Answers what divide() asks of facts, of contexts with these parameters."""
-
-    managed: ManagedModel
-    twin: int
-    params: llama.llama_context_params
-
-    def context_sizes(self, n_ubatch: int) -> measure.ContextSizes:
-        params = llama.llama_context_params.from_buffer_copy(self.params)
-        params.n_ubatch = n_ubatch
-        return measure.context_sizes(self.twin, params, self.managed.map, self.managed.devices)
-
-    def device_memory(self, device: Device) -> tuple[int, int]:
-        return device.free_bytes(), device.total_bytes()
-
-
-def _tell(managed: ManagedModel, found: Division) -> None:
-    """The engine divides memory so from now on. A line says where a budget that was given is more than there is."""
-    engine, before = managed.engine, managed.division
+        survey = SimpleNamespace(context_sizes=context_sizes, device_memory=Device.memory)
+        found = settle(partial(divide, plan.settings, devices, before, room), Facts(plan.header), survey)
     managed.division = found
-    if managed.plan.automatic:
+    if plan.automatic:
         engine.set_budget(found.budget)
         if found.planner is not None:
             engine.set_pools(found.pools)
-    is_automatic = managed.plan.settings.vram_budget == AUTO
+    is_automatic = plan.settings.vram_budget == AUTO
     for i, (given, n_bytes) in enumerate(zip(before.devices, () if before.is_final else found.devices)):
         if is_automatic or n_bytes < given:
             engine.set_device_budget(i, n_bytes)
         if not is_automatic and n_bytes < given:
-            fatal.notice(f"note: {managed.devices.each[i].name} has {format_bytes(n_bytes)} left beside the other "
-                         f"layers and the context: so much is for experts, not {format_bytes(given)}")
+            fatal.notice(f"note: {devices[i].name} has {format_bytes(n_bytes)} left beside the other layers and the "
+                         f"context: so much is for experts, not {format_bytes(given)}")
 
 
 def _promised_bytes(managed: ManagedModel) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pyorch.errors import BudgetError
-from pyorch.llama.facts import Device, Facts
+from pyorch.llama.facts import Facts
 from pyorch.settings.budget import AUTO
 from pyorch.settings.pools import Pools
 from pyorch.settings.settings import Settings
@@ -16,6 +16,7 @@ from pyorch.sizes import MiB, format_bytes
 if TYPE_CHECKING:
     from pyorch.llama.pools import PoolPlanner
     from pyorch.planning.planner import Split
+    from pyorch.runtime.devices import Device
     from pyorch.runtime.model_map import MapInfo
 
 LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048  # tokens that are computed at once

@@ -8,28 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from pyorch.runtime.model_map import LayerInfo, MapInfo, ModelMap
 
 T = TypeVar("T")
-
-
-class Device(Protocol):
-    """What decisions read of a pyorch.runtime.devices.Device."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def description(self) -> str: ...
-
-    @property
-    def is_remote(self) -> bool: ...
-
-    @property
-    def shares_memory(self) -> bool: ...
 
 
 @dataclass(frozen=True)

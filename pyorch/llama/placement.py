@@ -11,14 +11,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pyorch.llama.division import WIDE_UBATCH, device_margin
-from pyorch.llama.facts import Device, Facts, Header
+from pyorch.llama.facts import Facts, Header
 from pyorch.settings.budget import AUTO as BUDGET_AUTO
 from pyorch.settings.device import AUTO, NONE, PROCESSOR, UPLOAD
 from pyorch.settings.settings import Settings
 from pyorch.sizes import MiB
+
+if TYPE_CHECKING:
+    from pyorch.runtime.devices import Device
 
 # DeviceAreas::LEAST_TOKENS and NO_TOKENS in native/src/routing/device_areas.h
 LEAST_PROMPT, NO_PROMPT = 32, 2**31 - 1
@@ -40,7 +43,7 @@ class Placement:
     """
 
     n_layers: int
-    each: tuple[Any, ...] = ()
+    each: tuple[Device, ...] = ()
     ends: tuple[int, ...] = ()
     counts: tuple[int, ...] = ()
     pipelined: bool = False

@@ -157,18 +157,15 @@ def _use_pack(
         return None, division, ""
     asked = ("--pools divides memory among the forms of" if settings.pools is not None else
              f"--recovery {settings.recovery} is an order for" if settings.recovery != KERNELS else "")
-    has_pack = facts.has_pack()
-    if not slim and not asked and not has_pack:
-        return None, division, ""
-    if divided and settings.pools is None and has_pack:
-        planner = facts.planner(plain)
+    with_pack, refusal = facts.pack(plain, facts.request.placed)
+    if with_pack is not None and divided and settings.pools is None:
+        planner = facts.planner()
         if planner is not None and not slim:
             best = _best_division(planner, settings, placement, facts)
             if best is None or not best.compressed:
                 return None, Division(origin="the compressed pack is not used: the model is read sooner",
                                       split=best), ""
         division = Division(planner=planner)
-    with_pack, refusal = facts.pack(plain, facts.request.placed)
     if divided and asked:
         _check_forms(asked, slim, with_pack, refusal, facts)
     return with_pack, division, refusal and f"{refusal}; the experts are read from {path}"

@@ -12,7 +12,6 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import packs
 from pyorch.sidecars.beside import Sidecars
-from pyorch.sidecars.packs import part_sizes
 from pyorch.sidecars.plan import Machine, Reserve, default_path, new_planner
 
 # Of a disk that nobody has measured: a model for which that is not worth a second is read soon, however fast.
@@ -94,12 +93,6 @@ def _measured(model_map: ModelMap, settings: Settings) -> Machine:
                    recovery_threads(settings.n_threads or cores.physical_cores()))
 
 
-def planner_for(model_map: ModelMap, settings: Settings, plain: bool) -> PoolPlanner | None:
-    """Of the model of a map that has no pack attached; None where no compressed pack lies beside it that can be used.
-
-    plain: see packs.attach().
-    """
-    with ModelMap(model_map.path) as probe:
-        if packs.attach(probe, plain) or part_sizes(probe) is None:
-            return None
-        return PoolPlanner(Sidecars(probe), settings)
+def planner_of(model_map: ModelMap, settings: Settings) -> PoolPlanner | None:
+    """Of a model with the pack that is attached, if any; None where that is not compressed."""
+    return PoolPlanner(Sidecars(model_map), settings) if packs.part_sizes(model_map) is not None else None

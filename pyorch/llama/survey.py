@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import llama_cpp.llama_cpp as llama
 
@@ -15,10 +15,10 @@ from pyorch.llama import cores, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import devices_of, header_of, set_placement
 from pyorch.llama.division import NARROW_UBATCH, MemoryLimit
-from pyorch.llama.facts import Device, Facts, Header, Request, settle
+from pyorch.llama.facts import Facts, Header, Request, settle
 from pyorch.llama.placement import Placement
 from pyorch.llama.plan import Contents, EnginePlan, plan
-from pyorch.runtime.devices import find_devices, rates_of
+from pyorch.runtime.devices import Device, find_devices, rates_of
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.reads import Reads
@@ -94,11 +94,10 @@ class Survey:
         """Those of a setting. PyorchError for one that there is not."""
         return tuple(find_devices(name))
 
-    def device_memory(self, device: Any) -> tuple[int, int]:
-        """Free bytes, and all."""
-        return device.free_bytes(), device.total_bytes()
+    def device_memory(self, device: Device) -> tuple[int, int]:
+        return device.memory()
 
-    def rates(self, device: Any) -> list[float] | str:
+    def rates(self, device: Device) -> list[float] | str:
         """As rates_of() says them; why the device cannot be measured."""
         try:
             return rates_of(device, self._map, self._n_threads)
@@ -111,36 +110,30 @@ class Survey:
         set_placement(params, placement)
         return measure.sizes_of(self._map, params, self.context, devices_of(placement))
 
-    def has_pack(self) -> bool:
-        """Whether a pack lies beside the model."""
-        from pyorch.sidecars import packs
-
-        return packs.KIND in self._map.sidecars()
-
-    def planner(self, plain: bool) -> PoolPlanner | None:
-        """What divides memory among the forms of a compressed pack's experts, None without one that can be used."""
-        from pyorch.llama.pools import planner_for
-
-        return planner_for(self._map, self._settings, plain)
-
     def pack(self, plain: bool, share: bool) -> tuple[Header | None, str]:
         """The model with the pack beside it, None without one that can be used; and why one that lies there is refused.
         plain, share: see require() in pyorch.sidecars.packs. FormatError where a slim model lacks its pack."""
         from pyorch.sidecars import packs
 
-        found = ModelMap(self._map.path)
+        if not self._map.info.slim and packs.KIND not in self._map.sidecars():
+            return None, ""
+        found = self._maps[True] = ModelMap(self._map.path)
         if found.info.slim:
             packs.require(found, plain, share)
         refusal = packs.attach(found, plain)
-        self._maps[True] = found
         return header_of(found) if found.pack is not None else None, refusal
+
+    def planner(self) -> PoolPlanner | None:
+        """What divides memory among the forms of the pack's experts, None where they have one."""
+        from pyorch.llama.pools import planner_of
+
+        return planner_of(self._maps[True], self._settings)
 
     def forms(self) -> tuple[bool, bool]:
         """Whether experts of the pack have several forms; and whether they have one, which is not that of the model."""
         from pyorch.sidecars import packs
 
-        contents = packs.contents(self._maps[True])
-        return packs.part_sizes(self._maps[True]) is not None, contents is not None and bool(contents.codecs)
+        return packs.part_sizes(self._maps[True]) is not None, bool(packs.contents(self._maps[True]).codecs)
 
     def is_share(self) -> bool:
         """Whether the pack has a share of the experts."""

@@ -49,6 +49,10 @@ class Device:
     def total_bytes(self) -> int:
         return call(lib.pyorch_get_device, self.handle, out="pyorch_device_info").total_bytes
 
+    def memory(self) -> tuple[int, int]:
+        """Free bytes of its memory, now, and all."""
+        return self.free_bytes(), self.total_bytes()
+
     def is_lost(self) -> bool:
         """Whether it is one of another process, which is gone: what is asked of it fails. Asks that process."""
         try:

@@ -191,14 +191,11 @@ class Machine:
     def has_holes(self) -> bool:
         return False
 
-    def has_pack(self) -> bool:
-        return self.planner_ is not None
+    def pack(self, plain: bool, share: bool) -> tuple[Header | None, str]:
+        return HEADER if self.planner_ else None, ""
 
-    def planner(self, plain: bool) -> object:
+    def planner(self) -> object:
         return self.planner_
-
-    def pack(self, plain: bool, share: bool) -> tuple[Header, str]:
-        return HEADER, ""
 
     def reads(self, packed: bool) -> Reads:
         return Reads("io_uring", 16, MiB)
@@ -227,14 +224,14 @@ def divide_on(machine: Machine, made: EnginePlan, division: Division | None = No
 def test_a_plan_is_the_same_for_the_same_facts_and_asks_nothing_that_it_does_not_need() -> None:
     machine = Machine(gpus={gpu("CUDA0"): (7 * GiB, 8 * GiB, QUICK)})
     for settings, asked in (
-        ({"budget": "40%"}, ["has_holes", "has_pack", "sidecars", "contents", "reads"]),
+        ({"budget": "40%"}, ["has_holes", "pack", "sidecars", "contents", "reads"]),
         ({"budget": "40%", "source": object()}, ["has_holes", "sidecars", "contents"]),
         ({"budget": RESIDENT}, ["has_holes", "sidecars"]),
-        ({"budget": "auto"}, ["has_holes", "has_pack", "memory", "sidecars", "contents", "reads"]),
+        ({"budget": "auto"}, ["has_holes", "pack", "memory", "sidecars", "contents", "reads"]),
         ({"budget": "40%", "device": "CUDA0", "vram_budget": "0"},
-         ["devices", "device_memory", "has_holes", "has_pack", "sidecars", "contents", "reads"]),
+         ["devices", "device_memory", "has_holes", "pack", "sidecars", "contents", "reads"]),
         ({"budget": "40%", "device": "CUDA0", "vram_budget": "10%", "device_misses": "upload"},
-         ["devices", "device_memory", "has_holes", "has_pack", "sidecars", "contents", "rates", "reads"]),
+         ["devices", "device_memory", "has_holes", "pack", "sidecars", "contents", "rates", "reads"]),
     ):
         first = plan_on(machine, **settings)
         assert machine.asked == asked, settings

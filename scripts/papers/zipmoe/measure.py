@@ -19,11 +19,12 @@ from pyorch.bench.rounds import Results, Run, check_limits, run_rounds
 from pyorch.bench.summary import ratio, summarize
 from pyorch.errors import FormatError, PyorchError
 from pyorch.files import check_target, write_text
-from pyorch.llama.pools import planner_for
+from pyorch.llama.pools import planner_of
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.option import texts
 from pyorch.settings.pools import Pools
 from pyorch.settings.settings import Settings
+from pyorch.sidecars import packs
 from pyorch.sizes import Amount, MiB
 from scripts.papers.zipmoe.caching import COMPRESSED, FULL, PLAN, WITHOUT
 
@@ -135,7 +136,9 @@ class Measurements:
 
     def rows(self) -> list[Measured]:
         """One for each case."""
-        planner = planner_for(self.map, Settings(), plain=False)
+        with ModelMap(self.map.path) as packed:
+            packs.attach(packed)
+            planner = planner_of(packed, Settings())
         rows = []
         for case in self.cases:
             config = self._configs[case]
