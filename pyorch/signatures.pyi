@@ -33,6 +33,7 @@ def load(
     packed: bool = True,
     pools: str | Pools | None = None,
     recovery: str = "kernels",
+    kernels: str = "auto",
     device: str = "none",
     vram_budget: int | str | Budget = "auto",
     device_misses: str | None = None,
@@ -110,6 +111,8 @@ def load(
         pools: shares of memory for the forms of a compressed pack: full, compressed, signs and mantissas,
             exponents (default: by MODEL.plan.json, else planned when the model is loaded)
         recovery: of a pack: kernels (by matrix), affinity (by expert), exponents-first (the paper's)
+        kernels: multiply experts as the file has them (plain), or repacked for faster kernels as they are
+            read; stock: repacked, by llama.cpp's kernels alone; auto: what costs less processor time
         device: compute dense layers on these devices, and experts that lie in their memory: none, auto (the
             GPUs that compute experts sooner than the processor), names such as CUDA0, or rpc:HOST:PORT
         vram_budget: their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what
@@ -155,6 +158,7 @@ class manage(interception.manage):
         packed: bool = True,
         pools: str | Pools | None = None,
         recovery: str = "kernels",
+        kernels: str = "auto",
         device: str = "none",
         vram_budget: int | str | Budget = "auto",
         device_misses: str | None = None,

@@ -35,6 +35,7 @@ from pyorch.llama import memory
 from pyorch.llama.cores import physical_cores
 from pyorch.runtime.model_map import MapInfo
 from pyorch.settings.budget import Budget
+from pyorch.settings.kernels import AUTO
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import packs
 from pyorch.sizes import GiB, MiB, format_bytes
@@ -69,7 +70,6 @@ SHAPES = {
     "58x256": Shape(58, 256, 8, 7168, 2048),  # of 24 MiB
     "48x512": Shape(48, 512, 10, 2048, 512, ("2%", "5%", "10%", "25%")),  # of 2 MiB
 }
-_LAYOUTS = {"repacked": plan.RESIDENT, "plain": plan.RESIDENT_PLAIN}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -77,11 +77,9 @@ def main(argv: list[str] | None = None) -> int:
                                "--shape 48x512 --budget 10%,25%")
     parser.add_argument("--shape", type=_shapes, default=tuple(SHAPES), metavar="LAYERSxEXPERTS,...",
                         help=f"of {', '.join(SHAPES)} (default: all)")
-    add_settings(parser, "budget", "n_threads", lists=("budget",),
-                 defaults={"budget": "2%,5%,10%, and of 48x512 25% too"})
-    parser.add_argument("--layout", choices=_LAYOUTS, default="repacked",
-                        help="the layout of experts in memory: repacked for the fastest kernels, or plain as in the "
-                             "file (default: repacked)")
+    add_settings(parser, "budget", "n_threads", "kernels", lists=("budget", "kernels"),
+                 defaults={"budget": "2%,5%,10%, and of 48x512 25% too", "kernels": "auto"})
+    parser.add_argument("--rounds", type=whole(1), default=1, metavar="N", help="measure all N times (default: 1)")
     parser.add_argument("--tokens", type=whole(1), default=6, metavar="N", help="decode N tokens (default: 6)")
     parser.add_argument("--prompt-tokens", type=whole(1), default=4, metavar="N",
                         help="before them, compute a prompt of N tokens (default: 4)")
@@ -110,12 +108,12 @@ def _run(args: argparse.Namespace) -> int:
             with tempfile.TemporaryDirectory(dir=args.directory) as directory:
                 measured.append(_measure(args, name, Path(directory), progress))
     if args.json:
-        print_json({"machine": table.machine(), "layout": args.layout, "tokens": args.tokens,
+        print_json({"machine": table.machine(), "tokens": args.tokens,
                     "prompt_tokens": args.prompt_tokens, "shapes": measured})
         return 0
     facts = table.machine()
     show([Facts([("machine", f"{facts['cpu']}, {facts['cores']} cores, {facts['memory']} memory, {facts['system']}"),
-                 ("work", f"prompt of {args.prompt_tokens} tokens, decode {args.tokens} tokens, experts {args.layout}; "
+                 ("work", f"prompt of {args.prompt_tokens} tokens, decode {args.tokens} tokens; "
                           "the disk is holes of a file")])])
     for each in measured:
         show(["", *_report(each)])
@@ -132,9 +130,9 @@ def _measure(args: argparse.Namespace, name: str, directory: Path, progress: Pro
         info = model_map.info
     with packs.open_model(str(twin)) as model_map:
         has_reference = plan.fits(model_map.info)
-    given = given_settings(args, "budget")
+    given = given_settings(args, "budget", "kernels")
     n_threads = given.pop("n_threads", None) or physical_cores()
-    reference = _LAYOUTS[args.layout]
+    reference = plan.RESIDENT
     configs, skipped = [reference] if has_reference else [], []
     if not has_reference:
         skipped.append(f"{name}: the experts of a token do not fit into free memory: no roofline is computed")
@@ -147,8 +145,9 @@ def _measure(args: argparse.Namespace, name: str, directory: Path, progress: Pro
                 f"{format_bytes(info.dense_bytes)} of dense weights do not fit into the "
                 f"{format_bytes(limit.free_bytes)} of free memory")
         else:
-            config = plan.budget_config(Settings(budget=budget, **given))
-            configs.append(replace(config, repack=reference.repack))
+            for kernels in listed(args, "kernels") or (AUTO,):
+                config = plan.budget_config(Settings(budget=budget, kernels=kernels, **given))
+                configs.append(replace(config, label=f"{config.label}, kernels {kernels}"))
     for sentence in skipped:
         progress.say(sentence)
     if not configs:
@@ -158,7 +157,7 @@ def _measure(args: argparse.Namespace, name: str, directory: Path, progress: Pro
         of_twin = config == reference
         return Job(str(twin if of_twin else model), config, None, args.prompt_tokens, args.tokens, n_threads, _SECONDS)
 
-    results = rounds.run_rounds(job_for, configs, 1, lambda what, done, total: progress.update(
+    results = rounds.run_rounds(job_for, configs, args.rounds, lambda what, done, total: progress.update(
         f"{name}, {what}", done, total), progress.say)
     summaries = [summarize(results, config, reference if has_reference else None) for config in configs]
     return _Measured(name, info, summaries, results, skipped)
@@ -211,7 +210,9 @@ def _report(measured: _Measured) -> Sequence[str | Table | Facts]:
 
 
 def _row(summary: Summary) -> tuple[str, ...]:
-    label = "twin, all resident" if summary.config.preload else str(summary.config.settings.budget)
+    settings = summary.config.settings
+    label = "twin, all resident" if summary.config.preload else str(settings.budget)
+    label += f", {settings.kernels}" * (settings.kernels != AUTO)
     if not summary.n_rounds:
         return (label, *["-"] * (len(_COLUMNS) - 1))
     roofline = summary.decode_roofline

@@ -1,12 +1,17 @@
 // How fast one core multiplies experts, by llama.cpp's mul_mat_id and by the kernels of src/kernels: for types that have
 // one here, and numbers of inputs that an expert may have.
 //
+// Behind them, what decides whether experts are repacked (model/layout_rates.h): a decoded token repacks an expert that
+// it misses, and multiplies it once. Repacking pays if fewer than the printed share of an expert's uses are misses.
+//
 // A matrix is [2048, 1024]. There are 64 of them, so each is cold when its turn comes again. Both sides quantize the
 // inputs. Each figure is the median of rounds that take turns.
 
 #include "base/cpu_backend.h"
 #include "base/cpu_time.h"
 #include "kernels/kernels.h"
+#include "model/layout.h"
+#include "model/layout_rates.h"
 
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
@@ -29,17 +34,6 @@ double median(std::vector<double> values) {
     return values[values.size() / 2];
 }
 
-ggml_backend_buffer_type_t repack_buffers() {
-    const auto extra = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(
-        cpu_backend().registration, "ggml_backend_dev_get_extra_bufts");
-    for (ggml_backend_buffer_type_t * type = extra ? extra(cpu_backend().device) : nullptr; type && *type; ++type) {
-        if (!strcmp(ggml_backend_buft_name(*type), "CPU_REPACK")) {
-            return *type;
-        }
-    }
-    return ggml_backend_dev_buffer_type(cpu_backend().device);
-}
-
 // n_refused: 0 for the fastest kernel, 1 for the one after it.
 void bench(ggml_type type, bool repacked, int n_refused) {
     const Kernel kernel = find_kernel(type, N_IN, N_OUT, repacked, n_refused);
@@ -52,8 +46,7 @@ void bench(ggml_type type, bool repacked, int n_refused) {
     const ggml_init_params params  = { 8 * ggml_tensor_overhead(), nullptr, true };
     ggml_context *         ctx     = ggml_init(params);
     ggml_tensor *          experts = ggml_new_tensor_3d(ctx, type, N_IN, N_OUT, N_EXPERTS);
-    ggml_backend_buffer_t  buffer  = ggml_backend_alloc_ctx_tensors_from_buft(
-        ctx, repacked ? repack_buffers() : ggml_backend_dev_buffer_type(cpu_backend().device));
+    ggml_backend_buffer_t  buffer  = ggml_backend_alloc_ctx_tensors_from_buft(ctx, cpu_buffers(repacked));
 
     const size_t       matrix_bytes = ggml_row_size(type, N_IN) * N_OUT;
     std::vector<float> weights(N_IN * N_OUT);
@@ -137,6 +130,19 @@ void bench(ggml_type type, bool repacked, int n_refused) {
     ggml_backend_free(backend);
 }
 
+void bench_layouts(ggml_type type) {
+    const size_t       bytes  = ggml_row_size(type, N_IN) * N_OUT;
+    const ExpertTensor tensor = { "", "", ggml_type_name(type), 0, 0, bytes, N_IN, N_OUT };
+    if (!can_repack(tensor)) {
+        return;
+    }
+    const LayoutRates rates = measure_layouts(tensor);
+    const auto        gib   = [](double ns) { return 1e9 / ns / (1 << 30); };
+    printf("%-7s %8.1f   %6.1f %8.1f   %6.1f %8.1f   %7.0f %%\n", ggml_type_name(type), gib(rates.repacking),
+        gib(rates.plain[0]), gib(rates.repacked[0]), gib(rates.plain[1]) * LayoutRates::N_INPUTS,
+        gib(rates.repacked[1]) * LayoutRates::N_INPUTS, 100 * (rates.plain[0] - rates.repacked[0]) / rates.repacking);
+}
+
 } // namespace
 
 int main() {
@@ -146,6 +152,13 @@ int main() {
         for (const bool repacked : { false, true }) {
             bench((ggml_type) type, repacked, 0);
             bench((ggml_type) type, repacked, 1);
+        }
+    }
+    printf("\n        GiB/s of   1 input, GiB/s    8 inputs, GiB/s    pays below\n");
+    printf("type    repacking   plain repacked    plain repacked   this share of misses\n");
+    for (int type = 0; type < GGML_TYPE_COUNT; ++type) {
+        if (ggml_blck_size((ggml_type) type) > 0) {
+            bench_layouts((ggml_type) type);
         }
     }
     return 0;

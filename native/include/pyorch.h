@@ -211,6 +211,19 @@ pyorch_status pyorch_model_map_get_range(
 pyorch_status pyorch_model_map_repack(
     const pyorch_model_map * map, int32_t il, int32_t role, void * matrix, uint64_t size);
 
+// What each order of a matrix costs a core of this processor: nanoseconds for each byte.
+typedef struct pyorch_layout_rates {
+    double   repacking;   // pyorch_model_map_repack
+    double   plain[2];    // a product of the matrix as the file has it, with 1 input, and with n_inputs
+    double   repacked[2]; // the same of a repacked matrix
+    uint64_t n_inputs;
+} pyorch_layout_rates;
+
+// Measures with 48 MiB of matrices of the same type and shape, which takes about a tenth of a second. PYORCH_INVALID
+// where the layout is "plain".
+pyorch_status pyorch_measure_layouts(
+    const pyorch_model_map * map, int32_t il, int32_t role, pyorch_layout_rates * rates);
+
 // A value of the metadata: one of the three, the others 0 and NULL. text is owned by the map.
 typedef struct pyorch_value {
     char         kind; // 'i', 'f' or 's', 0: there is none
@@ -303,10 +316,11 @@ typedef struct pyorch_config {
     uint64_t       read_bytes; // one request at most; 0: 1 MiB, of threads 4 MiB
     pyorch_read_fn read;       // NULL: the files of the map
     void *         read_user;
-    uint64_t       plain;   // nonzero: experts stay as they lie in the file; default: they are repacked when they
-                            // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
-    double  pool_shares[4]; // see pyorch_set_pools; default: all for full experts
-    int32_t recovery;       // pyorch_recovery; default PYORCH_RECOVERY_KERNELS
+    uint64_t       plain;    // nonzero: experts stay as they lie in the file; default: they are repacked when they
+                             // arrive, see pyorch_layer_info.layout, as llama.cpp does with use_extra_bufts
+    uint64_t stock;          // nonzero: llama.cpp's kernels alone multiply experts; default 0. Not with nibbles.
+    double   pool_shares[4]; // see pyorch_set_pools; default: all for full experts
+    int32_t  recovery;       // pyorch_recovery; default PYORCH_RECOVERY_KERNELS
     // Of pyorch_find_device: they compute with experts that lie in their memory. Each has consecutive layers, up to the
     // number in device_ends of those with experts, and all of these are somebody's. device_bytes: of the memory of each
     // for them, default 0; see pyorch-devices.h.

@@ -101,7 +101,7 @@ pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config &
         table(map, make_bank(map, config, simulated, locks), pyorch::open_source(map, config),
             codec_of(map, config, simulated), config, simulated ? pyorch::replay_policies() : pyorch::policy_list()),
         routers((int) map.layers.size()), prefetcher(table, routers), remote(shapes_of(map), lacking_of(map)),
-        routing(table, prefetcher, routers, remote, config.plain == 0, !simulated),
+        routing(table, prefetcher, routers, remote, config.plain == 0, !simulated && !config.stock),
         reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {
     if (config.n_devices > 0 && !simulated) {
         device         = std::make_unique<pyorch::DeviceTier>(table, config, locks);

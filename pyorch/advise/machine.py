@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import statistics
 import tempfile
 import time
@@ -207,11 +206,7 @@ def _directory_for_probes(beside: Path | None):
 
 def _name(kind: str, n_threads: int, *of_shape: object) -> str:
     """Under which it is kept what this processor does, with a model of a shape."""
-    try:
-        processor = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        processor = None
-    return kept.name_of(kind, (_VERSION, n_threads, processor[1] if processor else "", *of_shape))
+    return kept.name_of(kind, (_VERSION, n_threads, kept.processor(), *of_shape))
 
 
 def _read(name: str) -> Compute | None:

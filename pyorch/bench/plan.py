@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from pyorch.bench.job import ENGINE, UNMANAGED, Config
 from pyorch.errors import PyorchError
@@ -14,7 +15,6 @@ from pyorch.llama.apply import check_prefetch
 from pyorch.runtime.model_map import MapInfo
 from pyorch.settings.budget import AUTO, BENCH_BUDGETS, Budget
 from pyorch.settings.option import LOSSY, options
-from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.settings import Settings
 from pyorch.sizes import Amount, MiB, format_bytes
 
@@ -37,26 +37,23 @@ class Plan:
     """What the user asks for.
 
     settings: lossless ones, of all configurations. lossy: each that reads experts is measured with these, too.
-    budgets: () for those that suit; policies, prefetches, recoveries: () for those of the settings. memory_limit: a
-    size, or a share of the file. baselines: of BASELINES. busy: each is measured beside so many busy processes.
+    budgets: () for those that suit. compared: options, by name, with the values that each budget is measured with.
+    memory_limit: a size, or a share of the file. baselines: of BASELINES. busy: each is measured beside so many busy
+    processes.
     """
 
     settings: Settings = Settings()
     lossy: tuple[Settings, ...] = ()
     budgets: tuple[Budget, ...] = ()
+    compared: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     memory_limit: Amount | None = None
     baselines: tuple[str, ...] = ()
-    policies: tuple[str, ...] = ()
-    prefetches: tuple[Prefetch, ...] = ()
-    recoveries: tuple[str, ...] = ()
     busy: tuple[int, ...] = (0,)
 
     def combined(self) -> Iterator[Settings]:
-        """The settings with each policy, each predictor and each order of recovery."""
-        for policy, prefetch, recovery in itertools.product(
-                self.policies or (self.settings.policy,), self.prefetches or (self.settings.prefetch,),
-                self.recoveries or (self.settings.recovery,)):
-            yield replace(self.settings, policy=policy, prefetch=prefetch, recovery=recovery)
+        """The settings with each combination of what is compared."""
+        for values in itertools.product(*self.compared.values()):
+            yield replace(self.settings, **dict(zip(self.compared, values)))
 
 
 def read_limit(text: str | None) -> Amount | None:
@@ -140,13 +137,8 @@ def _budgets(plan: Plan, info: MapInfo) -> list[Config]:
             budget.resolve(info)
         for settings in plan.combined():
             config = budget_config(replace(settings, budget=budget), *limit_of(plan.memory_limit, info))
-            label = [config.label]
-            if len(plan.policies) > 1:
-                label.append(settings.policy)
-            if len(plan.prefetches) > 1:
-                label.append(f"prefetch {settings.prefetch}")
-            if len(plan.recoveries) > 1:
-                label.append(f"recovery {settings.recovery}")
+            several = [name for name, values in plan.compared.items() if len(values) > 1]
+            label = [config.label, *(f"{name} {getattr(settings, name)}" for name in several)]
             configs.append(replace(config, label=", ".join(label)))
     return configs
 

@@ -16,6 +16,7 @@ from pyorch.bench.job import Config, Text
 from pyorch.bench.rounds import Results
 from pyorch.bench.summary import Summary, TextChange, ratio, text_change
 from pyorch.llama.cores import physical_cores
+from pyorch.runtime import kept
 from pyorch.runtime.disk import Bandwidth
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import GiB, MiB, counted, format_bytes
@@ -29,16 +30,12 @@ _DISTURBED = 0.1  # share of the processors that others may use before the numbe
 def machine() -> dict[str, str]:
     """What the numbers depend on."""
     try:
-        cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1]
-    except (OSError, TypeError):
-        cpu = platform.processor() or platform.machine()
-    try:
         total = int(re.search(r"^MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)[1]) * 1024
         memory = format_bytes(total)
     except (OSError, TypeError):
         memory = ""
     return {
-        "cpu": cpu,
+        "cpu": kept.processor() or platform.processor() or platform.machine(),
         "cores": str(physical_cores()),
         "memory": memory,
         "system": f"{platform.system()} {platform.release()}",

@@ -23,6 +23,8 @@ EXAMPLE = """pyorch bench olmoe.gguf --budget 25%,50% --memory-limit 40% --basel
   pyorch bench olmoe.gguf --budget 60% --baseline stock --busy 0,1,2
   pyorch bench olmoe.gguf --budget 25%,50% --device CUDA0 --vram-budget 25%"""
 
+_COMPARED = ("policy", "prefetch", "recovery", "kernels")  # options that take several values
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_model(parser)
     add_settings(parser, EXPERTS, "n_threads", "cpus", LOSSY, "tuned",
-                 lists=("budget", "policy", "prefetch", "recovery"), repeated=("substitution",),
+                 lists=("budget", *_COMPARED), repeated=("substitution",),
                  defaults={"budget": ",".join(map(str, BENCH_BUDGETS)) + "; under a memory limit, auto"})
     parser.add_argument("--memory-limit", metavar="SIZE",
                         help="limit the memory of each process, page cache included: 1600MiB, or 40%% of the file")
@@ -74,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
         check_plot(args.plot)
         check_own(args.plot, args.model, args.force)
     # What goes with the first of each is checked here.
-    first = {name: given[0] for name in ("prefetch", "recovery") if (given := listed(args, name))}
-    each = [Settings(**given_settings(one, "budget", "policy", "prefetch", "recovery"), **first)
+    compared = {name: given for name in _COMPARED if (given := listed(args, name))}
+    first = {name: values[0] for name, values in compared.items()}
+    each = [Settings(**given_settings(one, "budget", *_COMPARED), **first)
             for one in one_by_one(args, "substitution")]
     if each[0].device != NONE:
         find_devices(each[0].device)  # said now, and not when everything before it was measured
@@ -83,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
     lossless = replace(each[0], substitution=None, buddies=None, speculate=False, tuned=None, n_threads=0)
     asked = plan.Plan(
         lossless, tuple(settings for settings in each if settings.lossy), listed(args, "budget"),
-        plan.read_limit(args.memory_limit), _words(args.baseline),
-        listed(args, "policy"), listed(args, "prefetch"), listed(args, "recovery"), args.busy,
+        compared, plan.read_limit(args.memory_limit), _words(args.baseline), args.busy,
     )
 
     def job_for(config: Config) -> Job:

@@ -1,11 +1,13 @@
 """Checks that a budget changes nothing: logits of the managed model against the fully resident one.
 
 The reference is the model as llama.cpp loads it by default, which repacks what it has faster kernels for; where that
-does not fit in memory, the model mapped from its file, and both compute with the plain kernels.
+does not fit in memory, the model mapped from its file, and both compute with the plain kernels. A budget under which
+experts alone are plain has a reference with plain experts, all resident under an engine.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +20,10 @@ from pyorch.eval.method import Arrival, kernels, resident_model
 from pyorch.llama import cores
 from pyorch.llama.context import Context
 from pyorch.llama.model import Model, load
+from pyorch.llama.model_stats import ModelStats
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
 from pyorch.settings.budget import VERIFY_BUDGETS, Budget
+from pyorch.settings.kernels import PLAIN
 
 OnProgress = Callable[[str, int, int], None]  # "resident model" or "budget ...", tokens decoded, of
 
@@ -84,16 +88,25 @@ def verify(
     n_threads = n_threads or cores.physical_cores()
     report = on_progress or (lambda *_: None)
     options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **kernels(path, n_models=1), **load_options}
-    with resident_model(path, **options | {"substitution": None, "speculate": False}) as model:
+    lossless = options | {"substitution": None, "speculate": False}
+    with resident_model(path, **lossless) as model:
         tokens = model.llama.tokenize(prompt.encode(), add_bos=True)
-        chosen, reference = decoded(model, tokens, n_tokens, n_threads, partial(report, "resident model"))
+        chosen, of_stock = decoded(model, tokens, n_tokens, n_threads, partial(report, "resident model"))
+
+    @functools.cache
+    def of_plain_experts() -> np.ndarray:
+        with load(path, budget="100%", managed=True, **lossless | {"kernels": PLAIN}) as model:
+            return decoded(model, tokens, n_tokens, n_threads, partial(report, "plain experts"), chosen)[1]
+
     for budget in budgets:
         with load(path, budget=budget, managed=True, **options) as model:
             if model.stats().substitution is not None:
                 arrival.simulate(model)
             _, logits = decoded(model, tokens, n_tokens, n_threads, partial(report, f"budget {budget}"), chosen)
-            comparison = _compare(str(budget), reference, logits, model)
-        yield comparison
+            stats, device = model.stats(), model.device
+            n_bytes = stats.experts.budget_bytes if stats.experts is not None else model.map.info.slots_bytes
+        reference = of_plain_experts() if stats.layout is not None and stats.layout.plain else of_stock
+        yield _compare(str(budget), n_bytes, device, stats, reference, logits)
 
 
 def decoded(
@@ -115,27 +128,29 @@ def decoded(
     return tokens, np.concatenate(logits)
 
 
-def _compare(budget: str, reference: np.ndarray, logits: np.ndarray, model: Model) -> Comparison:
+def _compare(
+    budget: str, n_bytes: int, device: str, stats: ModelStats, reference: np.ndarray, logits: np.ndarray
+) -> Comparison:
     # Bytes, not values: 0.0 and -0.0 are different here, and a NaN is the same as itself.
     differs = reference.view(np.uint32) != logits.view(np.uint32)
     first = None
     if differs.any():
         position, token = (int(i) for i in np.argwhere(differs)[0])
         first = Difference(position, token, float(reference[position, token]), float(logits[position, token]))
-    experts = model.engine.stats() if model.engine is not None else None
+    experts = stats.experts
     return Comparison(
         budget=budget,
-        budget_bytes=experts.budget_bytes if experts is not None else model.map.info.slots_bytes,
+        budget_bytes=n_bytes,
         n_positions=len(reference),
         identical=first is None,
         first_difference=first,
         max_abs_difference=float(np.abs(reference - logits).max()),
         kl_divergence=float(kl_divergences(reference, logits).mean()),
         top1_agreement=float(top1_agreements(reference, logits).mean()),
-        device=model.device,
+        device=device,
         by_processor=experts.device_hits + experts.device_misses - experts.device_computed
-        if model.device and experts is not None else None,
+        if device and experts is not None else None,
         experts=experts,
-        substitution=model.stats().substitution,
-        speculation=model.stats().speculation,
+        substitution=stats.substitution,
+        speculation=stats.speculation,
     )

@@ -28,6 +28,7 @@ from pyorch.runtime.mirrors import add_mirrors
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import RESIDENT
 from pyorch.settings.device import NONE, PROCESSOR, device_names
+from pyorch.settings.kernels import STOCK
 from pyorch.settings.pools import RECOVERIES, Pools
 from pyorch.settings.settings import Settings
 
@@ -52,7 +53,8 @@ def build(plan: EnginePlan) -> Engine | None:
     engine = Engine(
         plan.map, division.budget, settings.policy, plan.reads, settings.source, pools=division.pools or Pools(),
         devices=devices_of(plan.placement), device_bytes=division.devices,
-        device_misses=settings.device_misses or PROCESSOR, plain=plan.plain, direct_io=settings.direct_io,
+        device_misses=settings.device_misses or PROCESSOR, plain=plan.plain,
+        stock=settings.kernels == STOCK, direct_io=settings.direct_io,
         device_ahead=settings.device_ahead, device_prompt=plan.device_prompt,
         recovery=RECOVERIES.index(settings.recovery),
     )

@@ -297,6 +297,7 @@ class Model:
             {il: layer.stats() for il, layer in self.layers.items()},
             self._record.division.pools,
             self._record.division.origin,
+            self._record.plan.layout,
         )
 
     def reset_stats(self) -> None:

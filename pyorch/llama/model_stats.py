@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pyorch.llama.layouts import Layout
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
 from pyorch.settings.pools import Pools
 from pyorch.sizes import counted, format_bytes
@@ -15,7 +16,8 @@ class ModelStats:
 
     Prefill counts tokens of batches, decode those that were computed one by one. experts is None
     for a dense model, and layers, by il, is empty. pools: how memory is divided, None where experts come from no
-    compressed pack; pools_from: who said it, or why one that lies there is not used.
+    compressed pack; pools_from: who said it, or why one that lies there is not used. layout: of experts, None
+    where there is no choice.
     """
 
     prefill_tokens: int
@@ -29,6 +31,7 @@ class ModelStats:
     layers: dict[int, Stats]
     pools: Pools | None
     pools_from: str
+    layout: Layout | None = None
 
     @property
     def prefill_rate(self) -> float:
@@ -69,6 +72,8 @@ class ModelStats:
             rows.append(("pools", f"{shares} ({self.pools_from})"))
         elif self.pools_from:
             rows.append(("pools", self.pools_from))
+        if self.layout is not None:
+            rows.append(("kernels", str(self.layout)))
         rows.append(("memory", f"at most {format_bytes(self.peak_memory_bytes)} used by the process"))
         if speculation is not None:
             rows.append(("lossy", f"{speculation.slots} expert slots computed as predicted, "

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama.division import Division, budget_beside
 from pyorch.llama.facts import Facts, Header
+from pyorch.llama.layouts import Layout, check_layout, choose_layout
 from pyorch.llama.placement import LEAST_PROMPT, Placement, misses_of, place, prompt_tokens_of, whole_model
 from pyorch.settings.budget import AUTO, RESIDENT, Budget
 from pyorch.settings.device import PROCESSOR
+from pyorch.settings.kernels import PLAIN
 from pyorch.settings.pools import KERNELS
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
@@ -56,7 +58,8 @@ class EnginePlan(Contents):
     """What an engine is made of, and what it begins with.
 
     header: of the model, with the pack from which experts are read. settings: with those of a tuned setting. plain:
-    experts are computed with as they lie in the file. placed: other servers compute experts; has_share: and some only
+    experts are computed with as they lie in the file; layout: that it was chosen so, None where there is no choice.
+    placed: other servers compute experts; has_share: and some only
     they can. division: under the automatic budget the least that works, until a context says what it leaves.
     device_prompt: tokens of a ubatch for which experts are brought to devices. notes: sentences for people.
     """
@@ -66,6 +69,7 @@ class EnginePlan(Contents):
     sidecars: Sidecars
     placement: Placement
     plain: bool
+    layout: Layout | None = None
     placed: bool
     has_share: bool = False
     division: Division = Division()
@@ -93,7 +97,10 @@ def plan(settings: Settings, facts: Facts) -> EnginePlan:
         settings = settings.with_tuned(*facts.tuned())
     header, request = facts.header, facts.request
     placement, note = place(settings, facts)
-    plain = not request.repacks or bool(placement.each)  # which take them as the file has them
+    check_layout(settings, facts, has_devices=bool(placement.each))
+    # Devices take experts as the file has them.
+    must_be_plain = not request.repacks or bool(placement.each)
+    plain = must_be_plain or settings.kernels == PLAIN
     notes: tuple[str, ...] = (note,)
     if facts.has_holes():
         notes += (f"{header.path} seems to be a header without weights, most of its bytes were never written: what it "
@@ -109,10 +116,15 @@ def plan(settings: Settings, facts: Facts) -> EnginePlan:
     packed = with_pack is not None
     header = with_pack or header
     budget, of_budget = _budget(settings, header, placement, facts)
+    layout = None
+    if budget is not None and not must_be_plain:
+        expected = _expected_budget(budget, settings, header, placement, facts)
+        layout = choose_layout(settings, header, expected, packed, facts)
+        plain = layout is not None and layout.plain
     has_share = request.placed and bool(header.info.slim) and packed and facts.is_share()
     made = EnginePlan(
         header=header, settings=settings, sidecars=facts.sidecars(packed), placement=placement, plain=plain,
-        placed=request.placed, has_share=has_share, division=replace(division, budget=budget),
+        layout=layout, placed=request.placed, has_share=has_share, division=replace(division, budget=budget),
         notes=(*notes, of_pack, of_budget))
     return made if budget is None else _with_contents(made, packed, facts)
 
@@ -224,6 +236,15 @@ def _budget(settings: Settings, header: Header, placement: Placement, facts: Fac
     else:
         n_bytes, note = budget.resolve(info), budget.surplus(info)
     return n_bytes if header.layers else None, note
+
+
+def _expected_budget(
+    budget: int, settings: Settings, header: Header, placement: Placement, facts: Facts
+) -> int:
+    """Bytes, before contexts take their part of the automatic budget."""
+    if settings.budget != AUTO:
+        return budget
+    return budget_beside(header.info, facts.memory(), placement.host_dense(header), context_bytes=0)
 
 
 def _with_contents(plan: EnginePlan, packed: bool, facts: Facts) -> EnginePlan:

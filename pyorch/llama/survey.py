@@ -16,11 +16,14 @@ from pyorch.llama.apply import find_buddies, find_ghosts, speculative
 from pyorch.llama.device import devices_of, header_of, set_placement
 from pyorch.llama.division import NARROW_UBATCH, MemoryLimit
 from pyorch.llama.facts import Facts, Header, Request, settle
+from pyorch.llama.layouts import LayoutRates
 from pyorch.llama.placement import Placement
 from pyorch.llama.plan import Contents, EnginePlan, plan
 from pyorch.runtime.devices import Device, find_devices, rates_of
 from pyorch.runtime.disk import reads_for
+from pyorch.runtime.layouts import layout_rates
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.kernels import STOCK
 from pyorch.settings.reads import Reads
 from pyorch.settings.settings import Settings
 from pyorch.settings.substitution import Substitution
@@ -118,9 +121,10 @@ class Survey:
         if not self._map.info.slim and packs.KIND not in self._map.sidecars():
             return None, ""
         found = self._maps[True] = ModelMap(self._map.path)
+        stock = self._settings.kernels == STOCK
         if found.info.slim:
-            packs.require(found, plain, share)
-        refusal = packs.attach(found, plain)
+            packs.require(found, plain, share, stock)
+        refusal = packs.attach(found, plain, stock)
         return header_of(found) if found.pack is not None else None, refusal
 
     def planner(self) -> PoolPlanner | None:
@@ -128,6 +132,17 @@ class Survey:
         from pyorch.llama.pools import planner_of
 
         return planner_of(self._maps[True], self._settings)
+
+    def is_native(self) -> bool:
+        """Whether the pack has experts in the order of this processor's kernels."""
+        from pyorch.sidecars.packs import is_native
+
+        return is_native(self._maps[True])
+
+    def layout_rates(self, il: int, role: int) -> LayoutRates:
+        """Of a matrix of the experts of a layer, measured once on this machine."""
+        repacking, one, several, repacked_one, repacked_several, n_inputs = layout_rates(self._map, il, role)
+        return LayoutRates(repacking, (one, several), (repacked_one, repacked_several), n_inputs)
 
     def forms(self) -> tuple[bool, bool]:
         """Whether experts of the pack have several forms; and whether they have one, which is not that of the model."""

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,14 @@ def keep(name: str, measured: Any) -> None:
     if can_keep():
         with contextlib.suppress(PyorchError):
             write_text(directory() / f"{name}.json", json.dumps(measured) + "\n")
+
+
+def processor() -> str:
+    """Its name, "" where the system does not say it."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        return found[1] if found else ""
+    return ""
 
 
 def name_of(kind: str, what: Any) -> str:

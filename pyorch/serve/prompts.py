@@ -191,7 +191,7 @@ def _key(record: ManagedModel, server: Flags) -> str:
     return kept.name_of("kv", (
         [(os.path.realpath(file), *_state(file)) for file in sorted(files)], arguments, sorted(settings.items()),
         sorted(environment.items()), sorted((path.name, *_state(path)) for path in libraries), processor,
-        llama_cpp.__version__))
+        record.plan.plain, llama_cpp.__version__))
 
 
 def _state(file: str | Path) -> tuple[int, ...]:

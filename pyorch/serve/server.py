@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -147,7 +148,7 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
     aliases = [*filter(None, server.value(llama_server.ALIAS).split(","))] or [os.path.basename(record.path)]
     for name in aliases:  # the path is a pattern
         routes.add("GET", "/v1/models/" + re.sub(r"([][.^$|(){}*+?\\])", r"\\\1", name), _model)
-    routes.add("GET", "/props", _props)
+    routes.add("GET", "/props", functools.partial(_props, record))
     routes.add("GET", "/lora-adapters", _adapters)
     echo = Echo(record, served_context, aliases[0])
     tokenizer = TokenizerRoutes(served_context)
@@ -172,12 +173,14 @@ def _model(_: Request) -> Answer:
     return as_json(json.loads(own("/v1/models"))["data"][0])
 
 
-def _props(request: Request) -> Answer | None:
-    """Users are told names of files, and not where these are."""
+def _props(record: ManagedModel, request: Request) -> Answer | None:
+    """With the order of the experts. Users are told names of files, and not where these are."""
     if request.own_status != 200:
         return None
     said = json.loads(request.own)
-    return as_json(said | {"model_path": os.path.basename(said["model_path"])})
+    layout = record.plan.layout
+    ours = {} if layout is None else {"kernels": str(layout)}
+    return as_json(said | {"model_path": os.path.basename(said["model_path"])} | ours)
 
 
 def _adapters(request: Request) -> Answer | None:

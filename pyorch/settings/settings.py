@@ -15,6 +15,8 @@ from pyorch.settings.cpus import ANY as CPUS_ANY
 from pyorch.settings.cpus import AUTO as CPUS_AUTO
 from pyorch.settings.cpus import cpu_list, cpu_numbers
 from pyorch.settings.device import MAX_AHEAD, NONE, device_misses, device_name, vram_budget
+from pyorch.settings.kernels import AUTO as AUTO_KERNELS
+from pyorch.settings.kernels import kernels
 from pyorch.settings.mirrors import MAX_MIRRORS, Mirrors
 from pyorch.settings.option import CONTEXT, DEVICE, LONG, LOSSY, flag, option, parse_fields, text, whole
 from pyorch.settings.pools import KERNELS, Pools, recovery
@@ -84,6 +86,11 @@ class Settings:
     recovery: str = option(
         KERNELS, recovery, "kernels, affinity or exponents-first", metavar="ORDER",
         help="of a pack: kernels (by matrix), affinity (by expert), exponents-first (the paper's)",
+    )
+    kernels: str = option(
+        AUTO_KERNELS, kernels, "auto, plain, repacked or stock", metavar="WHICH",
+        help="multiply experts as the file has them (plain), or repacked for faster kernels as they are read; stock: "
+             "repacked, by llama.cpp's kernels alone; auto: what costs less processor time",
     )
     device: str = option(
         NONE, device_name, "the names of devices", group=DEVICE, metavar="NAME,...",

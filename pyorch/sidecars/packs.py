@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +94,24 @@ def contents(model_map: ModelMap) -> Contents | None:
                     sum(int(of_layer["stored"][of_layer["offset"] != NOWHERE].sum()) for of_layer in rows))
 
 
+def is_native(model_map: ModelMap) -> bool:
+    """Whether the attached pack has experts in the order of one processor's kernels, or as nibbles, which only kernels
+    of that order multiply. FormatError if it is damaged."""
+    if model_map.pack is None:
+        return False
+    metadata, _ = read(model_map.pack, model_map)
+    return _has_nibbles(metadata) or not _is_plain(metadata)
+
+
+def _has_nibbles(metadata: Mapping[str, Any]) -> bool:
+    return any(str(scheme).startswith(codecs.NIBBLE) for scheme in metadata.get(CODECS, []))
+
+
+def _is_plain(metadata: Mapping[str, Any]) -> bool:
+    layouts = metadata.get(LAYOUTS)
+    return isinstance(layouts, list) and all(layout == PLAIN for layout in layouts)
+
+
 def share_digest(share: Mapping[int, np.ndarray]) -> str:
     """Which experts these are. share: by layer (il), bool[n_expert]."""
     import hashlib  # see container.fingerprint()
@@ -121,10 +140,11 @@ def open_model(path: str | os.PathLike[str], share: bool = False) -> ModelMap:
     return model_map
 
 
-def require(model_map: ModelMap, plain: bool = False, share: bool = False) -> None:
-    """Attaches the pack beside a slim model. FormatError if there is none, or it is refused. plain: see attach().
-    share: it need not have all experts."""
-    refusal = attach(model_map, plain)
+def require(model_map: ModelMap, plain: bool = False, share: bool = False, stock: bool = False) -> None:
+    """Attaches the pack beside a slim model. FormatError if there is none, or it is refused.
+
+    plain, stock: see attach(). share: it need not have all experts."""
+    refusal = attach(model_map, plain, stock)
     if model_map.pack is None:
         raise FormatError(f"{model_map.path} is slim, its experts are in its pack: "
                           f"{refusal or f'{container.default_path(model_map.path, KIND)}: no such file'}")
@@ -133,10 +153,11 @@ def require(model_map: ModelMap, plain: bool = False, share: bool = False) -> No
                           "up --plan` runs it with the others")
 
 
-def attach(model_map: ModelMap, plain: bool = False) -> str:
+def attach(model_map: ModelMap, plain: bool = False, stock: bool = False) -> str:
     """Has engines of a model read its experts from the pack beside it, if one lies there.
 
-    plain: they are to compute with experts as they lie in the model: a pack that has them repacked is refused.
+    plain: they are to compute with experts as they lie in the model: a pack that has them repacked is refused. stock:
+    with llama.cpp's kernels alone: a pack of nibbles is refused.
 
     Returns why one that lies there is not used; "" otherwise.
     """
@@ -147,11 +168,10 @@ def attach(model_map: ModelMap, plain: bool = False) -> str:
         metadata, arrays = read(path, model_map)
         if SHARE in metadata and not model_map.info.slim:
             return beside_whole(path, arrays, model_map)
-        layouts = metadata.get(LAYOUTS)
-        if plain and any(str(scheme).startswith(codecs.NIBBLE) for scheme in metadata.get(CODECS, [])):
-            return (f"{path} holds nibbles, from which devices and kernels without repacking do not compute: for these "
+        if (plain or stock) and _has_nibbles(metadata):
+            return (f"{path} holds nibbles, from which devices, plain and stock kernels do not compute: for these "
                     "`pyorch pack --codec table` makes one of the whole model")
-        if plain and not (isinstance(layouts, list) and all(layout == PLAIN for layout in layouts)):
+        if plain and not _is_plain(metadata):
             return f"{path} holds experts in an order that the plain kernels do not compute with"
         model_map.attach_pack(path)
     except FormatError as error:

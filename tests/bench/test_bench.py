@@ -145,7 +145,8 @@ def test_what_is_measured_beside_busy_processes_is_compared_with_itself_alone(sm
 
 def test_orders_of_recovery_are_compared_in_each_round(small_moe: Path):
     with ModelMap(small_moe) as model_map:
-        asked = plan.Plan(budgets=(BUDGET.settings.budget,), recoveries=("kernels", "affinity", "exponents-first"))
+        asked = plan.Plan(budgets=(BUDGET.settings.budget,),
+                          compared={"recovery": ("kernels", "affinity", "exponents-first")})
         configs, _ = plan.configurations(asked, model_map.info)
     assert [(config.label, config.settings.recovery) for config in configs[1:]] == [
         (f"budget 40%, recovery {order}", order) for order in ("kernels", "affinity", "exponents-first")]

@@ -18,18 +18,16 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(bench_scale.SHAPES, "tiny", TINY)
 
 
-@pytest.mark.parametrize("layout", ["repacked", "plain"])
-def test_each_budget_is_measured_beside_a_twin_that_is_resident(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], layout: str
-):
-    arguments = (*WORK, "--budget", "20%,40%", "--layout", layout, "--directory", str(tmp_path))
+def test_each_budget_is_measured_beside_a_twin_that_is_resident(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    arguments = (*WORK, "--budget", "20%,40%", "--kernels", "repacked,plain", "--directory", str(tmp_path))
     assert bench_scale.main([*arguments, "--json"]) == 0
     report = json.loads(capfd.readouterr().out)
     twin, *cells = report["shapes"][0]["summaries"]
     assert twin["config"]["preload"] and twin["decode_hit_rate"] == 1
-    assert [cell["config"]["settings"]["budget"] for cell in cells] == ["20%", "40%"]
+    assert [(cell["config"]["settings"]["budget"], cell["config"]["settings"]["kernels"]) for cell in cells] == [
+        ("20%", "repacked"), ("20%", "plain"), ("40%", "repacked"), ("40%", "plain")]
     for cell in cells:
-        assert cell["failure"] == "" and cell["config"]["repack"] == (layout == "repacked")
+        assert cell["failure"] == ""
         assert cell["decode_bytes_per_token"] > 0 and cell["decode_processor_seconds_per_token"] > 0
         assert cell["budget_bytes"] < cell["memory_bytes"] <= cell["peak_memory_bytes"]
         assert cell["decode_roofline"] > 0

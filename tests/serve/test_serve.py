@@ -15,6 +15,7 @@ from pathlib import Path
 
 import gguf
 import pytest
+from architectures import Zoo
 from buddy_lists import random_buddies
 from ggufs import write_adapter, write_moe_model
 from models import PROMPT, small_model
@@ -65,6 +66,11 @@ def test_users_are_told_the_models_name_and_not_its_path(server: ServerProcess):
     status, echoed = server.post("/v1/completions", {"prompt": PROMPT, "echo": True, "max_tokens": 0})
     assert status == 200 and json.loads(echoed)["model"] == name
     assert server.get("/props")["model_path"] == name
+
+
+def test_users_are_told_the_order_of_experts_and_why(zoo: Zoo, start):
+    server = start(pyorch_serve(zoo.path("olmoe", "Q4_0"), "--budget", "50%", "--kernels", "plain", "--threads", "1"))
+    assert server.get("/props")["kernels"] == "plain: --kernels plain"
 
 
 def test_chat_is_answered(server: ServerProcess):

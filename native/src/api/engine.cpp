@@ -129,6 +129,11 @@ pyorch_engine * make_engine(const pyorch_model_map * map, const pyorch_config * 
                 format("experts are to be computed as they lie in the model, and %s holds them in another order",
                     map->map.files[layer.pack->file].path.c_str()));
         }
+        if (given.stock && layer.pack && any(layer.pack->nibbles)) {
+            throw Failure(PYORCH_INVALID,
+                format("llama.cpp's kernels are to multiply experts, and %s holds nibbles, which they do not know",
+                    map->map.files[layer.pack->file].path.c_str()));
+        }
     }
     return new pyorch_engine(map->map, given, simulated);
 }

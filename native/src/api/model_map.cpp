@@ -2,6 +2,7 @@
 #include "base/checksum.h"
 #include "model/form.h"
 #include "model/layout.h"
+#include "model/layout_rates.h"
 
 #include "llama-hparams.h"
 
@@ -11,6 +12,22 @@ using namespace pyorch;
 
 static_assert(
     MAX_LAYERS == LLAMA_MAX_LAYERS && MAX_EXPERTS == LLAMA_MAX_EXPERTS, "a model map takes what llama.cpp takes");
+
+namespace {
+
+const ExpertTensor & repackable(const ModelMap & map, int il, int role) {
+    const auto & layer = map.layers[map.index_of(il)];
+    if (role < 0 || (size_t) role >= layer.tensors.size()) {
+        throw Failure(PYORCH_INVALID, format("layer %d has no matrix %d", il, role));
+    }
+    const auto & t = layer.tensors[role];
+    if (!can_repack(t)) {
+        throw Failure(PYORCH_INVALID, format("the layout of %s is plain: there is nothing to repack", t.name.c_str()));
+    }
+    return t;
+}
+
+} // namespace
 
 extern "C" {
 
@@ -116,21 +133,22 @@ pyorch_status pyorch_model_map_get_range(
 pyorch_status pyorch_model_map_repack(
     const pyorch_model_map * map, int32_t il, int32_t role, void * matrix, uint64_t size) {
     return guarded([&] {
-        const auto & layer = map->map.layers[map->map.index_of(il)];
-        if (role < 0 || (size_t) role >= layer.tensors.size()) {
-            throw Failure(PYORCH_INVALID, format("layer %d has no matrix %d", il, role));
-        }
-        const auto & t = layer.tensors[role];
+        const auto & t = repackable(map->map, il, role);
         if (size != t.stride) {
             throw Failure(PYORCH_INVALID,
                 format("a matrix of %s has %llu bytes, not %llu", t.name.c_str(), (unsigned long long) t.stride,
                     (unsigned long long) size));
         }
-        if (!can_repack(t)) {
-            throw Failure(
-                PYORCH_INVALID, format("the layout of %s is plain: there is nothing to repack", t.name.c_str()));
-        }
         repack(t, (const char *) matrix, (char *) matrix);
+    });
+}
+
+pyorch_status pyorch_measure_layouts(
+    const pyorch_model_map * map, int32_t il, int32_t role, pyorch_layout_rates * rates) {
+    return guarded([&] {
+        const LayoutRates of = measure_layouts(repackable(map->map, il, role));
+        *rates               = { of.repacking, { of.plain[0], of.plain[1] }, { of.repacked[0], of.repacked[1] },
+            LayoutRates::N_INPUTS };
     });
 }
 

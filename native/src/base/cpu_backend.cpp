@@ -4,6 +4,7 @@
 
 #include "ggml.h"
 
+#include <cstring>
 #include <type_traits>
 
 namespace pyorch {
@@ -53,6 +54,20 @@ const CpuBackend & cpu_backend() {
             PYORCH_IO, "the CPU backend of this process is not pyorch's: import pyorch before whatever loaded it");
     }
     return found;
+}
+
+ggml_backend_buffer_type_t cpu_buffers(bool repacked) {
+    if (!repacked) {
+        return ggml_backend_dev_buffer_type(cpu_backend().device);
+    }
+    const auto extra = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(
+        cpu_backend().registration, "ggml_backend_dev_get_extra_bufts");
+    for (ggml_backend_buffer_type_t * type = extra ? extra(cpu_backend().device) : nullptr; type && *type; ++type) {
+        if (!strcmp(ggml_backend_buft_name(*type), "CPU_REPACK")) {
+            return *type;
+        }
+    }
+    return nullptr;
 }
 
 } // namespace pyorch

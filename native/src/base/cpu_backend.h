@@ -6,6 +6,8 @@
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 
+#include <memory>
+
 namespace pyorch {
 
 // What patches/0001 lets the backend be asked for, and what llama.cpp does.
@@ -22,5 +24,16 @@ struct CpuBackend {
 // The same in the whole life of the process. Loads it if nobody has. Throws Failure if there is none, or one that is
 // not patched.
 const CpuBackend & cpu_backend();
+
+// Buffers for weights of one order; null if llama.cpp repacks nothing on this processor.
+ggml_backend_buffer_type_t cpu_buffers(bool repacked);
+
+struct GgmlFree {
+    void operator()(ggml_context * context) const { ggml_free(context); }
+    void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
+    void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
+};
+template <class T>
+using GgmlOwned = std::unique_ptr<T, GgmlFree>;
 
 } // namespace pyorch

@@ -9,35 +9,12 @@
 #include <cmath>
 #include <cstring>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <tuple>
 #include <vector>
 
 namespace pyorch {
 namespace {
-
-struct Free {
-    void operator()(ggml_context * context) const { ggml_free(context); }
-    void operator()(ggml_backend_t backend) const { ggml_backend_free(backend); }
-    void operator()(ggml_backend_buffer_t buffer) const { ggml_backend_buffer_free(buffer); }
-};
-template <class T>
-using Owned = std::unique_ptr<T, Free>;
-
-ggml_backend_buffer_type_t buffers(bool repacked) {
-    if (!repacked) {
-        return ggml_backend_dev_buffer_type(cpu_backend().device);
-    }
-    const auto extra = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(
-        cpu_backend().registration, "ggml_backend_dev_get_extra_bufts");
-    for (ggml_backend_buffer_type_t * type = extra ? extra(cpu_backend().device) : nullptr; type && *type; ++type) {
-        if (!strcmp(ggml_backend_buft_name(*type), "CPU_REPACK")) {
-            return *type;
-        }
-    }
-    return nullptr;
-}
 
 // A matrix, multiplied by llama.cpp and by a kernel. Rows and inputs fill no whole number of tiles.
 struct Trial {
@@ -61,11 +38,11 @@ struct Trial {
 
     // Empty if llama.cpp cannot compute it.
     std::vector<float> by_llama_cpp() const {
-        ggml_backend_buffer_type_t of_weights = buffers(repacked);
-        const Owned<ggml_backend>  backend(ggml_backend_dev_init(cpu_backend().device, nullptr));
-        const size_t               nodes  = 8;
-        const ggml_init_params     params = { nodes * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true };
-        const Owned<ggml_context>  weights(ggml_init(params)), others(ggml_init(params));
+        ggml_backend_buffer_type_t    of_weights = cpu_buffers(repacked);
+        const GgmlOwned<ggml_backend> backend(ggml_backend_dev_init(cpu_backend().device, nullptr));
+        const size_t                  nodes = 8;
+        const ggml_init_params params       = { nodes * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true };
+        const GgmlOwned<ggml_context> weights(ggml_init(params)), others(ggml_init(params));
         if (!of_weights || !backend || !weights || !others) {
             return {};
         }
@@ -80,9 +57,9 @@ struct Trial {
         ggml_tensor * output = ggml_mul_mat_id(others.get(), experts, input, ids);
         ggml_cgraph * graph  = ggml_new_graph(others.get());
         ggml_build_forward_expand(graph, output);
-        const Owned<ggml_backend_buffer> weight_bytes(
+        const GgmlOwned<ggml_backend_buffer> weight_bytes(
             ggml_backend_alloc_ctx_tensors_from_buft(weights.get(), of_weights));
-        const Owned<ggml_backend_buffer> other_bytes(ggml_backend_alloc_ctx_tensors(others.get(), backend.get()));
+        const GgmlOwned<ggml_backend_buffer> other_bytes(ggml_backend_alloc_ctx_tensors(others.get(), backend.get()));
         if (!weight_bytes || !other_bytes) {
             return {};
         }

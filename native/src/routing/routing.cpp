@@ -22,7 +22,7 @@ static Multiplication multiplication_of(const ExpertTensor & tensor, bool repack
 }
 
 Routing::Routing(
-    Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack, bool computes) :
+    Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack, bool own_kernels) :
         table(table), prefetcher(prefetcher), routers(routers), remote(remote), activations(table.map.n_experts()),
         substitutions((int) table.map.layers.size()), calibration(table.map.n_experts()) {
     for (size_t i = 0; i < table.map.layers.size(); ++i) {
@@ -35,7 +35,7 @@ Routing::Routing(
             t->role    = (int) r;
             if (r < of_layer.size()) {
                 t->repacked = repack && can_repack(of_layer[r]);
-                if (computes) {
+                if (own_kernels) {
                     t->multiplication = multiplication_of(of_layer[r], t->repacked, pack && pack->nibbles[r]);
                 }
             }

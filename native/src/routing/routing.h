@@ -49,8 +49,10 @@ struct Observer {
 };
 
 struct Routing {
-    // repack: what can be repacked is. computes: false for a replay, which needs no kernels.
-    Routing(Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack, bool computes);
+    // repack: what can be repacked is. own_kernels: those of kernels/ multiply where they can; false for a
+    // replay, which multiplies nothing.
+    Routing(
+        Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack, bool own_kernels);
     ~Routing(); // contexts that are left are not known any more: nothing is done when they end
 
     Routing(const Routing &)             = delete;

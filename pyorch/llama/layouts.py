@@ -1,0 +1,117 @@
+"""Whether experts are repacked for faster kernels: what that costs a token, and what it saves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from pyorch.errors import PyorchError
+from pyorch.llama.facts import Facts, Header
+from pyorch.settings.kernels import AUTO, PLAIN, REPACKED
+from pyorch.settings.settings import Settings
+from pyorch.sizes import MiB, format_bytes
+
+_LAYOUT = "plain"  # Role.layout of a matrix that is never repacked
+
+# A token that misses fewer bytes spends no time on repacking that anybody notices. Experts have llama.cpp's default
+# order then.
+_LEAST_BYTES = 16 * MiB
+
+
+@dataclass(frozen=True)
+class LayoutRates:
+    """Processor time of a matrix in nanoseconds for each byte, as pyorch_layout_rates in pyorch.h.
+
+    repacking: of a matrix that was read. plain, repacked: of a product with one input, and with n_inputs.
+    """
+
+    repacking: float
+    plain: tuple[float, float]
+    repacked: tuple[float, float]
+    n_inputs: float
+
+    def plain_cost(self) -> float:
+        """Of a byte of an expert that a decoded token uses, and as much of a prompt: a request's prompt is taken to be
+        as long as its answer."""
+        return self.plain[0] + self.plain[1] / self.n_inputs
+
+    def repacked_cost(self, missed: float) -> float:
+        """The same, where this share of the uses are misses, each of which repacks the matrix."""
+        of_prompt = self.repacked[1] + missed * self.repacking
+        return self.repacked[0] + missed * self.repacking + of_prompt / self.n_inputs
+
+
+def expected_misses(share: float) -> float:
+    """Of the uses of experts, where memory holds this share of them.
+
+    Real routes are uneven. With the policy "learned" gpt-oss-20b misses 31, 14 and 4 % at 25, 40 and 60 % (see
+    docs/eviction.md), for which this cube has 42, 22 and 6: other models have more even routes.
+    """
+    return (1 - min(1.0, share)) ** 3
+
+
+def missed_bytes(header: Header, missed: float) -> float:
+    """Of matrices that can be repacked, those that a token misses."""
+    return missed * sum(
+        layer.n_expert_used * layer.expert_bytes * sum(_weight(role.name) for role in layer.roles
+                                                       if role.layout != _LAYOUT)
+        / sum(_weight(role.name) for role in layer.roles)
+        for layer in header.layers)
+
+
+def _weight(role: str) -> int:
+    """Of a matrix, its share of the bytes of an expert."""
+    return 2 if role == "gate_up" else 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What was chosen for all experts of a model, and why, for people."""
+
+    plain: bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"{PLAIN if self.plain else REPACKED}: {self.why}"
+
+
+def choose_layout(settings: Settings, header: Header, budget: int, packed: bool, facts: Facts) -> Layout | None:
+    """How experts are kept with a budget in bytes. packed: they are read from the pack. None for models for which there is no choice.
+
+    The layout is the same for all layers, and as long as the model is loaded. facts.layout_rates(il, role) has rates
+    that this machine measured once, so that each start chooses alike. Raises Unknown.
+    """
+    matrices = Counter({(role.type, role.n_in): layer.n_expert * _weight(role.name)
+                        for layer in header.layers for role in layer.roles if role.layout != _LAYOUT})
+    if not matrices:
+        return None
+    if settings.kernels != AUTO:
+        return Layout(settings.kernels == PLAIN, f"--kernels {settings.kernels}")
+    if facts.request.placed:
+        return Layout(False, "all servers of a cluster use the same kernels")
+    missed = expected_misses(budget / max(1, header.info.slots_bytes))
+    n_bytes = missed_bytes(header, missed)
+    if n_bytes < _LEAST_BYTES:
+        return Layout(False, f"a token misses about {format_bytes(round(n_bytes))}")
+    if packed and facts.is_native():
+        return Layout(False, "the pack has them so")
+    wanted = matrices.most_common(1)[0][0]
+    at = next((layer.il, index) for layer in header.layers for index, role in enumerate(layer.roles)
+              if (role.type, role.n_in) == wanted)
+    rates = facts.layout_rates(*at)
+    plain, repacked = rates.plain_cost(), rates.repacked_cost(missed)
+    less, more = sorted((plain, repacked))
+    return Layout(plain < repacked, f"with about {missed:.0%} misses the other order takes {more / less - 1:.0%} more "
+                                    "processor time")
+
+
+def check_layout(settings: Settings, facts: Facts, has_devices: bool) -> None:
+    """PyorchError where experts are to be repacked, and cannot be."""
+    if settings.kernels != REPACKED:
+        return
+    if has_devices:
+        raise PyorchError("--kernels repacked is for experts that the processor alone computes, and devices need them "
+                          "plain: leave out --kernels or --device")
+    if not facts.request.repacks:
+        raise PyorchError("--kernels repacked repacks experts, and --no-repack (use_extra_bufts=False in Python) "
+                          "forbids it: leave out one of them")

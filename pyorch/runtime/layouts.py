@@ -1,0 +1,33 @@
+"""How fast this processor multiplies experts, by the order of their matrices, and how fast it repacks them."""
+
+from __future__ import annotations
+
+import math
+
+from pyorch import __version__
+from pyorch.library.bindings import check, ffi, lib
+from pyorch.runtime import kept
+from pyorch.runtime.model_map import ModelMap
+
+_DIGITS = 3  # that are kept
+
+
+def layout_rates(model_map: ModelMap, il: int, role: int) -> list[float]:
+    """Nanoseconds of a core for each byte of a matrix, as the fields of pyorch_layout_rates in their order, with
+    n_inputs. As they were kept, or are measured and kept now.
+
+    PyorchError where the matrix is never repacked.
+    """
+    layer = next(layer for layer in model_map.layers if layer.il == il)
+    matrix = layer.roles[role]
+    name = kept.name_of("layouts", [__version__, kept.processor(), matrix.type, matrix.n_in, matrix.layout,
+                                    layer.expert_bytes])
+    rates = kept.read(name)
+    if (not isinstance(rates, list) or len(rates) != 6
+            or not all(type(rate) is float and 0 < rate < math.inf for rate in rates)):
+        of = ffi.new("pyorch_layout_rates *")
+        check(lib.pyorch_measure_layouts(model_map.handle, il, role, of))
+        measured = (of.repacking, *of.plain, *of.repacked, of.n_inputs)
+        rates = [float(f"{rate:.{_DIGITS}g}") for rate in measured]
+        kept.keep(name, rates)
+    return rates
