@@ -23,7 +23,7 @@ from pyorch.sizes import MiB
 if TYPE_CHECKING:
     from pyorch.runtime.devices import Device
 
-# DeviceAreas::LEAST_TOKENS and NO_TOKENS in native/src/routing/device_areas.h
+# DeviceAreas::LEAST_TOKENS and NO_TOKENS in native/src/device/areas.h
 LEAST_PROMPT, NO_PROMPT = 32, 2**31 - 1
 
 # Of an expert that a device lacks: its upload is waited for, and the processor computes it while the device computes
