@@ -76,10 +76,11 @@ class Layout:
 
 
 def choose_layout(settings: Settings, header: Header, budget: int, packed: bool, facts: Facts) -> Layout | None:
-    """How experts are kept with a budget in bytes. packed: they are read from the pack. None for models for which there is no choice.
+    """How experts are kept with a budget in bytes. None for models for which there is no choice.
 
-    The layout is the same for all layers, and as long as the model is loaded. facts.layout_rates(il, role) has rates
-    that this machine measured once, so that each start chooses alike. Raises Unknown.
+    The layout is the same for all layers, and as long as the model is loaded. packed: experts are read from the pack.
+    facts.layout_rates(il, role) has rates that this machine measured once, so that each start chooses alike. Raises
+    Unknown.
     """
     matrices = Counter({(role.type, role.n_in): layer.n_expert * _weight(role.name)
                         for layer in header.layers for role in layer.roles if role.layout != _LAYOUT})

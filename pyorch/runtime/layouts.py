@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pyorch import __version__
-from pyorch.library.bindings import check, ffi, lib
+from pyorch.library.bindings import check, ffi, lib, string
 from pyorch.runtime import kept
 from pyorch.runtime.model_map import ModelMap
 
@@ -20,8 +19,8 @@ def layout_rates(model_map: ModelMap, il: int, role: int) -> list[float]:
     """
     layer = next(layer for layer in model_map.layers if layer.il == il)
     matrix = layer.roles[role]
-    name = kept.name_of("layouts", [__version__, kept.processor(), matrix.type, matrix.n_in, matrix.layout,
-                                    layer.expert_bytes])
+    name = kept.name_of("layouts", [string(lib.pyorch_version()), kept.processor(), matrix.type, matrix.n_in,
+                                    matrix.layout, layer.expert_bytes])
     rates = kept.read(name)
     if (not isinstance(rates, list) or len(rates) != 6
             or not all(type(rate) is float and 0 < rate < math.inf for rate in rates)):

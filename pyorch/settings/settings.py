@@ -89,8 +89,7 @@ class Settings:
     )
     kernels: str = option(
         AUTO_KERNELS, kernels, "auto, plain, repacked or stock", metavar="WHICH",
-        help="multiply experts as the file has them (plain), or repacked for faster kernels as they are read; stock: "
-             "repacked, by llama.cpp's kernels alone; auto: what costs less processor time",
+        help="keep experts plain or repacked for faster kernels; auto: as costs less; stock: repacked, llama.cpp's kernels",
     )
     device: str = option(
         NONE, device_name, "the names of devices", group=DEVICE, metavar="NAME,...",
