@@ -1,4 +1,4 @@
-"""How memory is divided: among experts and contexts, of the host and of devices, and among forms of experts."""
+"""divide() divides the memory of the host and of devices among experts, their forms, and contexts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048  # tokens that are computed at once
 
-# Of a device's memory, what stays free under the automatic budget: for what its driver and others take, and for what
-# llama.cpp makes beside the buffers that it reports.
+# The part of a device's memory that the automatic budget leaves free: for the driver, for other processes, and for
+# buffers that llama.cpp does not report.
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
 
 
 def device_margin(total_bytes: int) -> int:
-    """What stays free of a device with so much memory."""
+    """Bytes of a device's memory that the automatic budget leaves free."""
     return max(MARGIN_BYTES, round(MARGIN_SHARE * total_bytes))
 
 
@@ -41,26 +41,28 @@ class MemoryLimit:
 
     @property
     def margin_bytes(self) -> int:
-        """Kept free: stacks, page tables, tokenizer, the page cache that buffered reads need."""
+        """Bytes that stay free: stacks, page tables, the tokenizer, the page cache of buffered reads."""
         return 96 * MiB + self.limit_bytes * 3 // 100
 
     def rest_bytes(self, dense_bytes: int, context_bytes: int = 0) -> int:
-        """What is left for experts, below 0 if nothing is."""
+        """Bytes left for experts, below 0 if too few are free."""
         return self.free_bytes - dense_bytes - context_bytes - self.margin_bytes
 
 
 @dataclass(frozen=True)
 class Division:
-    """How memory is divided now.
+    """The division of memory now.
 
-    budget: bytes for experts in host memory; None: no engine, llama.cpp keeps the experts, or there are none. devices:
-    of each device's memory for experts, 0 where a context is to say it; is_final: a context has said it, which a later
-    one does not change. n_ubatch, context_bytes: how wide the last context computes, and its bytes of host memory.
-
-    pools: how the budget is divided among the forms of a compressed pack's experts, None where experts come from no
-    such pack. origin: who divided it, "given", a plan, or what is known of the routing; or why a pack that lies there
-    is not used; "" where there is none. split: what is expected of it, None where the settings divide the memory.
-    planner: divides another budget, None likewise.
+    Attributes:
+        budget: Bytes for experts in host memory. None without an engine: llama.cpp keeps the experts, or the model is
+            dense.
+        devices: Bytes for experts in the memory of each device. 0 before a context determines them.
+        is_final: A context determined `devices`. Later contexts do not change them.
+        n_ubatch, context_bytes: The ubatch of the last context, and its bytes of host memory.
+        pools: Shares of the budget for the forms of a compressed pack's experts. None without such a pack.
+        origin: The source of `pools`: "given", a plan, or the known routing. If a pack is not used, the reason.
+        split: The hits and waits that are expected of `pools`. None if the settings give `pools`.
+        planner: Divides another budget. None if the settings give `pools`.
     """
 
     budget: int | None = None
@@ -74,7 +76,7 @@ class Division:
     planner: PoolPlanner | None = None
 
     def at(self, budget: int) -> Division:
-        """The same with another budget, in bytes."""
+        """This division with another budget, in bytes."""
         if self.planner is None:
             return replace(self, budget=budget)
         split = self.planner.packed_best(budget)
@@ -83,11 +85,14 @@ class Division:
 
 @dataclass(frozen=True)
 class Room:
-    """What a context finds when memory is divided.
+    """The memory that a new context finds.
 
-    limit: its free bytes are those that a context and all experts of the model may use together. host_dense,
-    device_dense: bytes of dense weights that look free and are not. n_ubatch: tokens that the context computes at once,
-    where widest is 0; else how many is chosen, at most that. is_taken: experts have their memory of the devices.
+    Attributes:
+        limit: Its free bytes are for contexts and all experts of the model together.
+        host_dense, device_dense: Bytes of dense weights that still count as free.
+        n_ubatch: The ubatch of the context.
+        widest: If above 0, divide() chooses the ubatch, at most this.
+        is_taken: Experts occupy the memory of devices already.
     """
 
     limit: MemoryLimit
@@ -99,10 +104,16 @@ class Room:
 
 
 def divide(settings: Settings, devices: Sequence[Device], division: Division, room: Room, facts: Facts) -> Division:
-    """What a context leaves for experts: of devices' memory, and under the automatic budget of the host's.
+    """Divides memory between a new context and the experts: that of devices, and under the automatic budget the host's.
 
-    Of facts: context_sizes(n_ubatch), a ContextSizes; device_memory(device), free and total bytes. BudgetError if less
-    than the floor is left.
+    Args:
+        devices: Those of the plan.
+        division: The division before.
+        facts: context_sizes(n_ubatch) is a ContextSizes, device_memory(device) its free and total bytes.
+
+    Raises:
+        BudgetError: The context leaves less than the floor.
+        Unknown: A fact is missing.
     """
     header, n_ubatch = facts.header, room.n_ubatch
     shared = [i for i, device in enumerate(devices) if device.shares_memory]  # of which this memory is taken, too
@@ -138,8 +149,8 @@ def divide(settings: Settings, devices: Sequence[Device], division: Division, ro
 def _device_bytes(
     settings: Settings, devices: Sequence[Device], given: Sequence[int], room: Room, facts: Facts, n_ubatch: int
 ) -> tuple[int, ...]:
-    """Of each device, bytes for experts beside the dense weights and a context: of a budget that was given, at most
-    that; under the automatic one none of the processor's memory."""
+    """Bytes for experts of each device beside its dense weights and a context. A given budget is the most. The
+    automatic budget takes none of the processor's memory."""
     found, sizes = [], facts.context_sizes(n_ubatch) if devices else None
     for i, (device, most) in enumerate(zip(devices, given)):
         free, total = facts.device_memory(device)
@@ -166,9 +177,14 @@ def _widest_ubatch(needed: Callable[[int], int], widest: int, free_bytes: int, s
 def budget_beside(
     info: MapInfo, limit: MemoryLimit, dense_bytes: int, context_bytes: int, device_bytes: int = 0
 ) -> int:
-    """Bytes for experts of what is free under the limit, at most what all of them occupy; dense weights, a context and
-    what a device has of this memory for experts are still to come, of so many bytes. BudgetError if less than the floor
-    is left.
+    """Bytes that the limit leaves for experts, at most the bytes of all experts.
+
+    Args:
+        dense_bytes, context_bytes: Of dense weights and a context that are not in memory yet.
+        device_bytes: Of experts that a device will have in this memory.
+
+    Raises:
+        BudgetError: Less than the floor is left.
     """
     rest = limit.rest_bytes(dense_bytes + device_bytes, context_bytes)
     if rest < info.floor_bytes:

@@ -1,7 +1,7 @@
-"""What decisions are made of: the header of a model, how it is to be loaded, and answers to questions.
+"""Facts, from which pure functions decide: the header of a model, the request to load it, and answers to questions.
 
-A decision is a pure function of facts. Where it needs a fact that nobody has measured, it stops at that question
-(Unknown), and is made anew with the answer. So nothing is measured that no decision needs.
+If a decision needs an answer that the facts lack, it stops and names the question (Unknown). A survey measures the
+answer, and the decision is made again. So a survey measures nothing that no decision needs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Header:
-    """Of a model's file; sizes in bytes. pyorch.llama.device reads it from a map.
+    """The sizes that a model's file states, in bytes. header_of() in pyorch.llama.device reads them.
 
-    info, layers: as the map has them, with the pack where one is attached. block_bytes: dense weights of each block.
-    output_bytes: those behind the blocks, which lie where the last block does. host_bytes: those that stay in host
-    memory with all layers on devices. token_bytes, state_bytes: of the KV cache, each token and besides. map: for who
-    makes an engine; no decision reads it.
+    Attributes:
+        info, layers: Those of the model map. If a pack is attached, slots are laid out for it.
+        block_bytes: Dense weights of each block.
+        output_bytes: Dense weights behind the blocks, which are loaded where the last block is.
+        host_bytes: Dense weights that stay in host memory if all layers are on devices.
+        token_bytes, state_bytes: The KV cache of one token, and recurrent states.
+        map: The model map, for the engine. No decision reads it.
     """
 
     info: MapInfo
@@ -47,11 +50,11 @@ class Header:
         return {layer.il: layer.n_expert * layer.expert_bytes for layer in self.layers}
 
     def chain_bytes(self, n_ubatch: int) -> int:
-        """At most what the second way through the experts, that of a device, adds to the buffers of a context.
-        llama.cpp's report has none of it. It is on both sides, for which tensors are where is chosen by the backends.
+        """Bounds the buffers of a context for experts on a device, which llama.cpp's report lacks. The host and the
+        device each have them, because the backends choose where a tensor is.
 
-        float32 for each expert of a token: of its hidden states three times, of its output once, of those of both ways,
-        of what is taken from them, and once more where the processor's rows go with the graph.
+        float32 for each expert of a token: its hidden states three times, its output once, the outputs of device and
+        processor, the one that is taken of both, and the processor's rows if these are uploaded with the graph.
         """
         return 4 * n_ubatch * max((layer.n_expert_used * (3 * layer.n_ff + 5 * layer.n_in) for layer in self.layers),
                                   default=0)
@@ -59,8 +62,13 @@ class Header:
 
 @dataclass(frozen=True)
 class Request:
-    """How llama.cpp is asked to load a model. n_layers: on devices, as llama.cpp counts them; 0 and -1: nobody says.
-    repacks: weights, for faster kernels. n_ctx, n_ubatch: of the first context. placed: other servers compute experts.
+    """The request to load a model.
+
+    Attributes:
+        n_layers: Layers on devices, as llama.cpp counts them. 0 and -1 leave the number to the plan.
+        repacks: llama.cpp repacks weights for faster kernels.
+        n_ctx, n_ubatch: Of the first context.
+        placed: Other servers compute experts.
     """
 
     n_layers: int = 0
@@ -72,14 +80,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Question:
-    """about: the name of a method of a survey, such as pyorch.llama.survey.Survey, which answers. of: its arguments."""
+    """about: the method of a survey that answers, such as "rates" of pyorch.llama.survey.Survey. of: its arguments."""
 
     about: str
     of: tuple[Any, ...] = ()
 
 
 class Unknown(Exception):
-    """A decision needs the answer to this question first."""
+    """A decision needs the answer to a question first."""
 
     def __init__(self, question: Question) -> None:
         super().__init__(question)
@@ -87,7 +95,7 @@ class Unknown(Exception):
 
 
 class Facts:
-    """facts.rates(device) is the answer to the question "rates" of a device; Unknown is raised where there is none."""
+    """facts.rates(device) returns the answer to the question "rates" of a device, or raises Unknown."""
 
     def __init__(
         self, header: Header, request: Request = Request(), answers: Mapping[Question, Any] | None = None
@@ -105,13 +113,13 @@ class Facts:
         return answer
 
     def measured(self, asked: Iterable[Question], survey: object) -> Facts:
-        """With the answers of a survey to these questions, too."""
+        """These facts and the answers of a survey to these questions."""
         answers = {question: getattr(survey, question.about)(*question.of) for question in asked}
         return Facts(self.header, self.request, self._answers | answers)
 
 
 def questions(decide: Callable[[Facts], object], facts: Facts) -> tuple[Question, ...]:
-    """What is to be measured next, before decide() can decide; () if nothing is. Raises what decide() raises."""
+    """The questions that a survey must answer next, () if decide() can decide. Raises the errors of decide()."""
     try:
         decide(facts)
     except Unknown as unknown:
@@ -120,7 +128,7 @@ def questions(decide: Callable[[Facts], object], facts: Facts) -> tuple[Question
 
 
 def settle(decide: Callable[[Facts], T], facts: Facts, survey: object) -> T:
-    """What is decided, once the survey has answered all questions that come up on the way."""
+    """The decision, after the survey answered each question that decide() asked."""
     while asked := questions(decide, facts):
         facts = facts.measured(asked, survey)
     return decide(facts)

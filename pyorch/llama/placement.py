@@ -1,9 +1,5 @@
-"""Where a model computes: on which devices, and which of its layers on each; and who computes experts that they lack.
-
-Of facts, each is asked for where a decision needs it: devices(name), those of a setting, pyorch.runtime.devices.Device;
-device_memory(device), free and total bytes; rates(device), as rates_of() of that module says them, or why it cannot be
-measured; sizes(placement), the ContextSizes of the first context.
-"""
+"""Decides which devices compute which layers of a model, and whether a device or the processor computes the experts
+that a device lacks."""
 
 from __future__ import annotations
 
@@ -36,10 +32,16 @@ _ROOM_TO_SPARE = 1536 * MiB
 
 @dataclass(frozen=True)
 class Placement:
-    """n_layers: on devices, as llama.cpp counts them: what is behind the blocks is the first one; below 0: all. each:
-    the devices, () for the processor alone. ends: of each, the block behind its last one. counts: of each, its layers,
-    as llama.cpp counts them. pipelined: llama.cpp may compute several ubatches of a prompt at once, on several devices;
-    layers that ask the host are one ubatch's at a time.
+    """The devices of a model, and the layers of each.
+
+    Attributes:
+        n_layers: Layers on devices, as llama.cpp counts them: the output counts as the last layer and is moved first.
+            Below 0: all.
+        each: The devices, () if the processor computes alone.
+        ends: For each device the block behind its last one.
+        counts: Layers of each device, as llama.cpp counts them.
+        pipelined: llama.cpp may compute several ubatches of a prompt at once, on several devices. A layer under an
+            engine computes one ubatch at a time.
     """
 
     n_layers: int
@@ -72,8 +74,11 @@ class Placement:
 
 
 def place(settings: Settings, facts: Facts) -> tuple[Placement, str]:
-    """The devices that the settings name; and a note of what was decided. Unless the request says how many layers are
-    there, as many of the last ones as fit beside their part of the first context."""
+    """Places the model on the devices that the settings name. Returns the placement and a note for people.
+
+    If the request leaves the number of layers open, as many of the last layers as fit beside their part of the first
+    context are on devices. Raises Unknown if a fact is missing.
+    """
     found, note = _named(settings, facts)
     is_auto, asked = settings.device == AUTO, facts.request.n_layers
     if not found:

@@ -1,7 +1,7 @@
-"""How the experts of a model are kept, decided before it is loaded: settings and facts -> EnginePlan.
+"""Plans the engine of a model before the model is loaded: settings and facts -> EnginePlan.
 
-Everything here is a pure function. pyorch.llama.survey answers what it asks of facts, in methods of the same names, and
-managed.py makes an engine of the plan and asks nothing else.
+All functions are pure. pyorch.llama.survey measures the facts, in methods of the same names. build() in
+pyorch.llama.managed makes the engine of the plan.
 """
 
 from __future__ import annotations
@@ -38,10 +38,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contents:
-    """What the files beside a model hold for an engine, None for nothing.
+    """The contents of the files beside a model that an engine needs; None if there is no such file.
 
-    history, kept, uses: what predictors, memory with the policy "learned", and ranks of experts begin with. refusal:
-    why what was kept of the last time is not used.
+    Attributes:
+        prefetch: The predictor, also if it depends on the sidecar of predictors.
+        history: The expert maps with which predictors begin.
+        kept: The experts and the learned values with which memory begins.
+        uses: The counts with which ranks of experts begin.
+        refusal: The reason why `kept` is not used.
     """
 
     prefetch: Prefetch = Prefetch()
@@ -55,13 +59,17 @@ class Contents:
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan(Contents):
-    """What an engine is made of, and what it begins with.
+    """All that an engine is made of.
 
-    header: of the model, with the pack from which experts are read. settings: with those of a tuned setting. plain:
-    experts are computed with as they lie in the file; layout: that it was chosen so, None where there is no choice.
-    placed: other servers compute experts; has_share: and some only
-    they can. division: under the automatic budget the least that works, until a context says what it leaves.
-    device_prompt: tokens of a ubatch for which experts are brought to devices. notes: sentences for people.
+    Attributes:
+        header: The model, with the pack from which experts are read.
+        settings: The user's, changed by a tuned setting and by rates of devices.
+        plain: Kernels compute with experts as the file has them, not repacked. layout: What was chosen and why, None where there is no
+            choice.
+        placed: Other servers compute experts. has_share: Some experts only they have.
+        division: Under the automatic budget, the least that works. Contexts raise it.
+        device_prompt: If a ubatch has so many tokens, experts are uploaded for it.
+        notes: Sentences for people.
     """
 
     header: Header
@@ -88,17 +96,19 @@ class EnginePlan(Contents):
 
 
 def plan(settings: Settings, facts: Facts) -> EnginePlan:
-    """What these settings mean for a model. A new option that decides something about its engine is read here, or in a
-    function that is called here, and nowhere else.
+    """Plans the engine of a model. If a new option changes the engine, a function here reads it: a field of Settings
+    and its reader here are the whole option.
 
-    Raises as make_plan() in pyorch.llama.survey, and Unknown.
+    Raises:
+        BudgetError, FormatError, PyorchError: See make_plan() in pyorch.llama.survey.
+        Unknown: A fact is missing.
     """
     if settings.tuned is not None:
         settings = settings.with_tuned(*facts.tuned())
     header, request = facts.header, facts.request
     placement, note = place(settings, facts)
     check_layout(settings, facts, has_devices=bool(placement.each))
-    # Devices take experts as the file has them.
+    # The kernels: those of devices compute with experts as the file has them.
     must_be_plain = not request.repacks or bool(placement.each)
     plain = must_be_plain or settings.kernels == PLAIN
     notes: tuple[str, ...] = (note,)
@@ -110,9 +120,9 @@ def plan(settings: Settings, facts: Facts) -> EnginePlan:
         return EnginePlan(header=header, settings=settings, sidecars=facts.sidecars(False), placement=whole,
                           plain=plain, placed=False, notes=notes)
     if placement.each:
-        settings, of_experts = _for_experts_on(placement, settings, facts)
-        notes += of_experts
-    with_pack, division, of_pack = _use_pack(settings, placement, plain, facts)
+        settings, note = _for_experts_on(placement, settings, facts)
+        notes += (note,)
+    with_pack, division, has_share, of_pack = _use_pack(settings, placement, plain, facts)
     packed = with_pack is not None
     header = with_pack or header
     budget, of_budget = _budget(settings, header, placement, facts)
@@ -121,7 +131,6 @@ def plan(settings: Settings, facts: Facts) -> EnginePlan:
         expected = _expected_budget(budget, settings, header, placement, facts)
         layout = choose_layout(settings, header, expected, packed, facts)
         plain = layout is not None and layout.plain
-    has_share = request.placed and bool(header.info.slim) and packed and facts.is_share()
     made = EnginePlan(
         header=header, settings=settings, sidecars=facts.sidecars(packed), placement=placement, plain=plain,
         layout=layout, placed=request.placed, has_share=has_share, division=replace(division, budget=budget),
@@ -129,34 +138,37 @@ def plan(settings: Settings, facts: Facts) -> EnginePlan:
     return made if budget is None else _with_contents(made, packed, facts)
 
 
-def _for_experts_on(placement: Placement, settings: Settings, facts: Facts) -> tuple[Settings, tuple[str, ...]]:
-    """What the settings leave to how fast both sides are, decided; and notes."""
+def _for_experts_on(placement: Placement, settings: Settings, facts: Facts) -> tuple[Settings, str]:
+    """Decides by rates what the settings leave open. Returns the settings and a note for people."""
     devices = placement.each
     of_none = replace(settings, vram_budget=Budget.parse(0), device_misses=settings.device_misses or PROCESSOR)
     shares = all(device.shares_memory for device in devices) and settings.vram_budget == AUTO
     # Others are promised what host memory has.
     if facts.request.placed or settings.budget == RESIDENT or not facts.header.layers:
-        return of_none if shares else settings, ()
+        return of_none if shares else settings, ""
     if shares:
         names = ", ".join(device.name for device in devices)
         return of_none, (f"{names} shares this machine's memory: it computes the dense layers, and the processor the "
-                         "experts, unless --vram-budget says otherwise",)
+                         "experts, unless --vram-budget says otherwise")
     if settings.vram_budget != AUTO and settings.vram_budget.amount.of(100) == 0:
-        return of_none, ()
+        return of_none, ""
     misses, note = misses_of(settings, devices, facts)
-    return replace(settings, device_misses=misses), (note,)
+    return replace(settings, device_misses=misses), note
 
 
 def _use_pack(
     settings: Settings, placement: Placement, plain: bool, facts: Facts
-) -> tuple[Header | None, Division, str]:
-    """The model with the pack that lies beside it, None where its experts are read from the model; how memory is
-    divided among their forms; and why a pack that lies there is refused.
+) -> tuple[Header | None, Division, bool, str]:
+    """Chooses between the model and its pack. A compressed pack is used if that pays, or if the model is slim. Unless
+    the settings divide memory among the forms of its experts, a planner does.
 
-    A compressed one is used where that pays, or the model is slim and has its experts nowhere else; how memory is
-    divided then is planned, unless the settings say it. plain: they will be computed with as they lie in the model.
-    Raises FormatError for a plan that is refused, PyorchError for shares or an order of forms that experts do not have
-    here.
+    Returns:
+        The header of the model with the pack, None if experts are read from the model; the division; whether
+        the pack has a share of the experts; and a note.
+
+    Raises:
+        FormatError: A plan is damaged or belongs to another model.
+        PyorchError: The settings name forms that the experts do not have.
     """
     header, path = facts.header, facts.header.path
     slim = bool(header.info.slim) and settings.source is None
@@ -166,25 +178,25 @@ def _use_pack(
     divided = settings.budget != RESIDENT  # else all memory is for whole experts
     division = Division(pools=settings.pools, origin="given") if divided and settings.pools is not None else Division()
     if not slim and not (settings.packed and settings.source is None and divided):
-        return None, division, ""
+        return None, division, False, ""
     asked = ("--pools divides memory among the forms of" if settings.pools is not None else
              f"--recovery {settings.recovery} is an order for" if settings.recovery != KERNELS else "")
-    with_pack, refusal = facts.pack(plain, facts.request.placed)
+    with_pack, refusal, is_share = facts.pack(plain, facts.request.placed)
     if with_pack is not None and divided and settings.pools is None:
         planner = facts.planner()
         if planner is not None and not slim:
             best = _best_division(planner, settings, placement, facts)
             if best is None or not best.compressed:
                 return None, Division(origin="the compressed pack is not used: the model is read sooner",
-                                      split=best), ""
+                                      split=best), False, ""
         division = Division(planner=planner)
     if divided and asked:
         _check_forms(asked, slim, with_pack, refusal, facts)
-    return with_pack, division, refusal and f"{refusal}; the experts are read from {path}"
+    return with_pack, division, is_share, refusal and f"{refusal}; the experts are read from {path}"
 
 
 def _check_forms(asked: str, slim: bool, with_pack: Header | None, refusal: str, facts: Facts) -> None:
-    """PyorchError where the experts have not the forms for which something is asked."""
+    """PyorchError if the experts lack the forms that a setting names."""
     path = facts.header.path
     if not facts.header.layers:
         raise PyorchError(f"{asked} experts, and {path} is a dense model: leave it out")
@@ -199,10 +211,11 @@ def _check_forms(asked: str, slim: bool, with_pack: Header | None, refusal: str,
 
 
 def _best_division(planner: PoolPlanner, settings: Settings, placement: Placement, facts: Facts) -> Split | None:
-    """How memory is divided, from the pack or without it, as experts are sooner there.
+    """The division with which a token waits least, with the pack or without it. None if the budget is below the floor
+    of the model with its pack: the model alone needs less.
 
-    None where the budget is below the floor that a model has with its pack: the model alone needs less. The automatic
-    budget is what the limit leaves beside the dense weights and a context, whose bytes are asked for where they count.
+    The automatic budget is the memory that dense weights and a context leave. The context is measured only if its
+    bytes change the result.
     """
     def best(budget: Budget) -> Split | None:
         try:
@@ -221,7 +234,7 @@ def _best_division(planner: PoolPlanner, settings: Settings, placement: Placemen
 
 
 def _budget(settings: Settings, header: Header, placement: Placement, facts: Facts) -> tuple[int | None, str]:
-    """Bytes of the engine, None for none; and a note."""
+    """The budget of the engine in bytes, None for no engine; and a note for people."""
     info, budget, note = header.info, settings.budget, ""
     n_bytes: int | None
     if budget == AUTO:
@@ -248,7 +261,7 @@ def _expected_budget(
 
 
 def _with_contents(plan: EnginePlan, packed: bool, facts: Facts) -> EnginePlan:
-    """With what only an engine needs: files beside the model, rates of the disk and the device."""
+    """Adds the facts that only an engine needs: files beside the model, rates of the disk and of devices."""
     settings, header, placement, division = plan.settings, plan.header, plan.placement, plan.division
     contents = facts.contents(settings.substitution, packed)
     budget, devices, device_prompt = division.budget, division.devices, LEAST_PROMPT

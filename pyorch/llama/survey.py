@@ -1,5 +1,4 @@
-"""What answers the questions of a plan: it asks the system, times disks and devices, and reads files beside the model.
-"""
+"""A survey answers the questions of a plan: it asks the system, times disks and devices, and reads sidecars."""
 
 from __future__ import annotations
 
@@ -41,13 +40,16 @@ def make_plan(
     settings: Settings, model_map: ModelMap, params: llama.llama_model_params, placed: bool = False,
     context: llama.llama_context_params | None = None,
 ) -> EnginePlan:
-    """What these settings mean for a model that llama.cpp is to load with these parameters. context: that will be made
-    of it, None where nobody has asked for one yet.
+    """Plans the engine of a model that llama.cpp is about to load with these parameters. Changes nothing.
+
+    Args:
+        placed: Other servers compute experts.
+        context: The first context, if the caller knows it.
 
     Raises:
-        BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
-        FormatError: a sidecar that is needed is damaged or another model's.
-        PyorchError: a device that there is not, or what the settings need and the model lacks.
+        BudgetError: The budget is below the floor, or the model does not fit under the memory limit.
+        FormatError: A sidecar that is needed is damaged or belongs to another model.
+        PyorchError: A device does not exist, or the model lacks something that the settings need.
     """
     survey = Survey(settings, model_map, params, context or _first_context(settings, model_map))
     request = Request(params.n_gpu_layers, bool(params.use_extra_bufts),
@@ -56,7 +58,7 @@ def make_plan(
 
 
 def _first_context(settings: Settings, model_map: ModelMap) -> llama.llama_context_params:
-    """As the settings want it, or as load() makes one."""
+    """The context that the settings ask for; load() makes the same."""
     context = llama.llama_context_default_params()
     context.n_ctx = settings.n_ctx or model_map.default_ctx
     context.n_ubatch = settings.n_ubatch or min(NARROW_UBATCH, context.n_batch)
@@ -64,9 +66,9 @@ def _first_context(settings: Settings, model_map: ModelMap) -> llama.llama_conte
 
 
 class Survey:
-    """Of one model, while it is loaded: each method answers the question of its name, see pyorch.llama.facts.
+    """Measures facts of one model for its plan. Each method answers the question of its name (pyorch.llama.facts).
 
-    Raises FormatError for a sidecar that is needed and damaged, or another model's.
+    Methods raise FormatError if a sidecar that is needed is damaged or belongs to another model.
     """
 
     def __init__(
@@ -94,41 +96,42 @@ class Survey:
         return memory.memory_limit()
 
     def devices(self, name: str) -> tuple[Device, ...]:
-        """Those of a setting. PyorchError for one that there is not."""
+        """The devices of a setting. PyorchError if one does not exist."""
         return tuple(find_devices(name))
 
     def device_memory(self, device: Device) -> tuple[int, int]:
         return device.memory()
 
     def rates(self, device: Device) -> list[float] | str:
-        """As rates_of() says them; why the device cannot be measured."""
+        """Those of rates_of(), or the reason why the device cannot be measured."""
         try:
             return rates_of(device, self._map, self._n_threads)
         except PyorchError as error:
             return str(error)
 
     def sizes(self, placement: Placement) -> measure.ContextSizes:
-        """Of the first context. BudgetError if llama.cpp refuses it."""
+        """The bytes of the first context. BudgetError if llama.cpp refuses it."""
         params = llama.llama_model_params.from_buffer_copy(self._params)
         set_placement(params, placement)
         return measure.sizes_of(self._map, params, self.context, devices_of(placement))
 
-    def pack(self, plain: bool, share: bool) -> tuple[Header | None, str]:
-        """The model with the pack beside it, None without one that can be used; and why one that lies there is refused.
-        plain, share: see require() in pyorch.sidecars.packs. FormatError where a slim model lacks its pack."""
+    def pack(self, plain: bool, share: bool) -> tuple[Header | None, str, bool]:
+        """The header of the model with its pack, None without a usable pack; the reason why a pack is refused; and
+        whether it has a share of the experts. plain, share: see require() in pyorch.sidecars.packs. FormatError if a
+        slim model lacks its pack."""
         from pyorch.sidecars import packs
 
         if not self._map.info.slim and packs.KIND not in self._map.sidecars():
-            return None, ""
+            return None, "", False
         found = self._maps[True] = ModelMap(self._map.path)
         stock = self._settings.kernels == STOCK
         if found.info.slim:
             packs.require(found, plain, share, stock)
         refusal = packs.attach(found, plain, stock)
-        return header_of(found) if found.pack is not None else None, refusal
+        return header_of(found) if found.pack is not None else None, refusal, packs.share_of(found) is not None
 
     def planner(self) -> PoolPlanner | None:
-        """What divides memory among the forms of the pack's experts, None where they have one."""
+        """Divides memory among the forms of the pack's experts. None if the pack is not compressed."""
         from pyorch.llama.pools import planner_of
 
         return planner_of(self._maps[True], self._settings)
@@ -145,26 +148,20 @@ class Survey:
         return LayoutRates(repacking, (one, several), (repacked_one, repacked_several), n_inputs)
 
     def forms(self) -> tuple[bool, bool]:
-        """Whether experts of the pack have several forms; and whether they have one, which is not that of the model."""
+        """Whether experts of the pack have several forms; and whether a codec made their bytes, as nibble does."""
         from pyorch.sidecars import packs
 
         return packs.part_sizes(self._maps[True]) is not None, bool(packs.contents(self._maps[True]).codecs)
 
-    def is_share(self) -> bool:
-        """Whether the pack has a share of the experts."""
-        from pyorch.sidecars.packs import share_of
-
-        return share_of(self._maps[True]) is not None
-
     def reads(self, packed: bool) -> Reads:
-        """How the disk of the experts is read. packed: they come from the pack."""
+        """The way to read the disk of the experts. packed: they are read from the pack."""
         return reads_for(self._maps[packed], self._settings.reads, self._settings.direct_io)
 
     def sidecars(self, packed: bool) -> Sidecars:
         return self._sidecars.setdefault(packed, Sidecars(self._maps[packed]))
 
     def contents(self, substitution: Substitution | None, packed: bool) -> Contents:
-        """What the files beside the model hold for an engine."""
+        """Reads the files beside the model that an engine needs."""
         settings, model_map, sidecars = self._settings, self._maps[packed], self.sidecars(packed)
         kept, refusal = self._kept(model_map)
         return Contents(

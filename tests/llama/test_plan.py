@@ -191,8 +191,8 @@ class Machine:
     def has_holes(self) -> bool:
         return False
 
-    def pack(self, plain: bool, share: bool) -> tuple[Header | None, str]:
-        return HEADER if self.planner_ else None, ""
+    def pack(self, plain: bool, share: bool) -> tuple[Header | None, str, bool]:
+        return HEADER if self.planner_ else None, "", False
 
     def planner(self) -> object:
         return self.planner_
