@@ -380,6 +380,9 @@ def test_memory_that_a_gpu_shares_with_the_processor_is_divided_once() -> None:
     assert second.budget == replace(little, free_bytes=6 * GiB).rest_bytes(0, second.context_bytes)
     machine.gpus[card] = (0, 24 * GiB, QUICK)
     assert divide_on(machine, made).devices == (0,) and divide_on(machine, made).budget == EXPERTS
+    machine.gpus = {card: (20 * GiB, 24 * GiB, QUICK), gpu("CUDA0"): (7 * GiB, 8 * GiB, QUICK)}
+    beside_another = divide_on(machine, plan_on(machine, device="any", managed=True))
+    assert beside_another.devices[0] == 0 < beside_another.devices[1]
 
 
 class DiskPlanner:
