@@ -119,10 +119,10 @@ class Survey:
         """The header of the model with its pack, None without a usable pack; the reason why a pack is refused; and
         whether it has a share of the experts. plain, share: see require() in pyorch.sidecars.packs. FormatError if a
         slim model lacks its pack."""
-        from pyorch.sidecars import packs
-
-        if not self._map.info.slim and packs.KIND not in self._map.sidecars():
+        if not self._map.info.slim and "experts" not in self._map.sidecars():
             return None, "", False
+        from pyorch.sidecars import packs  # see pyorch.sidecars.beside
+
         found = self._maps[True] = ModelMap(self._map.path)
         stock = self._settings.kernels == STOCK
         if found.info.slim:
