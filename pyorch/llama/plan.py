@@ -64,8 +64,8 @@ class EnginePlan(Contents):
     Attributes:
         header: The model, with the pack from which experts are read.
         settings: The user's, changed by a tuned setting and by rates of devices.
-        plain: Kernels compute with experts as the file has them, not repacked. layout: What was chosen and why, None where there is no
-            choice.
+        plain: Kernels compute with experts as the file has them, not repacked.
+        layout: What was chosen of both, and why. None if there is no choice.
         placed: Other servers compute experts. has_share: Some experts only they have.
         division: Under the automatic budget, the least that works. Contexts raise it.
         device_prompt: If a ubatch has so many tokens, experts are uploaded for it.

@@ -89,7 +89,8 @@ class Settings:
     )
     kernels: str = option(
         AUTO_KERNELS, kernels, "auto, plain, repacked or stock", metavar="WHICH",
-        help="keep experts plain or repacked for faster kernels; auto: as costs less; stock: repacked, llama.cpp's kernels",
+        help="keep experts plain or repacked, which kernels multiply faster; auto: what costs less; stock: repacked, "
+             "for llama.cpp's kernels alone",
     )
     device: str = option(
         NONE, device_name, "the names of devices", group=DEVICE, metavar="NAME,...",
