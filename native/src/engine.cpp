@@ -102,10 +102,12 @@ pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config &
             codec_of(map, config, simulated), config, simulated ? pyorch::replay_policies() : pyorch::policy_list()),
         routers((int) map.layers.size()), prefetcher(table, routers), remote(shapes_of(map), lacking_of(map)),
         routing(table, prefetcher, routers, remote, config.plain == 0, !simulated && !config.stock),
-        reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))) {
+        reader(simulated ? nullptr : pyorch::make_reader(table.loader(), pyorch::plan_reads(config))),
+        tiers({ &table, &remote }) {
     if (config.n_devices > 0 && !simulated) {
         device         = std::make_unique<pyorch::DeviceTier>(table, config, locks);
         routing.device = device.get();
+        tiers.push_back(device.get());
         prefetcher.change([this](pyorch::PrefetchPlanner & planner) {
             planner.set_above(
                 [this](const void * context, int layer, const std::vector<pyorch::ForecastExpert> & experts,

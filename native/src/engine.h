@@ -36,6 +36,9 @@ struct pyorch_engine {
     // Goes before the reader, for which it may wait. Null: no device.
     std::unique_ptr<pyorch::DeviceTier> device;
 
+    // All memories of experts, the table first.
+    std::vector<pyorch::Tier *> tiers;
+
     // Last, because it needs all of them.
     struct Server {
         Server(pyorch::Routing & routing, int n_threads, const pyorch::ListenerConfig & config) :

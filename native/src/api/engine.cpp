@@ -217,11 +217,10 @@ pyorch_status pyorch_set_uses(pyorch_engine * engine, int32_t il, const double *
 pyorch_status pyorch_set_policy(pyorch_engine * engine, int32_t policy) {
     return guarded_outside_callbacks(__func__, [&] {
         checked_choice(PYORCH_CHOICES_POLICY, policy, engine->simulated);
-        engine->table.set_policy((pyorch_policy) policy);
-        engine->config.policy = policy;
-        if (engine->device) {
-            engine->device->set_policy((pyorch_policy) policy);
+        for (Tier * tier : engine->tiers) {
+            tier->set_policy((pyorch_policy) policy);
         }
+        engine->config.policy = policy;
     });
 }
 

@@ -14,7 +14,8 @@ static void add_device_flags(pyorch_engine & engine, int layer, uint8_t * flags)
 extern "C" {
 
 pyorch_status pyorch_set_layer_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max) {
-    return guarded_outside_callbacks(__func__, [&] { engine->table.set_layer_limits(il, min, max); });
+    return guarded_outside_callbacks(
+        __func__, [&] { engine->table.set_limits(engine->table.layer_index(il), min, max); });
 }
 
 pyorch_status pyorch_set_device_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max) {
@@ -68,9 +69,10 @@ pyorch_status pyorch_wait_idle(pyorch_engine * engine) {
 
 pyorch_status pyorch_get_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats) {
     return guarded([&] {
-        engine->table.get_stats(il, *stats);
-        if (engine->device) {
-            engine->device->add_stats(il < 0 ? -1 : engine->table.layer_index(il), *stats);
+        const int layer = il < 0 ? -1 : engine->table.layer_index(il);
+        *stats          = {};
+        for (Tier * tier : engine->tiers) {
+            tier->add_stats(layer, *stats);
         }
     });
 }
@@ -79,12 +81,14 @@ pyorch_status pyorch_get_snapshot(pyorch_engine * engine, pyorch_snapshot * snap
     return guarded([&] {
         pyorch_snapshot & out = *snapshot;
         engine->table.get_snapshot(out);
-        if (engine->device) {
-            engine->device->add_stats(-1, out.stats);
+        for (auto tier = engine->tiers.begin() + 1; tier != engine->tiers.end(); ++tier) {
+            (*tier)->add_stats(-1, out.stats);
             for (int layer = 0; out.flags && layer < out.n_layers; ++layer) {
-                engine->device->add_stats(layer, out.layers[layer]);
-                add_device_flags(*engine, layer, out.flags + (size_t) layer * out.n_expert);
+                (*tier)->add_stats(layer, out.layers[layer]);
             }
+        }
+        for (int layer = 0; engine->device && out.flags && layer < out.n_layers; ++layer) {
+            add_device_flags(*engine, layer, out.flags + (size_t) layer * out.n_expert);
         }
     });
 }
@@ -99,12 +103,11 @@ pyorch_status pyorch_get_activations(pyorch_engine * engine, int32_t il, uint64_
 
 pyorch_status pyorch_reset_stats(pyorch_engine * engine) {
     return guarded_outside_callbacks(__func__, [&] {
-        engine->table.reset_stats();
-        if (engine->device) {
-            engine->device->reset_stats();
+        for (Tier * tier : engine->tiers) {
+            tier->reset_stats();
         }
         if (engine->routing.simulated_cache) {
-            engine->routing.simulated_cache->reset_stats();
+            engine->routing.simulated_cache->tier().reset_stats();
         }
         engine->routing.substitutions.reset_counts();
         engine->routing.speculation.reset_counts();

@@ -74,7 +74,7 @@ pyorch_status pyorch_set_cache(pyorch_engine * engine, int32_t il, const uint8_t
 pyorch_status pyorch_simulate_cache(pyorch_engine * engine, double read_layers, uint64_t seed) {
     return guarded_outside_callbacks(__func__, [&] {
         pyorch_stats now = {};
-        engine->table.get_stats(-1, now);
+        engine->table.add_stats(-1, now);
         pyorch_config config = engine->config;
         config.budget_bytes  = now.budget_bytes;
         engine->routing.simulated_cache =
@@ -94,7 +94,11 @@ pyorch_status pyorch_fill_simulated_cache(pyorch_engine * engine, int32_t il, co
 }
 
 pyorch_status pyorch_get_simulated_stats(pyorch_engine * engine, int32_t il, pyorch_stats * stats) {
-    return guarded([&] { simulated_cache(engine).get_stats(il, *stats); });
+    return guarded([&] {
+        const int layer = il < 0 ? -1 : engine->table.layer_index(il);
+        *stats          = {};
+        simulated_cache(engine).tier().add_stats(layer, *stats);
+    });
 }
 
 pyorch_status pyorch_get_substitution_counts(pyorch_engine * engine, int32_t il, pyorch_substitution_counts * counts) {

@@ -10,6 +10,7 @@
 #pragma once
 
 #include "cluster/peer.h"
+#include "residency/tier.h"
 
 #include <memory>
 
@@ -34,13 +35,13 @@ struct ReadCost {
     bool known() const { return expert > 0; }
 };
 
-class RemoteBank {
+class RemoteBank : public Tier {
 public:
     // lacking: by layer and expert, nonzero for those that no file here has; empty: none. patience: how long these wait
     // for a server that has them.
     explicit RemoteBank(std::vector<LayerShape> of_layers, std::vector<std::vector<uint8_t>> lacking = {},
         std::chrono::milliseconds patience = std::chrono::seconds(5));
-    ~RemoteBank();
+    ~RemoteBank() override;
 
     RemoteBank(const RemoteBank &)             = delete;
     RemoteBank & operator=(const RemoteBank &) = delete;
@@ -88,7 +89,7 @@ public:
     bool take_trial() { return is_trial && is_trial.exchange(false); }
 
     // mask[n_expert]: becomes 1 for each expert of the layer that another server computes now.
-    void mark(int layer, std::vector<uint8_t> & mask);
+    void mark(int layer, std::vector<uint8_t> & mask) override;
 
     pyorch_remote_counts counts();
     void                 waited(uint64_t ns, uint64_t n_fallback);

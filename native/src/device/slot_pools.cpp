@@ -186,14 +186,7 @@ SlotPools::Slotted * SlotPools::first_passing(const Pool & pool, int layer, bool
 
 // The least valuable of the others.
 SlotPools::Slotted * SlotPools::least_of(const Pool & pool, int layer, bool of_layer) {
-    Victim least;
-    seats.order.update();
-    for (int each : pool.layers) {
-        const Victim victim = !of_layer || each == layer ? seats.order.first(each, layer, FOR_DEMAND) : Victim();
-        if (victim && (!least || victim < least)) {
-            least = victim;
-        }
-    }
+    const Victim least = seats.order.first_of(of_layer ? std::vector<int>{ layer } : pool.layers, layer, FOR_DEMAND);
     return least ? &layers[least.layer].experts[least.expert] : nullptr;
 }
 

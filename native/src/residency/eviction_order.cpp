@@ -50,6 +50,18 @@ EvictionOrder::~EvictionOrder() {
     values.listeners.erase(std::find(values.listeners.begin(), values.listeners.end(), &changes));
 }
 
+Victim EvictionOrder::first_of(const std::vector<int> & layers, int for_layer, Purpose purpose) {
+    Victim least;
+    update();
+    for (int layer : layers) {
+        const Victim victim = first(layer, for_layer, purpose);
+        if (victim && (!least || victim < least)) {
+            least = victim;
+        }
+    }
+    return least;
+}
+
 // Layers are passed in a cycle: the one that was passed last is needed last, but for those never passed.
 double EvictionOrder::turn_of_scanned(int layer, int for_layer) const {
     const int n     = values.n_executed();

@@ -152,6 +152,9 @@ public:
         return { layer, least.expert, 1, values.worth_there(layer, least.key) };
     }
 
+    // The same of several layers, after update().
+    Victim first_of(const std::vector<int> & layers, int for_layer, Purpose purpose);
+
 private:
     Values &         values;
     const SetKeys    set_keys;

@@ -53,6 +53,13 @@ public:
     // [n_expert]: 1 for each expert of the layer that is resident.
     const std::vector<uint8_t> & mask(int layer) const { return layers[layer].mask; }
 
+    // As Tier::mark().
+    void mark(int layer, std::vector<uint8_t> & mask) const {
+        for (size_t id = 0; id < mask.size(); ++id) {
+            mask[id] |= layers[layer].mask[id];
+        }
+    }
+
     // What the owner counts of a layer.
     pyorch_stats & counts(int layer) { return layers[layer].counts; }
 

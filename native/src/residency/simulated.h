@@ -111,8 +111,7 @@ public:
     // A context is gone: another one may get its address.
     void forget(const void * context);
 
-    void get_stats(int il, pyorch_stats & stats) { table.get_stats(il, stats); }
-    void reset_stats() { table.reset_stats(); }
+    Tier & tier() { return table; }
 
 private:
     std::mutex      mutex; // contexts may compute beside each other

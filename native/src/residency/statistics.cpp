@@ -33,7 +33,8 @@ void Table::get_snapshot(pyorch_snapshot & out) {
     for (int layer = 0; layer < n_layers; ++layer) {
         widest = std::max(widest, residents[layer].n_expert);
     }
-    out.stats = stats_of(-1);
+    out.stats = {};
+    count(-1, out.stats);
     if (out.flags) {
         if (out.n_layers != n_layers || out.n_expert != widest) {
             throw Failure(PYORCH_INVALID,
@@ -46,25 +47,25 @@ void Table::get_snapshot(pyorch_snapshot & out) {
                 out.flags[i * widest + id] = id < l.n_expert ? flags_of(l.experts[id]) : 0;
                 out.uses[i * widest + id]  = id < l.n_expert ? l.experts[id].uses : 0;
             }
-            out.layers[i] = stats_of(i);
+            out.layers[i] = {};
+            count(i, out.layers[i]);
         }
     }
     out.n_layers = n_layers;
     out.n_expert = widest;
 }
 
-void Table::get_stats(int il, pyorch_stats & out) {
-    std::lock_guard<std::mutex> lock(mutex);
-    out = stats_of(il < 0 ? -1 : layer_index(il));
+void Table::add_stats(int layer, pyorch_stats & stats) {
+    locked([&] { count(layer, stats); });
 }
 
 // REQUIRES: the mutex. only: a layer, -1: all of them.
-pyorch_stats Table::stats_of(int only) {
-    pyorch_stats out = only < 0 ? totals : pyorch_stats{};
-    out.read_ns      = only < 0 ? loads.read_ns() : 0;
+void Table::count(int only, pyorch_stats & out) {
     if (only < 0) {
-        out.decoded_bytes = loads.bytes_decoded();
-        out.decode_ns     = loads.decode_ns();
+        add_counts(out, totals);
+        out.read_ns += loads.read_ns();
+        out.decoded_bytes += loads.bytes_decoded();
+        out.decode_ns += loads.decode_ns();
         for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
             out.stored_bytes += stored.pools.bytes(form);
         }
@@ -78,10 +79,9 @@ pyorch_stats Table::stats_of(int only) {
         out.resident_experts += residents.seats.n_resident(i);
         out.resident_bytes += residents.seats.n_resident(i) * residents[i].slot_bytes;
     }
-    out.used_bytes   = bank->used();
-    out.peak_bytes   = bank->peak();
-    out.budget_bytes = bank->budget();
-    return out;
+    out.used_bytes += bank->used();
+    out.peak_bytes += bank->peak();
+    out.budget_bytes += bank->budget();
 }
 
 void Table::reset_stats() {

@@ -371,6 +371,10 @@ void Table::resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t
     }
 }
 
+void Table::mark(int layer, std::vector<uint8_t> & mask) {
+    locked([&] { residents.seats.mark(layer, mask); });
+}
+
 bool Table::read_time(int layer, double & queued, double & expert, double & busy) {
     std::lock_guard<std::mutex> lock(mutex);
     const double                rate = loads.bytes_per_second();

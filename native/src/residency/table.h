@@ -31,6 +31,7 @@
 #include "residency/read_ahead.h"
 #include "residency/room.h"
 #include "residency/stream.h"
+#include "residency/tier.h"
 
 #include <condition_variable>
 #include <memory>
@@ -41,7 +42,7 @@
 
 namespace pyorch {
 
-class Table : private Loader::Orders {
+class Table : public Tier, private Loader::Orders {
 public:
     // The bank brings the budget. policies: that can be chosen. Throws Failure: PYORCH_BUDGET below the map's floor,
     // PYORCH_INVALID for a policy that is none of them.
@@ -173,13 +174,13 @@ public:
         change([&] { room.set_shares(shares); });
     } // see Room::set_shares
 
-    void set_layer_limits(int il, int min, int max) {
-        change([&] { room.set_limits(layer_index(il), min, max); });
+    void set_limits(int layer, int min, int max) override {
+        change([&] { room.set_limits(layer, min, max); });
     }
 
     void set_uses(int il, const double * uses, int n); // see pyorch_set_uses
 
-    void set_policy(pyorch_policy policy) {
+    void set_policy(pyorch_policy policy) override {
         learning.change_policy([&] { values.set_policy(policy); });
     }
 
@@ -194,9 +195,10 @@ public:
     std::vector<double> learn_visit(const Visit & visit) { return learning.visit(visit); }
 
     void        get_residency(int il, uint8_t * mask, int n);
-    void        get_stats(int il, pyorch_stats & stats);
+    void        mark(int layer, std::vector<uint8_t> & mask) override;
+    void        add_stats(int layer, pyorch_stats & stats) override;
     void        get_snapshot(pyorch_snapshot & snapshot); // see pyorch_get_snapshot
-    void        reset_stats();
+    void        reset_stats() override;
     void        wait_idle();
     std::string last_error() {
         return locked([&] { return error; });
@@ -273,8 +275,8 @@ private:
     void count_uses(int layer, const Demand & demand, const std::vector<int> & streamed);
     void count_reads(const Residents::Layer & l, const Expert & e);
 
-    pyorch_stats stats_of(int only);
-    void         note_visit(const Owner & owner, int layer, const Demand & demand);
+    void count(int only, pyorch_stats & out);
+    void note_visit(const Owner & owner, int layer, const Demand & demand);
 
     template <typename Condition>
     void wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Condition there);

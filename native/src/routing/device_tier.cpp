@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <climits>
-#include <functional>
 #include <iterator>
 #include <numeric>
 
@@ -560,8 +559,7 @@ void DeviceTier::wait_idle() {
 void DeviceTier::mark(int layer, std::vector<uint8_t> & mask) {
     std::lock_guard<std::mutex> lock(mutex);
     if (pools) {
-        const std::vector<uint8_t> & there = pools->seats.mask(layer);
-        std::transform(mask.begin(), mask.end(), there.begin(), mask.begin(), std::bit_or<uint8_t>());
+        pools->seats.mark(layer, mask);
     }
 }
 

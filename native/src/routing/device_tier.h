@@ -7,7 +7,7 @@
 // came. So what is computed where follows from the tokens alone. Or it comes first and is computed there, too
 // (PYORCH_UPLOAD).
 //
-// What a forecast names may be ordered before its layer comes, a few experts each (device/guests.h). If the
+// What a forecast names may be ordered before its layer comes, a few experts each (device/guests.cpp). If the
 // layer computes with one, the device does: it waits where that is under way, and brings it first where nothing was
 // done. What the layer does not want is left.
 //
@@ -46,12 +46,12 @@ struct DeviceHold {
 // As the settings of an engine name them.
 std::vector<ggml_backend_dev_t> devices_of(const pyorch_config & config);
 
-class DeviceTier {
+class DeviceTier : public Tier {
 public:
     // REQUIRES: the table outlives it, and its reader.
     // locks: of the table's memory, null: none.
     DeviceTier(Table & table, const pyorch_config & config, const std::shared_ptr<PageLocks> & locks = nullptr);
-    ~DeviceTier();
+    ~DeviceTier() override;
 
     DeviceTier(const DeviceTier &)             = delete;
     DeviceTier & operator=(const DeviceTier &) = delete;
@@ -84,10 +84,10 @@ public:
     // Whether it does: nothing has to come before a layer of a few tokens is computed.
     bool brings_behind() const { return misses == PYORCH_PROCESSOR && n_ahead == 0; }
 
-    void set_policy(pyorch_policy policy);
+    void set_policy(pyorch_policy policy) override;
 
     // See pyorch_set_device_limits. Throws Failure.
-    void set_limits(int layer, int min, int max);
+    void set_limits(int layer, int min, int max) override;
 
     // Whether forecasts say what comes. If so, choose() is called when those of the layer are all there.
     bool takes_forecasts() const { return n_ahead > 0 && by_forecasts; }
@@ -124,15 +124,13 @@ public:
     bool takes_area(int layer, int n_tokens, bool decode) const { return areas->take(layer, n_tokens, decode); }
     ggml_tensor * area(int layer, int role) const { return bank(layer).area(areas->number(layer), layer, role); }
 
-    // mask[n_expert]: becomes 1 for each expert of the layer that is there.
-    void mark(int layer, std::vector<uint8_t> & mask);
+    void mark(int layer, std::vector<uint8_t> & mask) override;
 
     // A token passed a whole layer without asking.
     void count_unasked(int layer, int n_used);
 
-    // Adds what was counted of a layer, -1: of all.
-    void add_stats(int layer, pyorch_stats & stats);
-    void reset_stats();
+    void add_stats(int layer, pyorch_stats & stats) override;
+    void reset_stats() override;
 
     // Until nothing comes any more.
     void wait_idle();

@@ -77,7 +77,7 @@ private:
         case 0: return table.set_budget((uint64_t) what[2]);
         case 1: return table.pin(il, &a, 1);
         case 2: return table.unpin(il, &a, 1);
-        case 3: return table.set_layer_limits(il, a, b);
+        case 3: return table.set_limits(layer, a, b);
         case 4: return device->set_limits(layer, a, b);
         default: warm(layer, a, b, table, device);
         }

@@ -126,8 +126,8 @@ struct House {
     }
 
     pyorch_stats stats() {
-        pyorch_stats now;
-        table.get_stats(-1, now);
+        pyorch_stats now = {};
+        table.add_stats(-1, now);
         return now;
     }
 

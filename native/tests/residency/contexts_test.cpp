@@ -78,7 +78,7 @@ template <typename Meanwhile>
 static void contexts_wait_for_no_circle(int kept, int each, int n_reading, Meanwhile meanwhile) {
     House house(4, 0.5); // 32 experts
     house.pass(3, range(0, kept));
-    house.table.set_layer_limits(house.map.layers[3].il, kept, House::N_EXPERT);
+    house.table.set_limits(3, kept, House::N_EXPERT);
     house.pass(0, range(0, each));
     std::vector<ReadRequest> reading;
     WatchedReader            reader(house.table.loader());
@@ -138,8 +138,8 @@ static void contexts_wait_for_no_circle_while_pins_and_minima_are_raised() {
         const int32_t pinned[] = { 0, 1, 2, 3 };
         house.table.pin(house.map.layers[2].il, pinned, 4);
         house.table.pin(house.map.layers[0].il, pinned, 4);
-        house.table.set_layer_limits(house.map.layers[1].il, 4, House::N_EXPERT);
-        house.table.set_layer_limits(house.map.layers[3].il, 4, House::N_EXPERT);
+        house.table.set_limits(1, 4, House::N_EXPERT);
+        house.table.set_limits(3, 4, House::N_EXPERT);
     });
 }
 

@@ -94,8 +94,8 @@ struct House {
     }
 
     pyorch_stats stats() {
-        pyorch_stats all;
-        table.get_stats(-1, all);
+        pyorch_stats all = {};
+        table.add_stats(-1, all);
         return all;
     }
 

@@ -75,14 +75,14 @@ struct House {
     }
 
     int n_resident(int layer) {
-        pyorch_stats of_layer;
-        table.get_stats(map.layers[layer].il, of_layer);
+        pyorch_stats of_layer = {};
+        table.add_stats(layer, of_layer);
         return (int) of_layer.resident_experts;
     }
 
     pyorch_stats stats() {
-        pyorch_stats all;
-        table.get_stats(-1, all);
+        pyorch_stats all = {};
+        table.add_stats(-1, all);
         return all;
     }
 };

@@ -232,8 +232,8 @@ static void pins_minima_and_limits_hold_for_what_is_worth_least() {
     const int32_t pinned[] = { 14, 15 };
     house.table.pin(house.map.layers[1].il, pinned, 2);
     house.pass(2, range(8, 14));
-    house.table.set_layer_limits(house.map.layers[2].il, 6, House::N_EXPERT);
-    house.table.set_layer_limits(house.map.layers[3].il, 0, 3);
+    house.table.set_limits(2, 6, House::N_EXPERT);
+    house.table.set_limits(3, 0, 3);
     for (int token = 0; token < 200; ++token) {
         const int first = 2 * (token % 7);
         decode(house, 0, { first, first + 1 });

@@ -225,7 +225,7 @@ static void what_is_reserved_takes_memory_from_pools() {
     }
     const uint64_t again = house.stats().stored_bytes;
     CHECK(again > left);
-    house.table.set_layer_limits(il, 8, N_EXPERT);
+    house.table.set_limits(0, 8, N_EXPERT);
     CHECK(house.stats().stored_bytes < again);
     CHECK(house.use(0, experts(N_EXPERT), 64));
 }

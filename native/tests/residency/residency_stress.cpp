@@ -230,9 +230,9 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
     const uint64_t         floor = table.map.floor_bytes();
     const std::vector<int> all = { 0, 1, 2, 3, 4 }, but_the_last = { 0, 1, 2, 3 };
     while (!done) {
-        const int    il  = table.map.layers[rng() % N_LAYERS].il;
-        const auto   ids = random_experts(rng, 2);
-        pyorch_stats stats;
+        const int    il    = table.map.layers[rng() % N_LAYERS].il;
+        const auto   ids   = random_experts(rng, 2);
+        pyorch_stats stats = {};
         uint8_t      mask[N_EXPERT];
         try {
             switch (rng() % 10) {
@@ -246,7 +246,7 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
                 table.set_policy(POLICIES[rng() % std::size(POLICIES)]);
                 break;
             }
-            case 5: table.set_layer_limits(il, (int) (rng() % 3), N_EXPERT - (int) (rng() % 3)); break;
+            case 5: table.set_limits(table.layer_index(il), (int) (rng() % 3), N_EXPERT - (int) (rng() % 3)); break;
             case 6: table.get_residency(il, mask, N_EXPERT); break;
             case 7: table.set_executed(rng() % 2 ? but_the_last : all); break;
             case 8: {
@@ -257,7 +257,7 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
                     { 0, 0.6, 0, 0.4, 0 }, { 0, 0, 0, 0, 1 } };
                 for (const auto & l : table.map.layers) { // what is pinned and reserved leaves pools no memory
                     table.unpin(l.il, random_experts(rng, N_EXPERT).data(), N_EXPERT);
-                    table.set_layer_limits(l.il, 0, N_EXPERT);
+                    table.set_limits(table.layer_index(l.il), 0, N_EXPERT);
                 }
                 table.set_budget(2 * floor);
                 table.set_pools(SHARES[rng() % std::size(SHARES)]);
@@ -268,7 +268,7 @@ static void order_about(Table & table, int seed, const std::atomic<bool> & done)
         } catch (const Failure & e) {
             CHECK(e.status == PYORCH_BUDGET);
         }
-        table.get_stats(-1, stats);
+        table.add_stats(-1, stats);
         CHECK(stats.peak_bytes <= 2 * floor && stats.used_bytes <= 2 * floor);
         CHECK(stats.prefetch_late <= stats.prefetch_hits);
         std::this_thread::yield();
@@ -335,14 +335,15 @@ int main(int argc, char ** argv) {
         orders.join();
         table.wait_idle();
 
-        pyorch_stats stats;
-        table.get_stats(-1, stats);
+        pyorch_stats stats = {};
+        table.add_stats(-1, stats);
         CHECK(stats.failures == (uint64_t) n_failed && stats.loads > 0 && stats.evictions > 0);
         CHECK(stats.used_bytes <= stats.budget_bytes);
         CHECK(compressed == (stats.decoded_bytes > 0));
         CHECK(compressed == (stats.compressed_hits + stats.sm_hits + stats.e_hits > 0));
         table.set_pools(ALL_FULL);
-        table.get_stats(-1, stats);
+        stats = {};
+        table.add_stats(-1, stats);
         CHECK(stats.stored_bytes == 0);
         for (const auto & l : table.map.layers) {
             uint8_t mask[N_EXPERT];

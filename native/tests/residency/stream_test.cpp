@@ -82,8 +82,8 @@ static void what_a_streamed_layer_finds_in_memory_is_not_read_again() {
     house.table.acquire(house.owner, 1, { ALL, ALL, 64 });
     house.compute(1, ALL);
     CHECK(house.table.release(house.owner));
-    pyorch_stats of_layer;
-    house.table.get_stats(house.map.layers[1].il, of_layer);
+    pyorch_stats of_layer = {};
+    house.table.add_stats(1, of_layer);
     CHECK(of_layer.bytes_read == 16 * house.expert_bytes() && of_layer.hits > 0 && first.prefetch_wasted == 0);
 }
 
@@ -142,7 +142,7 @@ static void a_read_error_ends_a_stream_with_its_sentence() {
 static void a_layer_gives_up_its_own_for_its_own_below_its_minimum() {
     Narrow house(0.25); // 12 experts
     CHECK(house.pass(0, range(0, 6)));
-    house.table.set_layer_limits(house.map.layers[0].il, 6, House::N_EXPERT);
+    house.table.set_limits(0, 6, House::N_EXPERT);
     CHECK(house.pass(0, range(4, 14)) && house.n_resident(0) >= 10);
 }
 
@@ -151,11 +151,11 @@ static void what_fits_is_held_whole_and_pins_and_minima_leave_room_for_a_window(
     CHECK(house.pass(0, range(0, 12)) && house.n_resident(0) == 12); // else it would wait to be asked for
     const int32_t pinned[] = { 0, 1, 2, 3 };
     house.table.pin(house.map.layers[1].il, pinned, 4);
-    house.table.set_layer_limits(house.map.layers[2].il, 3, House::N_EXPERT);
+    house.table.set_limits(2, 3, House::N_EXPERT);
     house.reader.read_all();
     bool refused = false;
     try {
-        house.table.set_layer_limits(house.map.layers[2].il, 4, House::N_EXPERT);
+        house.table.set_limits(2, 4, House::N_EXPERT);
     } catch (const Failure & e) {
         refused = e.status == PYORCH_BUDGET;
     }
