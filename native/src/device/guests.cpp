@@ -63,6 +63,7 @@ std::vector<int> SlotPools::order(
     if (!ahead) {
         return {};
     }
+    constexpr double EVEN   = 0.5;
     Ahead::Orders &  orders = ahead->orders[{ context, layer }];
     Layer &          l      = layers[layer];
     Pool &           pool   = pools[l.pool];
@@ -74,7 +75,7 @@ std::vector<int> SlotPools::order(
         }
         orders.noted.push_back(named);
         if ((int) orders.guests.size() < ahead->n && !pool.kept.empty() &&
-            ahead->rate(layer, named, (int) l.experts.size()).value() >= precision) {
+            ahead->rate(layer, named, (int) l.experts.size()).value() >= (precision < 0 ? EVEN : precision)) {
             e.slot     = pool.kept.back();
             e.came     = false;
             e.guess_of = context;

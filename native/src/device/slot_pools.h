@@ -64,7 +64,7 @@ public:
     void set_ahead(int n);
 
     // A forecast of a layer's next pass in a context. Makes guests, the likeliest first, of experts that are absent and
-    // whose like came true at least so often. These are coming then.
+    // whose like came true at least so often; precision below 0: more often than not. These are coming then.
     std::vector<int> order(
         const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision);
 

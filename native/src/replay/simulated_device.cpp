@@ -52,10 +52,9 @@ double SimulatedDevice::send(double now, uint64_t n_bytes) {
 
 void SimulatedDevice::order(
     const void * context, int of, const std::vector<ForecastExpert> & forecast, double precision, double now) {
-    constexpr double     EVEN = 0.5;
     std::vector<uint8_t> there;
     table.resident(of, there);
-    for (int expert : pools->order(context, of, forecast, precision < 0 ? EVEN : precision)) {
+    for (int expert : pools->order(context, of, forecast, precision)) {
         const double begins = std::max(now, free_at);
         const double ends   = there[expert] ? send(now, table.map.layers[of].expert_bytes()) : begins;
         ordered[of].push_back({ expert, there[expert] != 0, begins, ends });

@@ -97,11 +97,16 @@ void DeviceTier::open(uint64_t landing_bytes) {
     tell_moved();
 }
 
+static std::vector<int> all_experts(const MoeLayer & layer) {
+    std::vector<int> all(layer.n_expert);
+    std::iota(all.begin(), all.end(), 0);
+    return all;
+}
+
 // REQUIRES: the mutex; nothing came to the layer yet. False: its experts cannot be read. Who asks for them says why.
 bool DeviceTier::load_whole(int layer) {
-    Owner            owner{ this };
-    std::vector<int> all(table.map.layers[layer].n_expert);
-    std::iota(all.begin(), all.end(), 0);
+    Owner                  owner{ this };
+    const std::vector<int> all = all_experts(table.map.layers[layer]);
     table.acquire(owner, layer, { all, {}, Demand::SCAN_TOKENS, false, false, true, false });
     const std::vector<uint8_t> came = bring_in_order(table, bank(layer), owner, layer, all,
         [&](size_t i, int role, const char * bytes) { return bank(layer).upload(layer, all[i], role, bytes); });
@@ -117,14 +122,23 @@ bool DeviceTier::load_whole(int layer) {
 
 // REQUIRES: nothing is copied ahead for its context.
 void DeviceTier::give_back(DeviceHold & hold) {
-    for (int expert : hold.experts) {
-        pools->unhold(hold.layer, expert);
-    }
-    for (int expert : hold.next) {
-        pools->unhold(hold.layer + 1, expert);
+    for (const auto & [layer, expert] : hold.experts) {
+        pools->unhold(layer, expert);
     }
     hold.experts.clear();
-    hold.next.clear();
+}
+
+// REQUIRES: the mutex. Holds those that have slots. By expert: the slot, or NONE.
+std::vector<int> DeviceTier::hold_slots(DeviceHold & hold, int layer, const std::vector<int> & experts) {
+    std::vector<int> slots(table.map.layers[layer].n_expert, SlotPools::NONE);
+    for (int expert : experts) {
+        slots[expert] = pools->slot(layer, expert);
+        if (slots[expert] != SlotPools::NONE) {
+            pools->hold(layer, expert);
+            hold.experts.push_back({ layer, expert });
+        }
+    }
+    return slots;
 }
 
 void DeviceTier::release(DeviceHold & hold) {
@@ -200,12 +214,11 @@ void DeviceTier::order(
     if (!takes_forecasts()) {
         return;
     }
-    constexpr double            EVEN = 0.5;
     std::lock_guard<std::mutex> lock(mutex);
     if (!pools) {
         return;
     }
-    for (int expert : pools->order(context, layer, forecast, precision < 0 ? EVEN : precision)) {
+    for (int expert : pools->order(context, layer, forecast, precision)) {
         uploads.push_back({ layer, expert, pools->coming_to(layer, expert) });
         uploads.back().ahead = true;
         // What comes behind is wanted later than all of these.
@@ -251,7 +264,6 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & vi
     std::unique_lock<std::mutex> lock(mutex);
     give_back(hold);
     settle(lock, batch.layer);
-    hold.layer       = batch.layer;
     const bool stays = !batch.overlaps() && lets_nothing_come(batch);
     settle_ahead(lock, visit.context, batch.layer, batch.through_area() || stays ? std::vector<int>() : batch.wanted);
     if (batch.through_area()) {
@@ -273,8 +285,11 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & vi
         pools->replace(batch.layer, demand, batch.device, learned);
         tell_moved();
     }
-    std::copy_if(batch.wanted.begin(), batch.wanted.end(), std::back_inserter(hold.experts),
-        [&](int expert) { return batch.device.computes(expert); });
+    for (int expert : batch.wanted) {
+        if (batch.device.computes(expert)) {
+            hold.experts.push_back({ batch.layer, expert });
+        }
+    }
 }
 
 int DeviceTier::last_with_area(const std::vector<int> & layers) const {
@@ -340,15 +355,8 @@ static std::vector<int> most_used_first(const RoutedBatch & batch, std::vector<i
 }
 
 void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts) {
-    std::vector<int> slots(batch.n_expert, SlotPools::NONE);
-    for (int expert : experts) {
-        slots[expert] = pools->slot(batch.layer, expert);
-        if (slots[expert] != SlotPools::NONE) {
-            pools->hold(batch.layer, expert);
-            hold.experts.push_back(expert);
-        }
-    }
-    pyorch_stats & counts = pools->seats.counts(batch.layer);
+    const std::vector<int> slots  = hold_slots(hold, batch.layer, experts);
+    pyorch_stats &         counts = pools->seats.counts(batch.layer);
     if (!areas->begin(&hold, batch.layer, experts, slots, batch.device.uploads)) {
         counts.device_misses += experts.size();
         return;
@@ -418,17 +426,9 @@ void DeviceTier::bring_next(DeviceHold & hold, int layer) {
     if (layer == (int) table.map.layers.size() || !areas->may_come_ahead(layer)) {
         return;
     }
-    std::vector<int> slots(table.map.layers[layer].n_expert, SlotPools::NONE);
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        for (int expert = 0; expert < (int) slots.size(); ++expert) {
-            slots[expert] = pools->slot(layer, expert);
-            if (slots[expert] != SlotPools::NONE) {
-                pools->hold(layer, expert);
-                hold.next.push_back(expert);
-            }
-        }
-    }
+    std::unique_lock<std::mutex> lock(mutex);
+    const std::vector<int>       slots = hold_slots(hold, layer, all_experts(table.map.layers[layer]));
+    lock.unlock();
     areas->bring_ahead(layer, slots);
 }
 
@@ -476,7 +476,7 @@ void DeviceTier::arrive(
         if (came[i]) {
             pools->arrived(batch.layer, expert);
             pools->hold(batch.layer, expert);
-            hold.experts.push_back(expert);
+            hold.experts.push_back({ batch.layer, expert });
             batch.device.slots[expert] = slots[i];
         } else {
             pools->abandon(batch.layer, expert);

@@ -36,11 +36,10 @@
 
 namespace pyorch {
 
-// What a context computes with on the device.
+// What a context computes with on the device: layers and experts. Of a prompt, experts of the next layer, too, which are
+// copied from their slots to an area before it comes.
 struct DeviceHold {
-    int              layer   = -1;
-    std::vector<int> experts = {};
-    std::vector<int> next    = {}; // of the next layer: copied from their slots to an area, before it comes
+    std::vector<std::pair<int, int>> experts = {};
 };
 
 // As the settings of an engine name them.
@@ -95,8 +94,7 @@ public:
     // From now on. Forecasts that are made as time allows say nothing: what is computed where must not depend on that.
     void set_by_forecasts(bool on) { by_forecasts = on; }
 
-    // A forecast of a layer's next pass in a context, the likeliest first. precision: that is asked for; below 0: they
-    // are to be right more often than wrong. Any thread.
+    // A forecast of a layer's next pass in a context, the likeliest first. See SlotPools. Any thread.
     void order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision);
 
     // The context is gone, or passes one layer without the device: what was ordered for it is not wanted any more.
@@ -171,6 +169,7 @@ private:
     std::thread                  uploader;
 
     void                give_back(DeviceHold & hold);
+    std::vector<int>    hold_slots(DeviceHold & hold, int layer, const std::vector<int> & experts);
     void                tell_moved();
     bool                load_whole(int layer);
     std::vector<double> learn(const RoutedBatch & batch, const Visit & visit);
