@@ -109,14 +109,13 @@ def load(
         direct_io: False: read through the page cache of the system
         packed: False: read the model itself, also where it has a pack
         pools: shares of memory for the forms of a compressed pack: full, compressed, signs and mantissas,
-            exponents (default: by MODEL.plan.json, else planned when the model is loaded)
+            exponents (default: MODEL.plan.json, else planned)
         recovery: of a pack: kernels (by matrix), affinity (by expert), exponents-first (the paper's)
-        kernels: multiply experts as the file has them (plain), or repacked for faster kernels as they are
-            read; stock: repacked, by llama.cpp's kernels alone; auto: what costs less processor time
+        kernels: order of experts in memory: auto, plain, repacked, or stock: as llama.cpp does
         device: compute dense layers on these devices, and experts that lie in their memory: none, auto (the
             GPUs that compute experts sooner than the processor), names such as CUDA0, or rpc:HOST:PORT
-        vram_budget: their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what
-            is left
+        vram_budget: their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: the
+            rest
         device_misses: what computes experts that they lack: processor, or upload: the device, once it has
             them (default: what is sooner, as measured; processor for a device of another process)
         device_ahead: upload up to N experts of a layer before it comes, as the predictor that --prefetch

@@ -81,7 +81,7 @@ class Settings:
     pools: Pools | None = option(
         None, Pools.parse, "text or a Pools", metavar="F,C,S,E",
         help="shares of memory for the forms of a compressed pack: full, compressed, signs and mantissas, exponents",
-        default_text="by MODEL.plan.json, else planned when the model is loaded",
+        default_text="MODEL.plan.json, else planned",
     )
     recovery: str = option(
         KERNELS, recovery, "kernels, affinity or exponents-first", metavar="ORDER",
@@ -89,8 +89,7 @@ class Settings:
     )
     kernels: str = option(
         AUTO_KERNELS, kernels, "auto, plain, repacked or stock", metavar="WHICH",
-        help="keep experts plain or repacked, which kernels multiply faster; auto: what costs less; stock: repacked, "
-             "for llama.cpp's kernels alone",
+        help="order of experts in memory: auto, plain, repacked, or stock: as llama.cpp does",
     )
     device: str = option(
         NONE, device_name, "the names of devices", group=DEVICE, metavar="NAME,...",
@@ -99,7 +98,7 @@ class Settings:
     )
     vram_budget: Budget = option(
         AUTO, vram_budget, "a size or a share", flag="--vram-budget", group=DEVICE, metavar="SIZE",
-        help="their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: what is left",
+        help="their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: the rest",
     )
     device_misses: str | None = option(
         None, device_misses, "processor or upload", flag="--device-misses", group=DEVICE, metavar="WHO",
