@@ -7,49 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pyorch import ports
-from pyorch.cluster import local_ray, state
+from pyorch.cluster import examination, local_ray, state
 from pyorch.cluster.actor import start_server, stop_servers
-from pyorch.cluster.config import Cluster, Server
+from pyorch.cluster.config import Cluster
 from pyorch.cluster.costs import CostsFile, ServerCosts
+from pyorch.cluster.examination import Examined
 from pyorch.cluster.local_ray import ask_all, connected
 from pyorch.cluster.members import ABSENT, REFUSED, SERVING, Job, Status
-from pyorch.cluster.placement.placement import Placement, refuse_lacking
+from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.rebalancing import Setting, Verdict
 from pyorch.cluster.scheduler import NAME as SCHEDULER
 from pyorch.cluster.scheduler import Report, start_scheduler
 from pyorch.cluster.state import Running
-from pyorch.cluster.tls import check_keys
 from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import packs
-from pyorch.sidecars.container import fingerprint
-from pyorch.sizes import format_bytes
 
 MEASURE_SECONDS = 600.0  # for one link, which may be slow, or one disk
 REBALANCE_SECONDS = 120.0  # for the scheduler, which asks all servers and places again
-PORTS_TRIED = 3
 STATUS_SECONDS = 2.0  # for servers to answer: one that died is seen within three
-
-
-@dataclass(frozen=True)
-class Examined:
-    """What a server finds where it is to run. has_share: of the experts, not all."""
-
-    fingerprint: str
-    port: int
-    peer_port: int
-    budget_bytes: int
-    has_share: bool
 
 
 @contextlib.contextmanager
@@ -102,9 +83,8 @@ def brought_up(
                                   f"{cluster.path}` takes it down")
             running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
             if not ray_address:  # the servers are here: what cannot be is refused before anything starts
-                found = _examined(cluster, lambda server: examine(
-                    _model_of(cluster, server), server, _keys_of(cluster), placement))
-                _check_ubatch(found, settings or {}, flags)
+                found = examination.here(cluster, placement)
+                examination.check_ubatch(found, settings or {}, flags)
             try:
                 if not ray_address:
                     say("starting Ray")
@@ -113,10 +93,9 @@ def brought_up(
                 state.remember(running)
                 nodes = {}
                 if ray_address:
-                    nodes = _nodes(ray, cluster)
-                    found = _examined(cluster, lambda server: _examine_there(
-                        ray, cluster, server, nodes[server.name], placement))
-                    _check_ubatch(found, settings or {}, flags)
+                    nodes = examination.nodes_of(ray, cluster)
+                    found = examination.there(ray, cluster, nodes, placement)
+                    examination.check_ubatch(found, settings or {}, flags)
                 if setting is not None and any(one.has_share for one in found.values()):
                     say("experts stay where the plan has them: a server with a share of them cannot take in others")
                     setting = None
@@ -253,93 +232,6 @@ def statuses(ray: ModuleType, names: Sequence[str], seconds: float = STATUS_SECO
     return found
 
 
-def examine(
-    model: str, server: Server, keys: str | None = None, placement: Placement | None = None
-) -> Examined | str:
-    """Looks whether a server could run here with a model, a file of API keys, and a plan: a sentence says why not."""
-    try:
-        if keys is not None:
-            check_keys(keys)
-        if server.tls is not None:
-            server.tls.check(server.address)
-        with packs.open_model(model, share=placement is not None) as model_map:
-            info, share = model_map.info, packs.share_of(model_map)
-            refuse_lacking(share, placement, server.name)
-            budget = sum(server.device_bytes(info.slots_bytes))
-            if model_map.layers and budget < info.floor_bytes:
-                return (f"its memory of {format_bytes(budget)} is below what the model needs at once, "
-                        f"{format_bytes(info.floor_bytes, round_up=True)} (twice the experts of a token, and one)")
-            found = _free_ports(server.address, server.port, server.peer_port)
-            return Examined(fingerprint(model_map), *found, budget, share is not None)
-    except PyorchError as error:
-        return str(error)
-
-
-def _keys_of(cluster: Cluster) -> str | None:
-    return None if cluster.endpoints.keys is None else str(cluster.endpoints.keys)
-
-
-def _model_of(cluster: Cluster, server: Server) -> str:
-    return str(cluster.model_of(server).resolve())
-
-
-def _examined(cluster: Cluster, examine: Callable[[Server], Examined | str]) -> dict[str, Examined]:
-    """What each server finds. PyorchError where one cannot run, or two of them cannot beside one another."""
-    found: dict[str, Examined] = {}
-    taken: dict[tuple[str, int], str] = {}
-    for server in cluster.servers:
-        for _ in range(PORTS_TRIED):  # free ports of two servers are the same now and then
-            one = examine(server)
-            if isinstance(one, str):
-                raise PyorchError(f"server {server.name}: {one}")
-            where = {(address, port) for address in _addresses(server.address) for port in (one.port, one.peer_port)}
-            clashes = sorted(taken.keys() & where)
-            if not clashes:
-                break
-        else:
-            raise PyorchError(f"server {server.name} and server {taken[clashes[0]]} are both to listen at port "
-                              f"{clashes[0][1]} of {clashes[0][0]}")
-        found[server.name] = one
-        taken |= dict.fromkeys(where, server.name)
-    _check_same(cluster, found)
-    return found
-
-
-def _examine_there(
-    ray: ModuleType, cluster: Cluster, server: Server, node: str, placement: Placement | None
-) -> Examined | str:
-    """On the machine of a server."""
-    there = ray.remote(examine).options(num_cpus=0, max_retries=0, resources={f"node:{node}": 0.001})
-    try:
-        return ray.get(there.remote(_model_of(cluster, server), server, _keys_of(cluster), placement))
-    except ray.exceptions.RayError as error:
-        last_line = [type(error).__name__, *filter(None, map(str.strip, str(error).splitlines()))][-1]
-        raise PyorchError(f"server {server.name}: pyorch does not run on {node}: {last_line}") from None
-
-
-def _check_same(cluster: Cluster, found: Mapping[str, Examined]) -> None:
-    """PyorchError where servers have different models."""
-    first, *others = cluster.names
-    for name in others:
-        if found[name].fingerprint != found[first].fingerprint:
-            raise PyorchError(f"server {name} has another model than server {first}: its fingerprint is "
-                              f"{found[name].fingerprint[:12]}, that of {first} {found[first].fingerprint[:12]}")
-
-
-def _check_ubatch(found: Mapping[str, Examined], settings: Mapping[str, Any], flags: Sequence[str]) -> None:
-    """PyorchError where a server with a share is to compute more tokens at once than the others take of it."""
-    shares = [name for name, one in found.items() if one.has_share]
-    if not shares:
-        return
-    from pyorch.llama.context_plan import MAX_SHARE_UBATCH  # of llama.cpp, which takes its time
-    from pyorch.serve.llama_server import UBATCH, Flags
-
-    n_ubatch = Flags([*flags, *(("-ub", settings["n_ubatch"]) if settings.get("n_ubatch") else ())]).number(UBATCH, 512)
-    if n_ubatch > MAX_SHARE_UBATCH:
-        raise PyorchError(f"server {shares[0]}: it has a share of the experts, and other servers take no more than "
-                          f"{MAX_SHARE_UBATCH} rows for one of them: a ubatch of {n_ubatch} tokens is too wide")
-
-
 def _jobs(
     cluster: Cluster, found: Mapping[str, Examined], running: Running, placement: Placement | None,
     settings: Mapping[str, Any], flags: Sequence[str],
@@ -347,56 +239,14 @@ def _jobs(
     peers = {server.name: (server.address, found[server.name].peer_port) for server in cluster.servers}
     return [
         Job(
-            server.name, _model_of(cluster, server), server.address, found[server.name].port,
+            server.name, examination.model_of(cluster, server), server.address, found[server.name].port,
             found[server.name].peer_port, str(found[server.name].budget_bytes),
             found[server.name].fingerprint, running.token,
             {name: where for name, where in peers.items() if name != server.name}, dict(settings), tuple(flags),
-            placement, server.tls, cluster.reads, cluster.rows, _keys_of(cluster), cluster.endpoints.tls,
+            placement, server.tls, cluster.reads, cluster.rows, examination.keys_of(cluster), cluster.endpoints.tls,
         )
         for server in cluster.servers
     ]
-
-
-def _nodes(ray: ModuleType, cluster: Cluster) -> dict[str, str]:
-    """By server, the address of the Ray node that it runs on."""
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    here = ray.util.get_node_ip_address()
-    nodes = {}
-    for server in cluster.servers:
-        wanted = _addresses(server.address)
-        is_here = any(address.startswith("127.") or address == "::1" for address in wanted)
-        fitting = [
-            node["NodeManagerAddress"] for node in alive
-            if node["NodeManagerAddress"] in wanted or node["NodeManagerHostname"] == server.address
-            or (is_here and node["NodeManagerAddress"] == here)
-        ]
-        if not fitting:
-            there = ", ".join(sorted(node["NodeManagerAddress"] for node in alive))
-            raise PyorchError(f"server {server.name} has the address {server.address}, where the Ray cluster has no "
-                              f"node: it has {there}")
-        nodes[server.name] = fitting[0]
-    return nodes
-
-
-def _addresses(host: str) -> set[str]:
-    """A host's name stands for several."""
-    with contextlib.suppress(OSError):
-        return {host, *(str(entry[4][0]) for entry in socket.getaddrinfo(host, None))}
-    return {host}
-
-
-def _free_ports(host: str, *wanted: int) -> list[int]:
-    """The ports, any that is free for 0. PyorchError where nothing can be listened on there."""
-    found: list[int] = []
-    with contextlib.ExitStack() as stack:
-        try:
-            for port in wanted:
-                found.append(stack.enter_context(ports.held(host, port)))
-        except OSError as error:
-            what = "; name another one in cluster.toml, or 0 for any" if error.errno == errno.EADDRINUSE else (
-                "; a server on another machine needs a Ray cluster with that machine in it (--address)")
-            raise PyorchError(f"cannot listen on {host} port {port}: {error.strerror or error}{what}") from None
-    return found
 
 
 def _wait(ray: ModuleType, names: Sequence[str], say: Callable[[str], None]) -> list[Status]:
