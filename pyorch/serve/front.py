@@ -25,7 +25,8 @@ from pyorch.serve import llama_server, ollama, pages
 from pyorch.serve.address import Address, free_address
 from pyorch.serve.llama_server import BODY_SECONDS, HEAD_SECONDS, Flags, Root
 from pyorch.serve.metrics import TYPE, of_models
-from pyorch.serve.models import Model, Models, NotLoaded, say
+from pyorch.serve.model_process import Model, say
+from pyorch.serve.models import Models, NotLoaded
 from pyorch.serve.routes import read_json
 from pyorch.settings.budget import Budget
 from pyorch.sizes import MiB, counted, format_bytes

@@ -1,76 +1,24 @@
 """Several models behind one address: each is served by a `pyorch serve` of its own, which runs while it is needed.
 
 llama-server's router is not used: it runs llama-server for each model, and counts models in place of memory.
-
-    unloaded --a request names it--> loading --> loaded --idle for keep-alive, or in the way of another--> unloaded
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyorch.errors import PyorchError, one_line, without_folders
+from pyorch.errors import PyorchError, without_folders
 from pyorch.llama import memory
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve.address import Address
+from pyorch.serve.model_process import Model, end
 from pyorch.settings.budget import Budget
-
-_ERROR = re.compile(r"pyorch: error: (.*)")
-_ERROR_OF_LLAMA = re.compile(r"[0-9.]+ E (?:srv |cmn )? *(.*)")  # as llama-server logs it, behind the time
-
-_SILENT = "it ended without a word"
-
-
-@dataclass
-class Model:
-    """One of several models.
-
-    Attributes:
-        process: None while the model is not loaded, and not being loaded.
-        port: Of the process, 0 until it answers.
-        busy: Requests that wait for the model, or that it answers.
-        used: When the last request ended.
-        keep_alive: Seconds without a request after which the model is unloaded.
-        loading: A thread loads the model.
-        promised: Bytes that the load will take.
-        said: Why the process ended.
-        failures: Loads that failed.
-    """
-
-    name: str
-    path: Path
-    keep_alive: float
-    process: subprocess.Popen | None = None
-    port: int = 0
-    busy: int = 0
-    used: float = field(default_factory=time.monotonic)
-    loading: bool = False
-    promised: int = 0
-    said: str = ""
-    failures: int = 0
-
-    def is_loaded(self) -> bool:
-        return self.process is not None and self.process.poll() is None and self.port > 0
-
-    @property
-    def state(self) -> str:
-        """As llama-server's router calls it."""
-        return "loaded" if self.is_loaded() else "loading" if self.loading else "unloaded"
-
-    @property
-    def idle_at(self) -> float:
-        """When the model will be unloaded, in seconds of time.time()."""
-        return time.time() + self.used + self.keep_alive - time.monotonic()
 
 
 class NotLoaded(PyorchError):
@@ -168,7 +116,7 @@ class Models:
             if process is not None:
                 model.process = None
         if process is not None:
-            _end(model.name, process, "as a request said")
+            end(model.name, process, "as a request said")
 
     def tell_to_end(self) -> list[subprocess.Popen]:
         """Each ends as `pyorch serve` does when it is told, told again at once."""
@@ -219,30 +167,11 @@ class Models:
 
     def _load(self, model: Model) -> None:
         self._make_room(model)
-        # No pattern finds the port in what the process says: a model's name may have any text in it.
-        port, announces = os.pipe()
-        with open(port) as announced:
-            try:
-                with self._changed:
-                    if self.ending.is_set():
-                        raise PyorchError("the server ends")
-                    model.port, model.said = 0, _SILENT
-                    # In a group of its own: Ctrl-C in a terminal is for this process, which ends the others.
-                    process = model.process = subprocess.Popen(
-                        self._command(model.name, model.path, announces), stdin=subprocess.PIPE, stderr=subprocess.PIPE,
-                        text=True, errors="replace", start_new_session=True, pass_fds=(announces,))
-            finally:
-                os.close(announces)
-            began = time.monotonic()
-            says = threading.Thread(target=_pass_on, args=(model, process.stderr), daemon=True)
-            says.start()
-            line = announced.readline()  # nothing where the process has ended
-        if not line.endswith("\n"):
-            process.wait()
-            says.join()
-            raise PyorchError(f"{model.name} could not be loaded: {model.said}")
-        model.port = int(line)
-        say(f"loaded {model.name} in {time.monotonic() - began:.1f} s")
+        with self._changed:
+            if self.ending.is_set():
+                raise PyorchError("the server ends")
+            announced = model.begin(self._command)
+        model.wait_until_it_serves(announced)
 
     def _make_room(self, model: Model) -> None:
         needed = self._needed_bytes(model.path)
@@ -255,7 +184,8 @@ class Models:
                                     key=lambda other: other.used)
                     coming = [other for other in self.by_name.values() if other.promised]
                     is_alone = not loaded and not coming
-                    if is_alone or self.ending.is_set() or needed <= free - sum(map(_still_to_come, coming)):
+                    free -= sum(other.still_to_come() for other in coming)
+                    if is_alone or self.ending.is_set() or needed <= free:
                         model.promised = needed
                         return
                     idle = next((other for other in loaded if not other.busy), None)
@@ -264,7 +194,7 @@ class Models:
                     else:
                         process, idle.process = idle.process, None
             if process is not None:
-                _end(idle.name, process, f"to make room for {model.name}")
+                end(idle.name, process, f"to make room for {model.name}")
                 continue
             with self._changed:
                 self._changed.wait(1.0)
@@ -285,7 +215,7 @@ class Models:
                 for model, _ in idle:
                     model.process = None
             for model, process in idle:
-                _end(model.name, process, f"idle for {model.keep_alive:g} s")
+                end(model.name, process, f"idle for {model.keep_alive:g} s")
 
     def _free_bytes(self, loaded: Sequence[Model]) -> int:
         """What may be allocated under the memory limit, less what experts were promised and have not taken yet."""
@@ -296,32 +226,3 @@ class Models:
                 totals = json.loads(state)["totals"]
                 promised += totals["budget_bytes"] - totals["used_bytes"]
         return memory.memory_limit().free_bytes - promised
-
-
-def _still_to_come(model: Model) -> int:
-    """Bytes that a load will take beside those that its process has, which are free no more."""
-    try:
-        resident = int(Path(f"/proc/{model.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, IndexError):  # it has not begun, or this is not Linux
-        resident = 0
-    return max(0, model.promised - resident)
-
-
-def _end(name: str, process: subprocess.Popen, why: str) -> None:
-    process.terminate()
-    process.wait()
-    say(f"unloaded {name}, {why}")
-
-
-def _pass_on(model: Model, lines: Iterator[str]) -> None:
-    """What the process of a model says goes where ours does, but its address, which is not ours."""
-    for line in lines:
-        # The first line of llama-server has the cause; those behind say which functions failed with it.
-        error = _ERROR.match(line) or (model.said == _SILENT and _ERROR_OF_LLAMA.match(line))
-        model.said = error[1] if error else model.said
-        if not line.startswith("pyorch: serving ") and "API for programs at" not in line:
-            say(f"{model.name}: {line.rstrip().removeprefix('pyorch: ')}")
-
-
-def say(sentence: str) -> None:
-    print(f"pyorch: {one_line(sentence)}", file=sys.stderr, flush=True)

@@ -30,7 +30,7 @@ from pyorch.serve.address import Address
 from pyorch.serve.routes import read_json
 
 if TYPE_CHECKING:
-    from pyorch.serve.models import Model
+    from pyorch.serve.model_process import Model
 
 VERSION = "0.14.0"  # of Ollama, whose requests are understood: programs ask for it
 
