@@ -15,16 +15,13 @@
 
 #include "banks/host_bank.h"
 #include "base/cpu_backend.h"
-#include "prediction/prediction_balance.h"
 #include "prediction/estimator.h"
 #include "prediction/prefetch_planner.h"
 #include "residency/table.h"
 
 #include <algorithm>
 #include <atomic>
-#include <climits>
 #include <ctime>
-#include <numeric>
 #include <thread>
 
 using namespace pyorch;
@@ -52,10 +49,6 @@ static double seconds() {
 static double median(std::vector<double> & times) {
     std::nth_element(times.begin(), times.begin() + times.size() / 2, times.end());
     return times[times.size() / 2];
-}
-
-static double mean(const std::vector<double> & times) {
-    return std::accumulate(times.begin(), times.end(), 0.0) / (double) times.size();
 }
 
 // Of this process, in memory.
@@ -157,25 +150,15 @@ struct Times {
     double predicted, computed; // seconds
 };
 
-// allowance: null: all layers are predicted. Its clock is the time that computing takes.
-static Times predict_token(PrefetchPlanner & planner, RoutedLayer & routed, const Shape & shape, Weights & weights,
-    PredictionAllowance * allowance) {
-    static double clock = 0;
-    Times         times = {};
+static Times predict_token(PrefetchPlanner & planner, RoutedLayer & routed, const Shape & shape, Weights & weights) {
+    Times times = {};
     planner.begin(&shape, { true, 1, {} });
     for (int layer = 0; layer < shape.n_layers; ++layer) {
-        const double computed = weights.multiply(shape.active_bytes / shape.n_layers);
-        clock += computed;
-        times.computed += computed;
+        times.computed += weights.multiply(shape.active_bytes / shape.n_layers);
         routed.layer       = layer;
-        routed.reach       = allowance ? allowance->reach(clock) : INT_MAX;
         const double begin = seconds();
         planner.routed(&shape, routed);
-        const double took = seconds() - begin;
-        times.predicted += took;
-        if (allowance) {
-            allowance->spend(took);
-        }
+        times.predicted += seconds() - begin;
     }
     return times;
 }
@@ -232,36 +215,22 @@ static void measure(const std::string & path, const Shape & shape, int n_tokens)
                 planner.change_model().estimator = random_estimator(shape);
                 planner.change_model().estimated.assign(shape.n_layers, 1);
             }
-            std::vector<int> forecasts(distance + 1); // by layers ahead
-            planner.set_observer(
-                [&](const void *, int, const Forecast & new_forecast) { ++forecasts[new_forecast.distance]; });
-            predict_token(planner, routed, shape, weights, nullptr); // copies are made
+            predict_token(planner, routed, shape, weights); // copies are made
             const double held = resident_bytes() - before;
             printf("%-14s %3d x %3d, n_embd %4d, %-13s %d ahead: %3.0f MB, %.2f %% of the model\n", shape.name,
                 shape.n_layers, shape.n_expert, shape.n_embd,
                 kind == PYORCH_PREDICT_HYBRID ? "hybrid," : "quasi-hidden,", distance, held / 1e6,
                 100 * held / shape.model_bytes);
-            for (bool bounded : { false, true }) {
-                PredictionAllowance allowance;
-                std::vector<double> predicting, token;
-                std::fill(forecasts.begin(), forecasts.end(), 0);
-                for (int t = 0; t < n_tokens; ++t) {
-                    const Times times = predict_token(planner, routed, shape, weights, bounded ? &allowance : nullptr);
-                    predicting.push_back(times.predicted);
-                    token.push_back(times.computed);
-                }
-                // What the allowance leaves differs from token to token: the mean counts.
-                const double predicted = bounded ? mean(predicting) : median(predicting);
-                const double computed  = bounded ? mean(token) : median(token);
-                printf("    %-12s %6.2f ms of %6.1f ms a token, %4.1f %%; layers predicted",
-                    bounded ? "as auto:" : "all layers:", 1e3 * predicted, 1e3 * computed, 100 * predicted / computed);
-                for (int ahead = 1; ahead <= distance; ++ahead) {
-                    printf(" %s%.0f of %d, %d ahead", ahead > 1 ? "and " : "", (double) forecasts[ahead] / n_tokens,
-                        shape.n_layers - ahead, ahead);
-                }
-                printf("\n");
-                fflush(stdout);
+            std::vector<double> predicting, token;
+            for (int t = 0; t < n_tokens; ++t) {
+                const Times times = predict_token(planner, routed, shape, weights);
+                predicting.push_back(times.predicted);
+                token.push_back(times.computed);
             }
+            const double predicted = median(predicting), computed = median(token);
+            printf("    %6.2f ms of %6.1f ms a token, %4.1f %%\n", 1e3 * predicted, 1e3 * computed,
+                100 * predicted / computed);
+            fflush(stdout);
         }
     }
 }

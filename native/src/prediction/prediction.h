@@ -9,7 +9,6 @@
 #include "prediction/router.h"
 #include "pyorch.h"
 
-#include <climits>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -48,8 +47,6 @@ struct RoutedLayer {
     std::vector<float> probs;     // [n_tokens][n_expert] with the sum 1
     std::vector<float> inputs;    // [n_tokens][n_embd] of the router
     std::vector<float> residuals; // [n_tokens][n_embd] before the normalization that makes inputs of them
-
-    int reach = INT_MAX; // layers ahead at most for which routers are applied
 };
 
 // What one layer will need for one token.

@@ -5,7 +5,7 @@
 #include "base/placement.h"
 
 #include <algorithm>
-#include <climits>
+#include <utility>
 
 namespace pyorch {
 
@@ -40,16 +40,14 @@ void Prefetcher::changed() {
 }
 
 void Prefetcher::set_automatic(bool automatic_) {
-    const Table::Reads          now = table.decoding_reads();
+    const double                now = table.decoding_absent_bytes();
     std::lock_guard<std::mutex> lock(mutex);
-    automatic = automatic_;
-    predicts  = false;
-    balance   = {};
-    trial     = {};
-    decode_ns = 0;
-    allowance = {};
-    balanced  = now;
-    spent     = 0;
+    automatic    = automatic_;
+    predicts     = false;
+    lacked       = false;
+    trial        = {};
+    decode_ns    = 0;
+    absent_bytes = now;
 }
 
 bool Prefetcher::is_automatic() {
@@ -82,21 +80,17 @@ void Prefetcher::drop_iteration() {
 
 void Prefetcher::begin(const void * context, IterationBegin && iteration) {
     const bool                   collecting = needs() & PYORCH_NEEDS_DISTRIBUTIONS;
-    const Table::Reads           now        = iteration.decode ? table.decoding_reads() : Table::Reads{};
+    const double                 now        = iteration.decode ? table.decoding_absent_bytes() : 0;
     std::unique_lock<std::mutex> lock(mutex);
     if (automatic) {
         const uint64_t before = std::exchange(decode_ns, iteration.decode ? clock_ns() : 0);
         if (iteration.decode) {
-            const bool paid = balance.pays();
-            balance.add(now.absent_seconds - balanced.absent_seconds, now.saved_seconds - balanced.saved_seconds, spent,
-                predicts);
-            if (balance.pays()) {
-                trial.add(before && paid ? 1e-9 * (double) (decode_ns - before) : 0,
-                    now.absent_bytes - balanced.absent_bytes);
+            const double absent = now - std::exchange(absent_bytes, now);
+            if (lacked) { // else it was not the trial that kept the ubatch from being predicted
+                trial.add(before ? 1e-9 * (double) (decode_ns - before) : 0, absent);
             }
-            balanced = now;
-            spent    = 0;
-            predicts = balance.pays() && trial.on();
+            lacked   = absent > 0;
+            predicts = lacked && trial.on();
             if (!predicts) {
                 return;
             }
@@ -110,14 +104,11 @@ void Prefetcher::begin(const void * context, IterationBegin && iteration) {
     work.notify_one();
 }
 
-bool Prefetcher::wants(int & reach) {
+bool Prefetcher::wants() {
     if (!active()) {
         return false;
     }
-    const bool                  whole = needs() & PYORCH_NEEDS_DISTRIBUTIONS; // a predictor loses what misses a layer
-    const double                now   = 1e-9 * (double) clock_ns();
     std::lock_guard<std::mutex> lock(mutex);
-    reach = automatic && !whole ? allowance.reach(now) : INT_MAX;
     return !automatic || predicts;
 }
 
@@ -195,7 +186,6 @@ void Prefetcher::run() {
 void Prefetcher::predict(const void * context, const Event & event, std::unique_lock<std::mutex> & lock) {
     predicting = context;
     lock.unlock();
-    const uint64_t began = thread_cpu_ns();
     {
         std::lock_guard<std::mutex> state_lock(state_mutex);
         if (const auto * layer = std::get_if<RoutedLayer>(&event)) {
@@ -204,10 +194,7 @@ void Prefetcher::predict(const void * context, const Event & event, std::unique_
             planner.begin(context, std::get<IterationBegin>(event));
         }
     }
-    const double took = 1e-9 * (double) (thread_cpu_ns() - began);
     lock.lock();
-    spent += took;
-    allowance.spend(took);
     predicting = nullptr;
     settled.notify_all();
 }

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "prediction/prediction_balance.h"
+#include "prediction/prediction_trial.h"
 #include "prediction/prefetch_planner.h"
 
 #include <atomic>
@@ -31,8 +31,7 @@ public:
         changed();
     }
 
-    // automatic: only while what it saves is worth the processor's time that it takes, and never for more of it than
-    // the allowance.
+    // automatic: only while experts are absent, and unless a trial tells that decoding is sooner without.
     void set_automatic(bool automatic);
     bool is_automatic();
 
@@ -44,9 +43,8 @@ public:
     unsigned needs() const { return wanted.load(std::memory_order_relaxed); }
     void     begin(const void * context, IterationBegin && iteration);
 
-    // By compute threads: whether routed() wants a layer of a narrow ubatch now. reach: for forecasts of how many
-    // layers ahead; 0: only to know which guesses came true.
-    bool wants(int & reach);
+    // By compute threads: whether routed() wants a layer of a narrow ubatch now.
+    bool wants();
 
     // By compute threads: a layer was routed and its demand is queued. Returns at once, or predicts itself where the
     // thread would have no processor.
@@ -81,13 +79,11 @@ private:
     const void *                               predicting = nullptr; // the context whose event is at work
     bool                                       automatic  = false;
     bool                                       predicts   = false; // of automatic: in the ubatch that decodes
-    PredictionBalance                          balance;
+    bool                                       lacked     = false; // experts were absent in the ubatch before that
     PredictionTrial                            trial;
-    uint64_t                                   decode_ns = 0;  // when the last ubatch began; 0: it was a prompt's
-    Table::Reads                               balanced  = {}; // what of the table's is in the balance
-    double                                     spent     = 0;  // seconds of a processor, not in the balance yet
-    PredictionAllowance                        allowance;
-    bool                                       stopped = false;
+    uint64_t                                   decode_ns    = 0; // when the last ubatch began; 0: it was a prompt's
+    double                                     absent_bytes = 0; // of the table, when that ubatch began
+    bool                                       stopped      = false;
 
     Table &         table;
     std::mutex      state_mutex; // of the planner; compute threads take it to speculate only

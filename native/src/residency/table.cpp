@@ -90,14 +90,9 @@ void Table::wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Con
 }
 
 // What a layer waits for, or would but for guesses.
-void Table::count_reads(const Residents::Layer & l, const Expert & e) {
-    const double rate = loads.bytes_per_second();
-    if (rate > 0 && (e.absent() || e.guessed())) {
-        const double   free  = (1 - loads.cpu_share()) / rate;
-        const uint64_t bytes = e.kept == Form::COMPRESSED ? 0 : l.read_bytes;
-        reads.absent_bytes += (double) bytes;
-        reads.absent_seconds += free * (double) bytes;
-        reads.saved_seconds += free * (double) (e.resident() ? bytes : e.loading() ? e.load.read : 0);
+void Table::count_absent(const Residents::Layer & l, const Expert & e) {
+    if ((e.absent() || e.guessed()) && e.kept != Form::COMPRESSED) {
+        absent_bytes += (double) l.read_bytes;
     }
 }
 
@@ -133,7 +128,7 @@ void Table::count_uses(int layer, const Demand & demand, const std::vector<int> 
     for (int id : demand.experts) {
         Expert & e = l.experts[id];
         if (!scan) {
-            count_reads(l, e);
+            count_absent(l, e);
         }
         counts.hits += demand.counted && e.resident();
         counts.misses += demand.counted && !e.resident();

@@ -119,14 +119,10 @@ public:
     // half of it on average.
     double break_even();
 
-    // What layers of decoding tokens waited for or would have, since the beginning.
-    struct Reads {
-        double absent_bytes;   // of experts that were absent, or would have been but for guesses
-        double absent_seconds; // of reading them in which a processor was free to compute
-        double saved_seconds;  // of them, what had been read on guesses by then
-    };
-    Reads decoding_reads() {
-        return locked([&] { return reads; });
+    // Of the experts that were absent when layers of decoding tokens came, or would have been but for guesses, since the
+    // beginning.
+    double decoding_absent_bytes() {
+        return locked([&] { return absent_bytes; });
     }
 
     // probability[n_expert]: with which that pass will need each expert of the layer. Ignored if it has come meanwhile.
@@ -228,9 +224,9 @@ private:
 
     const pyorch_recovery recovery;
 
-    uint64_t    n_arrived = 0; // layers that came to acquire(), served in that order
-    uint64_t    n_served  = 0;
-    Reads       reads     = {}; // see decoding_reads()
+    uint64_t    n_arrived    = 0; // layers that came to acquire(), served in that order
+    uint64_t    n_served     = 0;
+    double      absent_bytes = 0; // see decoding_absent_bytes()
     std::string error;
 
     int          n_waiting  = 0; // compute threads asleep in address()
@@ -273,7 +269,7 @@ private:
     bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted);
     bool release_held(Owner & owner);
     void count_uses(int layer, const Demand & demand, const std::vector<int> & streamed);
-    void count_reads(const Residents::Layer & l, const Expert & e);
+    void count_absent(const Residents::Layer & l, const Expert & e);
 
     void count(int only, pyorch_stats & out);
     void note_visit(const Owner & owner, int layer, const Demand & demand);

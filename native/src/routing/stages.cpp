@@ -4,7 +4,6 @@
 #include "routing/device_tier.h"
 
 #include <algorithm>
-#include <climits>
 #include <iterator>
 
 namespace pyorch {
@@ -237,9 +236,8 @@ void predict(Context & context, RoutedBatch & batch) {
     Prefetcher &   prefetcher = context.routing.prefetcher;
     const unsigned needs      = prefetcher.needs();
     const bool     speculates = speculative(context.routing, batch);
-    int            reach      = INT_MAX;
     const bool     predicts   = (batch.decode || (needs & PYORCH_NEEDS_ROUTERS)) &&
-        is_predicted(batch.n_tokens, batch.n_used, batch.n_expert) && prefetcher.wants(reach);
+        is_predicted(batch.n_tokens, batch.n_used, batch.n_expert) && prefetcher.wants();
     if (!speculates && !predicts) {
         return;
     }
@@ -257,25 +255,22 @@ void predict(Context & context, RoutedBatch & batch) {
     layer.n_tokens = batch.n_tokens;
     layer.n_used   = batch.n_used;
     layer.decode   = batch.decode;
-    layer.reach    = speculates ? INT_MAX : reach;
     layer.experts.assign(batch.requested, batch.requested + n_slots);
-    if (speculates || (predicts && reach > 0)) {
-        layer.computed.assign(batch.experts, batch.experts + n_slots);
-        for (int s : batch.ghosts) {
-            layer.computed[s] = batch.requested[s];
-        }
-        layer.weights.assign(batch.weights, batch.weights + n_slots);
-        if (states && batch.residuals) {
-            layer.residuals.assign(batch.residuals, batch.residuals + n_state);
-        } else if (states) {
-            layer.inputs.assign(batch.states, batch.states + n_state);
-        }
-        if (needs & PYORCH_NEEDS_DISTRIBUTIONS) {
-            layer.probs.assign(batch.probs, batch.probs + n_probs);
-            for (size_t row = 0; row < n_probs; row += batch.n_expert) {
-                make_distribution(batch.softmax_selected ? PYORCH_GATING_SOFTMAX_SELECTED : PYORCH_GATING_SOFTMAX,
-                    layer.probs.data() + row, batch.n_expert);
-            }
+    layer.computed.assign(batch.experts, batch.experts + n_slots);
+    for (int s : batch.ghosts) {
+        layer.computed[s] = batch.requested[s];
+    }
+    layer.weights.assign(batch.weights, batch.weights + n_slots);
+    if (states && batch.residuals) {
+        layer.residuals.assign(batch.residuals, batch.residuals + n_state);
+    } else if (states) {
+        layer.inputs.assign(batch.states, batch.states + n_state);
+    }
+    if (needs & PYORCH_NEEDS_DISTRIBUTIONS) {
+        layer.probs.assign(batch.probs, batch.probs + n_probs);
+        for (size_t row = 0; row < n_probs; row += batch.n_expert) {
+            make_distribution(batch.softmax_selected ? PYORCH_GATING_SOFTMAX_SELECTED : PYORCH_GATING_SOFTMAX,
+                layer.probs.data() + row, batch.n_expert);
         }
     }
     prefetcher.routed(context.id, std::move(layer));

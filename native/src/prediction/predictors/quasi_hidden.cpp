@@ -61,7 +61,7 @@ public:
     void routed(const RoutedLayer & routed_layer, std::vector<Forecast> & forecasts) override {
         std::vector<int> reached;
         for (int layer = routed_layer.layer + 1; layer < (int) model.routers.size(); ++layer) {
-            if (layer - routed_layer.layer <= std::min(distance[layer], routed_layer.reach) && model.routers[layer]) {
+            if (layer - routed_layer.layer <= distance[layer] && model.routers[layer]) {
                 reached.push_back(layer);
             }
         }

@@ -1,37 +1,11 @@
-// Predictions are made where what they save is worth their time, and only there; and never for more than an allowance.
+// Predictions that gain are made, and predictions that lose are made in trials only.
 
-#include "prediction/prediction_balance.h"
+#include "prediction/prediction_trial.h"
 
 #include <algorithm>
 #include <cstdio>
 #include <random>
 #include <vector>
-
-// Ubatches in which layers wait for reads of so many ms where nothing is predicted; predictions save a share of that,
-// and take a processor so many ms.
-struct Regime {
-    int    n_ubatches;
-    double ms_absent;
-    double share_saved;
-    double ms_spent;
-};
-
-// Of the ubatches of each regime, those in which was predicted.
-static std::vector<double> shares(const std::vector<Regime> & regimes) {
-    pyorch::PredictionBalance balance;
-    std::vector<double>       found;
-    for (const Regime & regime : regimes) {
-        int n = 0;
-        for (int u = 0; u < regime.n_ubatches; ++u) {
-            const bool on = balance.pays();
-            n += on;
-            balance.add(regime.ms_absent / 1000, on ? regime.share_saved * regime.ms_absent / 1000 : 0,
-                on ? regime.ms_spent / 1000 : 0, on);
-        }
-        found.push_back((double) n / regime.n_ubatches);
-    }
-    return found;
-}
 
 static int n_failed = 0;
 
@@ -44,55 +18,6 @@ static void require(bool ok, const char * claim, const std::vector<double> & fou
         fprintf(stderr, "\n");
         ++n_failed;
     }
-}
-
-struct Allowed {
-    double share;       // of the time that passed, what predictions took
-    double predicted;   // of the layers
-    double far;         // of the layers, those predicted for more than one layer ahead
-    int    most_missed; // layers one after another without a prediction
-};
-
-// Layers that take so many us each, predicted one layer ahead in so many us, and farther ahead in twice that.
-static Allowed allowed(double us_layer, double us_prediction) {
-    pyorch::PredictionAllowance allowance;
-    Allowed                     allowed  = { 0, 0, 0, 0 };
-    const int                   n_layers = 100000;
-    double                      now      = 0;
-    for (int layer = 0, missed = 0; layer < n_layers; ++layer) {
-        now += 1e-6 * us_layer;
-        const int    reach = allowance.reach(now);
-        const double took  = 1e-6 * us_prediction * (reach == 0 ? 0 : reach == 1 ? 1 : 2);
-        allowance.spend(took);
-        allowed.share += took;
-        allowed.predicted += (double) (reach > 0) / n_layers;
-        allowed.far += (double) (reach > 1) / n_layers;
-        missed              = reach > 0 ? 0 : missed + 1;
-        allowed.most_missed = std::max(allowed.most_missed, missed);
-    }
-    allowed.share /= now;
-    return allowed;
-}
-
-static void the_allowance_is_kept() {
-    const Allowed cheap = allowed(2000, 5), dear = allowed(2000, 30), too_dear = allowed(2000, 120);
-    require(cheap.far > 0.999, "what costs a two-hundredth is predicted as far ahead as wanted", { cheap.far });
-    require(dear.predicted > 0.999 && dear.far < 0.5 && dear.far > 0.2, "where time is short the next layer goes first",
-        { dear.predicted, dear.far });
-    require(too_dear.predicted > 0.3 && too_dear.predicted < 0.4 && too_dear.most_missed <= 3,
-        "of layers that cost three times the allowance every third is predicted",
-        { too_dear.predicted, (double) too_dear.most_missed });
-    for (const Allowed & allowed : { cheap, dear, too_dear }) {
-        require(allowed.share < 0.0201, "predictions take a fiftieth of the time at most", { allowed.share });
-    }
-
-    pyorch::PredictionAllowance allowance;
-    allowance.spend(1); // by far too long
-    require(allowance.reach(10) == 0 && allowance.reach(51) > 0, "what took too long is made up for", {});
-    allowance = {};
-    allowance.reach(1e6);
-    allowance.spend(0.003);
-    require(allowance.reach(1e6) == 0, "an hour's pause is no allowance for what comes then", {});
 }
 
 // Ubatches that take 100 ms, and with predictions so many times as long; each by chance up to a quarter more or less,
@@ -210,26 +135,8 @@ static void trials_end_and_come_again() {
 }
 
 int main() {
-    the_allowance_is_kept();
     trials_end_and_come_again();
     the_sooner_is_kept();
     what_is_absent_is_no_gain_and_no_loss();
-
-    const Regime gains = { 5000, 60, 0.2, 0.8 }, resident = { 5000, 0, 0, 0.8 }, tiny = { 5000, 0.1, 0.5, 0.8 };
-    auto         found = shares({ gains });
-    require(found[0] > 0.99, "predictions that save more than they take are made, and at once", found);
-    found = shares({ resident });
-    require(found[0] == 0, "where nothing is absent nothing is predicted", found);
-    found = shares({ tiny });
-    require(found[0] < 0.01, "reads that take next to nothing are not predicted", found);
-
-    // Guesses are never read, or never right: it takes some ubatches to know.
-    found = shares({ { 50000, 20, 0, 0.8 } });
-    require(found[0] < 0.02, "predictions that save nothing end", found);
-    found = shares({ { 5000, 200, 0, 0.8 } });
-    require(found[0] > 0.99, "predictions that take next to nothing beside the reads go on", found);
-
-    found = shares({ resident, gains, resident, gains });
-    require(found[1] > 0.99 && found[2] < 0.1 && found[3] > 0.99, "they begin and end as reads do", found);
     return n_failed ? 1 : 0;
 }
