@@ -16,157 +16,20 @@ namespace pyorch {
 Loader::Loader(const ModelMap & map, std::unique_ptr<Source> source, const Codec & codec, uint64_t read_bytes,
     std::mutex & mutex, Orders & orders) :
         map(map), source(std::move(source)), codec(codec), read_bytes(std::max(read_bytes / PAGE * PAGE, PAGE)),
-        mutex(mutex), orders(orders), read_by_layer(map.layers.size()) {}
+        mutex(mutex), orders(orders), requests(map, *this->source), read_by_layer(map.layers.size()) {}
 
-// Exponents of a matrix that are so many are a request of their own: the matrix can be recovered while others are read.
-static constexpr uint64_t APART_BYTES = 128u << 10;
-
-// The end of a request of at most so many bytes that begins at `at`, before last. Where a matrix ends within reach the
-// request ends with it, so that nobody waits for bytes that the kernels need later; but what fits into one is read by
-// one, except exponents.
-static uint64_t request_end(
-    const MoeLayer & layer, int expert, const Extent & e, uint64_t at, uint64_t last, uint64_t most) {
-    bool     whole = last - at <= most;
-    uint64_t end   = whole ? last : at + most;
-    for (int role = e.last_role - 1; role >= e.role; --role) {
-        const Extent   matrix = extent_of(layer, expert, e, role);
-        const uint64_t ends   = round_up(matrix.offset + matrix.bytes, PAGE);
-        const bool     apart  = e.part == PART_E && ends >= at + APART_BYTES;
-        if (matrix.bytes > 0 && ends > at && ends < end && (apart || !whole)) {
-            end   = ends;
-            whole = true;
-        }
-    }
-    return end;
-}
-
-void Loader::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queue, uint64_t request_bytes) {
-    const MoeLayer & layer  = map.layers[load.layer];
-    const uint64_t   end    = e.offset + e.bytes;
-    const bool       direct = e.direct && source->direct(e.file);
-    const uint64_t   first  = direct ? e.offset / PAGE * PAGE : e.offset;
-    const uint64_t   last   = direct ? round_up(end, PAGE) : end;
-    // A slot has the layout of a record or a region, pages before a matrix included; else the block has room for them.
-    char * memory;
-    if (e.part != PART_MATRICES) {
-        memory = load.parts[e.part].memory + (first - layer.pack->part_offset[e.part][load.expert]);
-    } else {
-        memory = load.slot.memory + block_offset(layer, e.role) - (layer.pack ? e.offset - first : 0);
-    }
-    for (uint64_t at = first; at < end;) {
-        const uint64_t next    = request_end(layer, load.expert, e, at, last, request_bytes);
-        ReadRequest    request = { &load, e.last_role, e.role, e.file, at, next - at, std::min(next, end) - at,
-            memory + (at - first), direct, layer.pack != nullptr, 0, 0, e.part, false };
-        for (int role = e.role; role <= e.last_role; ++role) {
-            const Extent matrix = extent_of(layer, load.expert, e, role);
-            if (matrix.bytes > 0 && matrix.offset < next && matrix.offset + matrix.bytes > at) {
-                request.role      = std::min(request.role, role);
-                request.last_role = std::max(request.last_role, role);
-                request.touches |= 1u << role;
-                ++load.unread[role];
-            }
-        }
-        queue.push_back(request);
-        ++load.queued;
-        at = next;
-    }
-}
-
-// A matrix that needs no reading. needed: bytes without which it has failed, and it brings none.
-void Loader::ask_nothing(Load & load, std::deque<ReadRequest> & queue, int role, uint64_t needed) {
-    const MoeLayer & layer = map.layers[load.layer];
-    const int        file  = layer.pack ? layer.pack->file : layer.tensors[role].file;
-    queue.push_back({ &load, role, role, file, 0, 0, needed, nullptr, false, layer.pack != nullptr, 0, 1u << role,
-        PART_MATRICES, false });
-    ++load.queued;
-    ++load.unread[role];
-}
-
-// False: nobody has offered its bytes.
-bool Loader::take_offered(Load & load, std::deque<ReadRequest> & queue) {
-    const MoeLayer & layer = map.layers[load.layer];
-    const auto       found = offered.find({ load.layer, load.expert });
-    if (found == offered.end() || layer.pack) {
-        return false;
-    }
-    const char * bytes = found->second.data();
-    for (int role = 0; role < (int) layer.tensors.size(); ++role) {
-        const Extent matrix = in_model(layer, role, load.expert);
-        if (load.roles >> role & 1) {
-            memcpy(load.slot.memory + block_offset(layer, role), bytes, matrix.bytes);
-            ask_nothing(load, queue, role);
-        }
-        bytes += matrix.bytes;
-    }
-    offered.erase(found);
-    return true;
-}
-
-// REQUIRES: the load has its memory
-void Loader::cut(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes) {
-    if (take_offered(load, queue)) {
-        return;
-    }
-    const MoeLayer & layer = map.layers[load.layer];
-    if (layer.lacks(load.expert)) {
-        ask_nothing(load, queue, __builtin_ctz(load.roles), 1);
-        return;
-    }
-    for (const Extent & e : extents(layer, load.expert, load.there)) {
-        const uint32_t within = (2u << e.last_role) - (1u << e.role);
-        if ((load.roles & within) == within) {
-            cut(load, e, queue, request_bytes);
-            continue;
-        }
-        for (int role = e.role; role <= e.last_role; ++role) {
-            const Extent matrix = extent_of(layer, load.expert, e, role);
-            if ((load.roles >> role & 1) && matrix.bytes > 0) {
-                cut(load, matrix, queue, request_bytes);
-            }
-        }
-    }
-    for (int role = 0; role < (int) layer.tensors.size(); ++role) {
-        if ((load.roles >> role & 1) && load.unread[role] == 0) {
-            ask_nothing(load, queue, role);
-        }
-    }
-}
-
-void Loader::start(Load & load, std::deque<ReadRequest> & queue, uint64_t request_bytes) {
+void Loader::start(Load & load, std::deque<ReadRequest> & into, uint64_t request_bytes) {
     load.failed  = false;
     load.damaged = false;
-    load.urgent  = &queue == &demanded;
+    load.urgent  = &into == &queue.demanded;
     load.read    = 0;
     std::fill(std::begin(load.unread), std::end(load.unread), 0);
     std::fill(std::begin(load.missed), std::end(load.missed), false);
     if (!is_compressed(map.layers[load.layer]) || orders.stage(load) == Staged::YES) {
-        cut(load, queue, request_bytes);
+        requests.cut(load, into, request_bytes);
         return;
     }
-    const int role = __builtin_ctz(load.roles);
-    queue.push_back({ &load, role, role, 0, 0, 0, 0, nullptr, false, true, 0, 0, PART_MATRICES, true });
-    ++load.queued;
-}
-
-// The first of the places of some matrices, or of their reads.
-static int place_of(const Load & load, uint32_t roles, Part part = PART_MATRICES) {
-    const int * places = part == PART_SM ? load.sm_place : load.place;
-    int         place  = INT_MAX;
-    for (int role = 0; role < PYORCH_MAX_ROLES; ++role) {
-        place = roles >> role & 1 ? std::min(place, places[role]) : place;
-    }
-    return place;
-}
-
-static int place_of(const ReadRequest & request) {
-    return place_of(*request.load, request.waits ? request.load->roles : request.touches, request.part);
-}
-
-// In which order what a layer waits for is done. What needs no reading goes first: it is decoded while the disk works.
-static bool goes_before(const ReadRequest & a, const ReadRequest & b) {
-    const bool a_reads = a.reads() || a.waits, b_reads = b.reads() || b.waits;
-    const int  a_place = place_of(a), b_place = place_of(b);
-    return a_reads != b_reads ? b_reads : a_place != b_place ? a_place < b_place : a.load->expert < b.load->expert;
+    Requests::wait(load, into);
 }
 
 // Algorithm 1 of ZipMoE for the matrices of compressed experts of one layer, with the rates of the disk and of the
@@ -211,17 +74,12 @@ void Loader::place_for_recovery(const std::vector<Load *> & loads, const Recover
 }
 
 void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued, const Recoverer & by) {
-    const size_t before = demanded.size();
+    const size_t before = queue.demanded.size();
     for (Load * load : loads) {
         load->in_order_of_kernels();
     }
     if (!queued.empty()) {
-        for (auto * queue : { &ahead, &guessed }) {
-            auto hurried = std::stable_partition(queue->begin(), queue->end(),
-                [&](const ReadRequest & r) { return std::find(queued.begin(), queued.end(), r.load) == queued.end(); });
-            demanded.insert(demanded.end(), hurried, queue->end());
-            queue->erase(hurried, queue->end());
-        }
+        queue.hurry(queued);
         for (Load * load : queued) {
             load->urgent = true;
         }
@@ -235,54 +93,32 @@ void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *>
             [](const Load * a, const Load * b) { return place_of(*a, a->roles) < place_of(*b, b->roles); });
     }
     for (Load * load : in_order) {
-        start(*load, demanded, read_bytes);
+        start(*load, queue.demanded, read_bytes);
     }
     if (!queued.empty()) {
         decoding.sort([](const Decoding & a, const Decoding & b) { return a.goes_before(b); });
     }
-    std::stable_sort(demanded.begin() + before, demanded.end(), goes_before);
-}
-
-void Loader::take_back(Load & load) {
-    for (auto * queue : { &guessed, &ahead, &demanded }) {
-        if (load.queued == 0) {
-            return;
-        }
-        auto mine =
-            std::stable_partition(queue->begin(), queue->end(), [&](const ReadRequest & r) { return r.load != &load; });
-        load.queued -= (int) (queue->end() - mine);
-        queue->erase(mine, queue->end());
-    }
+    std::stable_sort(queue.demanded.begin() + before, queue.demanded.end(), goes_before);
 }
 
 // Takes the first request of a queue that a reader can do something for.
-bool Loader::take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadRequest & request) {
-    for (size_t i = 0; i < queue.size();) {
-        Load & load = *queue[i].load;
-        if (!queue[i].waits) {
-            request = queue[i];
-            queue.erase(queue.begin() + i);
+bool Loader::take(std::deque<ReadRequest> & from, uint64_t request_bytes, ReadRequest & request) {
+    for (size_t i = 0; i < from.size();) {
+        Load & load = *from[i].load;
+        if (!from[i].waits) {
+            request = from[i];
+            from.erase(from.begin() + i);
             return true;
         }
         const Staged staged = orders.stage(load);
         if (staged == Staged::LATER) {
             ++i;
         } else if (staged == Staged::YES) {
-            std::deque<ReadRequest> requests;
-            cut(load, requests, request_bytes);
-            queue.erase(queue.begin() + i);
-            --load.queued;
-            auto at = queue.begin() + i;
-            for (const ReadRequest & each : requests) {
-                const auto goes_behind = [&](const ReadRequest & other) {
-                    return other.load->layer == load.layer && !goes_before(each, other);
-                };
-                // Of a schedule each request has a place of its own, else they take that of the load.
-                at = load.scheduled ? std::find_if_not(queue.begin() + i, queue.end(), goes_behind) : at;
-                at = queue.insert(at, each) + 1;
-            }
+            std::deque<ReadRequest> cut;
+            requests.cut(load, cut, request_bytes);
+            replace_waiting(from, i, cut);
         } else {
-            fail(load, queue[i].role, queue[i].file, "there is no memory for it"); // takes the request away
+            fail(load, from[i].role, from[i].file, "there is no memory for it"); // takes the request away
             orders.finished(load);
             i = 0;
         }
@@ -292,21 +128,21 @@ bool Loader::take(std::deque<ReadRequest> & queue, uint64_t request_bytes, ReadR
 
 bool Loader::pop(ReadRequest & request) {
     // Who waits in a queue for memory has it next: nothing more is begun behind it.
-    const bool any = take(demanded, read_bytes, request) || take(ahead, read_bytes, request) ||
-        (demanded.empty() && ahead.empty() && orders.order_ahead() && take(ahead, read_bytes, request)) ||
+    const bool any = take(queue.demanded, read_bytes, request) || take(queue.ahead, read_bytes, request) ||
+        (queue.demanded.empty() && queue.ahead.empty() && orders.order_ahead() &&
+            take(queue.ahead, read_bytes, request)) ||
         (n_reading < source->n_disks() &&
-            (take(guessed, guess_bytes(), request) ||
-                (demanded.empty() && ahead.empty() && guessed.empty() && orders.order_guess() &&
-                    take(guessed, guess_bytes(), request))));
+            (take(queue.guessed, guess_bytes(), request) ||
+                (queue.demanded.empty() && queue.ahead.empty() && queue.guessed.empty() && orders.order_guess() &&
+                    take(queue.guessed, guess_bytes(), request))));
     if (!any) {
         return false;
     }
     --request.load->queued;
     ++request.load->in_flight;
     request.waited_for = request.load->urgent && request.reads();
-    if (request.waited_for && n_waited_for++ == 0) {
-        began = clock_ns();
-        ended = ended ? ended : began;
+    if (request.waited_for) {
+        rates.begin_wait();
     }
     ++n_reading;
     ++n_in_flight;
@@ -387,23 +223,14 @@ void Loader::missing(const ReadRequest & request, int role, const char * why) {
         return;
     }
     const MoeLayer & layer = map.layers[load.layer];
-    const Extent     e     = in_model(layer, role, load.expert);
     if (!said) {
         said = true;
         notice(format("note: cannot read expert %d of %s from %s: %s; it is read from %s, and so is all that cannot be "
                       "read there: see `pyorch pack --check`",
             load.expert, layer.tensors[role].name.c_str(), map.files[request.file].path.c_str(), why,
-            map.files[e.file].path.c_str()));
+            map.files[layer.tensors[role].file].path.c_str()));
     }
-    // The block has no room for the pages around the matrix: so it is read through the page cache.
-    demanded.push_front({ &load, role, role, e.file, e.offset, e.bytes, e.bytes,
-        load.slot.memory + block_offset(layer, role), false, false, 0, 1u << role, PART_MATRICES, false });
-    if (layer.pack->nibbles[role]) {
-        demanded.front().plain.reset(new char[e.bytes]);
-        demanded.front().buf = demanded.front().plain.get();
-    }
-    ++load.queued;
-    ++load.unread[role];
+    queue.demanded.push_front(requests.from_model(load, role));
     load.missed[role] = false;
     wake();
 }
@@ -412,33 +239,18 @@ static const char * reason(int64_t result) {
     return result == -ESTALE ? CHANGED : result < 0 ? strerror((int) -result) : "the file ends before it";
 }
 
-// Of what is known of reads, with each one.
-static constexpr double FADING = 0.02;
-
-double Loader::busy_share() const {
-    const uint64_t now  = clock_ns();
-    const double   busy = recent_busy + (n_waited_for > 0 ? (double) (now - began) : 0);
-    const double   time = recent_time + (ended ? (double) (now - ended) : 0);
-    return time > 0 ? std::min(1.0, busy / time) : 0;
-}
-
 bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t cpu_ns) {
     Load &                      load = *request.load;
     std::lock_guard<std::mutex> lock(mutex);
     --n_reading;
-    if (request.waited_for && --n_waited_for == 0) {
-        const uint64_t now = clock_ns();
-        recent_busy += (double) (now - began) - FADING * recent_busy;
-        recent_time += (double) (now - ended) - FADING * recent_time;
-        ended = now;
+    if (request.waited_for) {
+        rates.end_wait();
     }
     ns_read += ns;
     if (result > 0) {
         read_by_layer[load.layer] += (uint64_t) result;
         load.read += (uint64_t) result;
-        recent_bytes += (double) result - FADING * recent_bytes;
-        recent_ns += (double) ns - FADING * recent_ns;
-        recent_cpu += (double) cpu_ns - FADING * recent_cpu;
+        rates.add((uint64_t) result, ns, cpu_ns);
     }
     request.complete    = 0;
     const bool is_short = result < (int64_t) request.needed;
@@ -608,7 +420,7 @@ bool Loader::decode_next(std::unique_lock<std::mutex> & lock) {
         lock.unlock();
         end_decoding(whole, lock);
     }
-    recent_cpu += (double) (thread_cpu_ns() - cpu);
+    rates.add_cpu(thread_cpu_ns() - cpu);
     return true;
 }
 
