@@ -25,20 +25,21 @@ enum class ReadFor : uint8_t {
 struct Expert : Seat {
     static constexpr uint32_t FAILED = 1u << 31;
 
+    ReadFor read_for  = ReadFor::DEMAND;
+    Form    kept      = Form::ABSENT; // the pool that has its stored parts, whole ones, beside that (pools.h)
+    bool    abandoned = false;        // loading, but not wanted any more: the load ends with the request under way
+    bool    elsewhere = false;        // another server computes it now, or must: it is not read ahead here
+    bool    above     = false;        // a tier above has it, or is getting it: it goes first here
+
     // Read by the kernels without the mutex: a bit for each matrix that is there, or FAILED. An
     // address is valid once its bit was seen.
     std::atomic<uint32_t> ready{ 0 };
     const char *          addr[PYORCH_MAX_ROLES] = {};
 
-    Load        load; // its layer and id; and while it is loading, all of that
-    Slot        slot; // its memory, from the beginning of its load
-    ReadFor     read_for  = ReadFor::DEMAND;
-    Form        kept      = Form::ABSENT; // the pool that has its stored parts, whole ones, beside that (pools.h)
-    bool        abandoned = false;        // loading, but not wanted any more: the load ends with the request under way
-    bool        elsewhere = false;        // another server computes it now, or must: it is not read ahead here
-    bool        above     = false;        // a tier above has it, or is getting it: it goes first here
-    uint64_t    uses      = 0;            // that were counted: hits and misses
-    std::string error;                    // why it is FAILED
+    Slot        slot;     // its memory, from the beginning of its load
+    Load        load;     // its layer and id; and while it is loading, all of that
+    uint64_t    uses = 0; // that were counted: hits and misses
+    std::string error;    // why it is FAILED
 
     // Its load began before a layer needed it, and none did since.
     bool unasked() const {
