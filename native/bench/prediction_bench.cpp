@@ -2,8 +2,6 @@
 //
 //     prediction_bench [DIRECTORY]
 //
-// First with all layers predicted, then with those that the allowance of `--prefetch auto` leaves.
-//
 // A token is taken to last as long as the kernel of Q4_0 needs, on all cores, for the weights that are active in it:
 // nothing is read from a disk, and there is neither attention nor a barrier, so a real token takes longer. Between two
 // layers so many weights are multiplied, so that predictors find the caches as decoding leaves them. Times are those of

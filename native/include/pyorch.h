@@ -219,8 +219,8 @@ typedef struct pyorch_layout_rates {
     uint64_t n_inputs;
 } pyorch_layout_rates;
 
-// Measures with 48 MiB of matrices of the same type and shape, which takes about a tenth of a second. PYORCH_INVALID
-// where the layout is "plain".
+// Measures with 72 MiB of matrices of the same type and shape, which takes some tenths of a second. PYORCH_INVALID where
+// the layout is "plain".
 pyorch_status pyorch_measure_layouts(
     const pyorch_model_map * map, int32_t il, int32_t role, pyorch_layout_rates * rates);
 
@@ -553,8 +553,8 @@ typedef enum pyorch_predictor {
 
 // Sets what predicts one layer, il -1: every layer. distance: layers ahead at most, at least 1. min_precision: guesses
 // that come true less often than this, as counted while running, are not read; 0 reads all. Below 0: those are read that
-// gain more than they cost, as counted while running. automatic, of every layer: nonzero: only while what guesses save is
-// worth the processor's time of the predictions, and into host memory only. PYORCH_INVALID where the predictor applies
+// gain more than they cost, as counted while running. automatic, of every layer: nonzero: only while experts are
+// absent, unless a trial tells that decoding is sooner without, and into host memory only. PYORCH_INVALID where the predictor applies
 // routers, automatic is 0, and a graph has a router that cannot be applied.
 pyorch_status pyorch_set_prefetch(
     pyorch_engine * engine, int32_t il, int32_t predictor, int32_t distance, double min_precision, int32_t automatic);

@@ -26,6 +26,9 @@ from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 from pyorch.library.choices import listed, predictors
 from pyorch.settings.budget import AUTO
+from pyorch.settings.device import NONE
+from pyorch.settings.kernels import AUTO as AUTO_KERNELS
+from pyorch.settings.kernels import REPACKED
 from pyorch.settings.option import LOSSY
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution
@@ -287,7 +290,10 @@ def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution
     budget = settings.get("budget", AUTO)
     options = {name: value for name, value in settings.items() if OPTIONS[name].group != LOSSY and name != "budget"}
     compared = bool(args.compare or substitution is not None or args.speculate)
-    options |= {"verbose": args.verbose} | method.kernels(args.model, n_models=1 + compared)
+    wanted = options.get("kernels", AUTO_KERNELS)
+    options |= {"verbose": args.verbose} | method.kernels(args.model, 1 + compared, wanted)
+    if "use_extra_bufts" not in options and settings.get("device", NONE) == NONE:
+        options.setdefault("kernels", REPACKED)  # as the reference has them
     with contextlib.ExitStack() as stack:
         if substitution is None:
             model = stack.enter_context(load(args.model, budget=budget, **{**options, "n_ctx": 64}))

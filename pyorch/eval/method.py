@@ -34,6 +34,8 @@ from pyorch.llama.managed import find
 from pyorch.llama.model import Model, load
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO, RESIDENT
+from pyorch.settings.kernels import AUTO as AUTO_KERNELS
+from pyorch.settings.kernels import REPACKED, STOCK
 from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.beside import Sidecars
@@ -174,16 +176,21 @@ def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Mo
         yield model
 
 
-def kernels(path: str | os.PathLike[str], n_models: int) -> dict[str, bool]:
+def kernels(path: str | os.PathLike[str], n_models: int, wanted: str = AUTO_KERNELS) -> dict[str, bool]:
     """Options of load() with which a managed model and the resident one compute with the same kernels.
 
     llama.cpp repacks what it has faster kernels for into memory of its own: where n_models whole models do not fit
-    beside each other, both compute with the plain kernels, for which weights may stay in the file. PyorchError for a
-    model that makes no text.
+    beside each other, both compute with the plain kernels, for which weights may stay in the file. wanted: as --kernels
+    names them. PyorchError for a model that makes no text, or that does not fit for what is wanted.
     """
     with logs.collect(), ModelMap(path) as model_map:  # why a file is refused is said in the sentence
         model_map.check_text()
-        return {} if fits(model_map.info, n_models) else {"use_extra_bufts": False}
+        if fits(model_map.info, n_models):
+            return {}
+        if wanted in (REPACKED, STOCK):
+            raise PyorchError(f"{path} does not fit in memory, so it is compared with plain kernels: leave out "
+                              f"--kernels {wanted}")
+        return {"use_extra_bufts": False}
 
 
 @contextlib.contextmanager

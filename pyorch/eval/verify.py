@@ -23,7 +23,7 @@ from pyorch.llama.model import Model, load
 from pyorch.llama.model_stats import ModelStats
 from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
 from pyorch.settings.budget import VERIFY_BUDGETS, Budget
-from pyorch.settings.kernels import PLAIN
+from pyorch.settings.kernels import AUTO, PLAIN
 
 OnProgress = Callable[[str, int, int], None]  # "resident model" or "budget ...", tokens decoded, of
 
@@ -50,6 +50,7 @@ class Difference:
 class Comparison:
     """Logits under one budget against the reference, over n_positions tokens.
 
+    plain_experts: the reference is a model with plain experts, all of them in memory under an engine.
     kl_divergence: mean over positions, in nats, of the reference's distribution from the managed one's.
     top1_agreement: share of positions with the same most probable token. device: what computes beside the processor, ""
     for nothing: then the reference is wholly there. by_processor: uses of experts that the processor computed, None
@@ -69,6 +70,7 @@ class Comparison:
     experts: Stats | None
     substitution: SubstitutionStats | None  # None where nothing is substituted
     speculation: SpeculationStats | None  # None where nothing is executed on speculation
+    plain_experts: bool
 
 
 def verify(
@@ -87,7 +89,8 @@ def verify(
     """
     n_threads = n_threads or cores.physical_cores()
     report = on_progress or (lambda *_: None)
-    options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **kernels(path, n_models=1), **load_options}
+    same_kernels = kernels(path, 1, load_options.get("kernels", AUTO))
+    options = {"n_ctx": 256, "n_batch": 256, "n_threads": n_threads, **same_kernels, **load_options}
     lossless = options | {"substitution": None, "speculate": False}
     with resident_model(path, **lossless) as model:
         tokens = model.llama.tokenize(prompt.encode(), add_bos=True)
@@ -105,7 +108,8 @@ def verify(
             _, logits = decoded(model, tokens, n_tokens, n_threads, partial(report, f"budget {budget}"), chosen)
             stats, device = model.stats(), model.device
             n_bytes = stats.experts.budget_bytes if stats.experts is not None else model.map.info.slots_bytes
-        reference = of_plain_experts() if stats.layout is not None and stats.layout.plain else of_stock
+        is_plain = stats.kernels is not None and stats.kernels.plain
+        reference = of_plain_experts() if is_plain else of_stock
         yield _compare(str(budget), n_bytes, device, stats, reference, logits)
 
 
@@ -153,4 +157,5 @@ def _compare(
         experts=experts,
         substitution=stats.substitution,
         speculation=stats.speculation,
+        plain_experts=stats.kernels is not None and stats.kernels.plain,
     )

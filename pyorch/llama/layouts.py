@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pyorch.errors import PyorchError
@@ -75,12 +76,21 @@ class Layout:
         return f"{PLAIN if self.plain else REPACKED}: {self.why}"
 
 
-def choose_layout(settings: Settings, header: Header, budget: int, packed: bool, facts: Facts) -> Layout | None:
-    """How experts are kept with a budget in bytes. None for models for which there is no choice.
+def choose_layout(
+    settings: Settings, header: Header, expected: Callable[[], int], packed: bool, facts: Facts
+) -> Layout | None:
+    """Chooses how experts are kept. All layers have the same layout, until the model is freed.
 
-    The layout is the same for all layers, and as long as the model is loaded. packed: experts are read from the pack.
-    facts.layout_rates(il, role) has rates that this machine measured once, so that each start chooses alike. Raises
-    Unknown.
+    Args:
+        expected: Makes the budget that the experts will have, in bytes.
+        packed: Experts are read from the pack.
+        facts: facts.layout_rates(il, role) has rates that this machine measured once, so that each start chooses alike.
+
+    Returns:
+        None for models for which there is no choice.
+
+    Raises:
+        Unknown: A fact is missing.
     """
     matrices = Counter({(role.type, role.n_in): layer.n_expert * _weight(role.name)
                         for layer in header.layers for role in layer.roles if role.layout != _LAYOUT})
@@ -90,7 +100,7 @@ def choose_layout(settings: Settings, header: Header, budget: int, packed: bool,
         return Layout(settings.kernels == PLAIN, f"--kernels {settings.kernels}")
     if facts.request.placed:
         return Layout(False, "all servers of a cluster use the same kernels")
-    missed = expected_misses(budget / max(1, header.info.slots_bytes))
+    missed = expected_misses(expected() / max(1, header.info.slots_bytes))
     n_bytes = missed_bytes(header, missed)
     if n_bytes < _LEAST_BYTES:
         return Layout(False, f"a token misses about {format_bytes(round(n_bytes))}")
@@ -108,7 +118,7 @@ def choose_layout(settings: Settings, header: Header, budget: int, packed: bool,
 
 def check_layout(settings: Settings, facts: Facts, has_devices: bool) -> None:
     """PyorchError where experts are to be repacked, and cannot be."""
-    if settings.kernels != REPACKED:
+    if settings.kernels != REPACKED or not facts.header.layers:
         return
     if has_devices:
         raise PyorchError("--kernels repacked is for experts that the processor alone computes, and devices need them "

@@ -16,8 +16,8 @@ class ModelStats:
 
     Prefill counts tokens of batches, decode those that were computed one by one. experts is None
     for a dense model, and layers, by il, is empty. pools: how memory is divided, None where experts come from no
-    compressed pack; pools_from: who said it, or why one that lies there is not used. layout: of experts, None
-    where there is no choice.
+    compressed pack; pools_from: who said it, or why one that lies there is not used. kernels: the order
+    of experts in memory, None where there is no choice.
     """
 
     prefill_tokens: int
@@ -31,7 +31,7 @@ class ModelStats:
     layers: dict[int, Stats]
     pools: Pools | None
     pools_from: str
-    layout: Layout | None = None
+    kernels: Layout | None = None
 
     @property
     def prefill_rate(self) -> float:
@@ -72,8 +72,8 @@ class ModelStats:
             rows.append(("pools", f"{shares} ({self.pools_from})"))
         elif self.pools_from:
             rows.append(("pools", self.pools_from))
-        if self.layout is not None:
-            rows.append(("kernels", str(self.layout)))
+        if self.kernels is not None:
+            rows.append(("kernels", str(self.kernels)))
         rows.append(("memory", f"at most {format_bytes(self.peak_memory_bytes)} used by the process"))
         if speculation is not None:
             rows.append(("lossy", f"{speculation.slots} expert slots computed as predicted, "

@@ -7,6 +7,7 @@ pyorch.llama.managed makes the engine of the plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyorch.errors import BudgetError, PyorchError
@@ -128,9 +129,9 @@ def plan(settings: Settings, facts: Facts) -> EnginePlan:
     budget, of_budget = _budget(settings, header, placement, facts)
     layout = None
     if budget is not None and not must_be_plain:
-        expected = _expected_budget(budget, settings, header, placement, facts)
+        expected = partial(_expected_budget, budget, settings, header, placement, facts)
         layout = choose_layout(settings, header, expected, packed, facts)
-        plain = layout is not None and layout.plain
+        plain = layout.plain if layout is not None else plain
     made = EnginePlan(
         header=header, settings=settings, sidecars=facts.sidecars(packed), placement=placement, plain=plain,
         layout=layout, placed=request.placed, has_share=has_share, division=replace(division, budget=budget),
@@ -254,10 +255,11 @@ def _budget(settings: Settings, header: Header, placement: Placement, facts: Fac
 def _expected_budget(
     budget: int, settings: Settings, header: Header, placement: Placement, facts: Facts
 ) -> int:
-    """Bytes, before contexts take their part of the automatic budget."""
+    """Bytes that experts will have: of the automatic budget, what a first context leaves."""
     if settings.budget != AUTO:
         return budget
-    return budget_beside(header.info, facts.memory(), placement.host_dense(header), context_bytes=0)
+    dense = placement.host_dense(header)
+    return max(header.info.floor_bytes, facts.memory().rest_bytes(dense, facts.sizes(placement).host))
 
 
 def _with_contents(plan: EnginePlan, packed: bool, facts: Facts) -> EnginePlan:

@@ -310,8 +310,8 @@ class Engine:
         pyorch.library.choices.predictors().
 
         min_precision: guesses that come true less often than this, as counted while running, are not read. None: those
-        are read that gain more than they cost. automatic: only while what guesses save is worth the processor's time of
-        the predictions.
+        are read that gain more than they cost. automatic: only while experts are absent, unless a trial tells that
+        decoding is sooner without.
         """
         kind = predictors().choose(predictor, self.simulated).value
         least = _WHAT_PAYS if min_precision is None else min_precision

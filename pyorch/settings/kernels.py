@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-# As the file has them, for llama.cpp's plain kernels and those of pyorch; with the rows of groups interleaved, for the
-# kernels that llama.cpp uses by default, and those of pyorch; the same by llama.cpp's kernels alone. auto: plain or
-# repacked, by what costs the processor less.
+# auto: plain or repacked, as costs the processor less.
+# plain: as the file has them.
+# repacked: rows are interleaved in groups, as for the kernels that llama.cpp uses by default.
+# stock: repacked, and only llama.cpp's kernels multiply.
 AUTO, PLAIN, REPACKED, STOCK = LAYOUTS = ("auto", "plain", "repacked", "stock")
 
 

@@ -17,7 +17,7 @@ class Prefetch:
     """What predicts the experts of the layers ahead, and which guesses are read.
 
     predictor: one of pyorch.library.choices.predictors(), or "auto": hybrid where the model has an estimator beside it,
-    else quasi-hidden, and only while what guesses save is worth the processor's time of the predictions.
+    else quasi-hidden, while experts are absent, unless a trial tells that decoding is sooner without.
     distance: layers ahead at most; None: as many as `pyorch calibrate` found to pay, or 2. min_precision: a guess is
     read if its like came true at least this often, counted while running; None: if it gains more than it costs.
     """

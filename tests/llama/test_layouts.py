@@ -10,7 +10,7 @@ import pytest
 from architectures import Zoo
 
 from pyorch.errors import PyorchError
-from pyorch.eval.verify import decoded
+from pyorch.eval.verify import decoded, verify
 from pyorch.llama.facts import Facts, Header, Question, Request, Unknown
 from pyorch.llama.layouts import Layout, LayoutRates, check_layout, choose_layout
 from pyorch.llama.model import load
@@ -35,7 +35,7 @@ def chosen(share: float, of: Header = header(), rates: LayoutRates = AVX2, place
            **settings: object) -> Layout | None:
     facts = Facts(of, Request(placed=placed), {
         Question("is_native"): native, Question("layout_rates", (0, 0)): rates})
-    return choose_layout(Settings(**settings), of, round(share * of.info.slots_bytes), native, facts)
+    return choose_layout(Settings(**settings), of, lambda: round(share * of.info.slots_bytes), native, facts)
 
 
 @pytest.mark.parametrize("share, plain", [(0.02, True), (0.1, True), (0.25, True), (0.4, False), (1.0, False)])
@@ -60,13 +60,14 @@ def test_nothing_is_measured_without_a_question() -> None:
     facts = Facts(header())
     for settings, request in (({"kernels": "repacked"}, Request()), ({"kernels": "stock"}, Request()),
                               ({}, Request(placed=True))):
-        assert not choose_layout(Settings(**settings), header(), MiB, False, Facts(header(), request)).plain
-    assert choose_layout(Settings(kernels="plain"), header(), MiB, False, facts).plain
-    assert not choose_layout(Settings(), header(), header().info.slots_bytes, False, facts).plain  # nothing misses
+        assert not choose_layout(Settings(**settings), header(), lambda: MiB, False, Facts(header(), request)).plain
+    assert choose_layout(Settings(kernels="plain"), header(), lambda: MiB, False, facts).plain
+    whole = choose_layout(Settings(), header(), lambda: header().info.slots_bytes, False, facts)
+    assert not whole.plain  # nothing misses
     plain = header(tuple(Role(role.name, "f32", role.n_in) for role in ROLES))
-    assert choose_layout(Settings(), plain, MiB, False, Facts(plain)) is None
+    assert choose_layout(Settings(), plain, lambda: MiB, False, Facts(plain)) is None
     with pytest.raises(Unknown):
-        choose_layout(Settings(), header(), MiB, False, facts)
+        choose_layout(Settings(), header(), lambda: MiB, False, facts)
 
 
 def test_a_token_that_misses_little_keeps_the_default_order() -> None:
@@ -84,6 +85,8 @@ def test_repacking_is_refused_where_it_cannot_be(has_devices: bool, repacks: boo
     with pytest.raises(PyorchError, match=named):
         check_layout(Settings(kernels="repacked"), facts, has_devices)
     check_layout(Settings(kernels="plain"), facts, has_devices)
+    dense = Facts(Header(header().info, (), (), 0, 0, 0, 0, 0, "model.gguf", None), Request(repacks=repacks))
+    check_layout(Settings(kernels="repacked"), dense, has_devices)  # there is nothing to repack
 
 
 def test_rates_are_measured_once(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,3 +114,10 @@ def test_a_budget_changes_no_bit_whatever_the_kernels(zoo: Zoo) -> None:
         assert some.tobytes() == all_resident.tobytes()
     assert found["stock"][0].tobytes() == found["repacked"][0].tobytes()
     assert found["stock"][0].tobytes() == logits(path, budget="resident").tobytes()
+
+
+def test_plain_experts_are_verified_against_plain_experts(zoo: Zoo) -> None:
+    path = zoo.path("olmoe", "Q4_0")
+    for kernels in ("plain", "repacked"):
+        compared = next(verify(path, ["50%"], n_tokens=4, n_threads=1, kernels=kernels))
+        assert compared.identical and compared.plain_experts == (kernels == "plain")

@@ -22,6 +22,7 @@ from pyorch.cli import settings as flags
 from pyorch.errors import BudgetError, PyorchError
 from pyorch.llama.division import Division, MemoryLimit, Room, device_margin, divide
 from pyorch.llama.facts import Facts, Header, Request, questions, settle
+from pyorch.llama.layouts import LayoutRates
 from pyorch.llama.managed import build
 from pyorch.llama.measure import ContextSizes
 from pyorch.llama.placement import NO_PROMPT, Placement
@@ -449,3 +450,21 @@ def test_an_option_is_one_field_and_one_consumer(monkeypatch: pytest.MonkeyPatch
     assert found.division.budget == without.division.budget - 1000
     with pytest.raises(PyorchError, match="--spare is much, and must be a whole number"):
         flags.given_settings(parser.parse_args(["--spare", "much"]))
+
+
+def test_experts_are_kept_plain_where_rates_and_the_budget_say_so() -> None:
+    roles = tuple(replace(role, layout="q4_K-repacked-1") for role in _ROLES)
+    header = replace(HEADER, layers=tuple(replace(layer, roles=roles) for layer in HEADER.layers))
+
+    def made(ram: int = 64 * GiB, request: Request = REQUEST, **settings: object) -> EnginePlan:
+        machine = Machine(ram)
+        machine.layout_rates = lambda il, role: LayoutRates(0.139, (0.081, 0.738), (0.080, 0.254), 8)
+        return settle(partial(plan, Settings(**settings)), Facts(header, request), machine)
+
+    assert made(budget="5%").plain and made(budget="5%").layout.plain
+    for given in (made(budget="60%"), made(budget="5%", kernels="repacked"), made(budget="5%", kernels="stock"),
+                  made(budget="5%", request=replace(REQUEST, placed=True))):
+        assert not given.plain and not given.layout.plain
+    assert made(5 * GiB).plain and not made().plain  # the automatic budget
+    forbidden = made(budget="60%", request=replace(REQUEST, repacks=False))
+    assert forbidden.plain and forbidden.layout is None

@@ -2,6 +2,7 @@
 
 #include "base/cpu_backend.h"
 #include "base/cpu_time.h"
+#include "base/status.h"
 #include "kernels/kernels.h"
 #include "model/layout.h"
 
@@ -19,6 +20,7 @@ namespace {
 constexpr size_t  MATRIX_BYTES = 24 << 20; // of all matrices: more than a core's caches keep until their next turn
 constexpr int64_t MOST_EXPERTS = 4096;
 constexpr int     N_ROUNDS     = 3;
+constexpr int64_t ROWS         = 8; // that differ: quantizing takes long
 
 // The shortest time of some rounds, of which the first is left out, in nanoseconds a byte.
 template <class Work>
@@ -45,14 +47,18 @@ public:
         weights_.reset(ggml_init(params));
         experts_ = ggml_new_tensor_3d(weights_.get(), type_, n_in_, n_out_, n_experts_);
         buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(weights_.get(), cpu_buffers(repacked)));
-        std::vector<float> numbers((size_t) (n_in_ * n_out_));
+        if (!backend_ || !buffer_) {
+            throw Failure(PYORCH_MEMORY, "there is no memory to measure how fast experts are multiplied");
+        }
+        std::vector<float> numbers((size_t) (n_in_ * ROWS));
         for (size_t i = 0; i < numbers.size(); ++i) {
             numbers[i] = std::sin(0.37f * (float) i);
         }
-        std::vector<char> matrix(tensor.stride), all;
-        ggml_quantize_chunk(type_, numbers.data(), matrix.data(), 0, n_out_, n_in_, nullptr);
-        for (int64_t expert = 0; expert < n_experts_; ++expert) {
-            all.insert(all.end(), matrix.begin(), matrix.end());
+        const size_t      row_bytes = ggml_row_size(type_, n_in_);
+        std::vector<char> rows(row_bytes * ROWS), all(tensor.stride * (size_t) n_experts_);
+        ggml_quantize_chunk(type_, numbers.data(), rows.data(), 0, ROWS, n_in_, nullptr);
+        for (size_t at = 0; at < all.size(); at += row_bytes) {
+            memcpy(all.data() + at, rows.data() + at / row_bytes % ROWS * row_bytes, row_bytes);
         }
         ggml_backend_tensor_set(experts_, all.data(), 0, all.size());
     }
@@ -72,6 +78,9 @@ public:
         ggml_cgraph *                 graph  = ggml_new_graph(others.get());
         ggml_build_forward_expand(graph, output);
         const GgmlOwned<ggml_backend_buffer> bytes(ggml_backend_alloc_ctx_tensors(others.get(), backend_.get()));
+        if (!bytes) {
+            throw Failure(PYORCH_MEMORY, "there is no memory to measure how fast experts are multiplied");
+        }
         for (int64_t i = 0; i < n_in_ * n; ++i) {
             ((float *) input->data)[i] = std::cos(0.11f * (float) (i % 9973));
         }

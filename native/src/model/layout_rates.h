@@ -14,7 +14,8 @@ struct LayoutRates {
     double plain[2], repacked[2]; // a product with 1 input, and with N_INPUTS
 };
 
-// Takes about a tenth of a second, and 64 MiB of memory meanwhile.
+// Takes some tenths of a second, and the memory of 72 MiB of matrices meanwhile, of three matrices at least. Throws
+// Failure if that cannot be allocated.
 // REQUIRES: can_repack(tensor).
 LayoutRates measure_layouts(const ExpertTensor & tensor);
 

@@ -1,9 +1,10 @@
 // What experts are worth in one memory: how they were used, what a policy makes of that, and how many of a layer's
 // experts have a place there in any case, or at most.
 //
-// Host memory and a device have the same policies, values and limits. What differs on purpose is whether an expert can be
-// refused, and that a device is told no forecasts: they are made as time allows, and what it computes must not depend on that. Another
-// server is no such memory: which experts it holds is planned for all servers together, by what each of them uses.
+// Host memory and a device have the same policies, values and limits. On purpose they differ in two ways: a device can
+// refuse an expert, and it is told no forecasts. Forecasts are made as time allows, and what a device computes must not
+// depend on that. Another server is no such memory: which experts it holds is planned for all servers together, by what
+// each of them uses.
 //
 // Values know nobody's place. Each memory has an order of eviction for that (eviction_order.h), which hears of every
 // value that changes.
