@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,7 +54,11 @@ def test_pip_accepts_what_is_copied_in_a_clean_environment(tmp_path: Path) -> No
     assert "Would install pyorch-" in done.stdout
 
 
-def test_the_command_of_the_image_serves_and_its_health_check_says_so(small_moe: Path, tmp_path: Path) -> None:
+def test_the_command_of_the_image_serves_and_its_health_check_says_so(
+    small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As the image has the environment of pyorch on its path.
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     command = json.loads(arguments("ENTRYPOINT")[0]) + json.loads(arguments("CMD")[0])
     assert command[2] == "/models/model.gguf" and command[-2:] == ["--port", "8080"] == ["--port", *arguments("EXPOSE")]
     checks = json.loads(arguments("HEALTHCHECK")[0].partition(" CMD ")[2])
