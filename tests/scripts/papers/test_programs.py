@@ -14,7 +14,7 @@ PROGRAMS = sorted(path for path in (*(ROOT / "scripts/papers").rglob("*.py"), RO
                              ROOT / "scripts/bench_goals.py", ROOT / "scripts/bench_scale.py",
                              ROOT / "scripts/bench_serve/__main__.py",
                              ROOT / "scripts/make_wheel.py", ROOT / "scripts/replay.py",
-                             ROOT / "scripts/write_signatures.py")
+                             ROOT / "scripts/routes_to_trace.py", ROOT / "scripts/write_signatures.py")
                   if "__main__" in path.read_text() and path.name != "measure_network.py")
 
 
