@@ -169,6 +169,39 @@ def test_counts_and_experts_are_those_of_the_algorithms_in_plain_loops() -> None
     assert n_compared > 140
 
 
+def counts_as_printed(problem: Problem) -> np.ndarray | None:
+    """Algorithm 1 to the letter, int[n_servers, n_layers]; None: it does not end. No activations: all layers alike."""
+    n_servers, n_layers, n_expert = problem.shape
+    v = entropies(problem)
+    v[v.sum(axis=1) == 0] = 1
+    counts = np.floor(problem.server_bytes[:, None] * v / v.sum(axis=1, keepdims=True) + 1e-9).astype(int)
+    for layer in range(n_layers):
+        seen = set()
+        while counts[:, layer].sum() < n_expert:
+            if counts.tobytes() in seen:
+                return None
+            seen.add(counts.tobytes())
+            donor = int(np.argmax(counts.sum(axis=0)))
+            for n in np.argsort(-problem.server_bytes, kind="stable"):
+                if counts[n, donor]:
+                    counts[n, donor] -= 1
+                    counts[n, layer] += 1
+                    if counts[:, layer].sum() == n_expert:
+                        break
+    return counts
+
+
+def test_algorithm_1_as_printed_does_not_always_end_or_cover_and_ours_does() -> None:
+    rng, n_endless, n_uncovered = np.random.default_rng(4), 0, 0
+    for _ in range(150):
+        problem = random_problem(rng)
+        counts = counts_as_printed(problem)
+        n_endless += counts is None
+        n_uncovered += counts is not None and bool((counts.sum(axis=0) < problem.n_experts).any())
+        assert allocate(problem).n_missing == 0
+    assert (n_endless, n_uncovered) == (16, 57)  # docs/papers.md has these
+
+
 def on_servers(*held: list[int]) -> np.ndarray:
     """Placement.device of one layer of 4 experts, on one device each."""
     device = np.full((len(held), 1, 4), ABSENT, np.int16)
