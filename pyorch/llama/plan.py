@@ -255,11 +255,11 @@ def _budget(settings: Settings, header: Header, placement: Placement, facts: Fac
 def _expected_budget(
     budget: int, settings: Settings, header: Header, placement: Placement, facts: Facts
 ) -> int:
-    """Bytes that experts will have: of the automatic budget, what a first context leaves."""
+    """Bytes that experts will have: of the automatic budget, what the KV cache of a first context leaves."""
     if settings.budget != AUTO:
         return budget
-    dense = placement.host_dense(header)
-    return max(header.info.floor_bytes, facts.memory().rest_bytes(dense, facts.sizes(placement).host))
+    cache = header.kv_bytes(facts.request.n_ctx)  # buffers are small beside it, and take long to measure
+    return max(header.info.floor_bytes, facts.memory().rest_bytes(placement.host_dense(header), cache))
 
 
 def _with_contents(plan: EnginePlan, packed: bool, facts: Facts) -> EnginePlan:
