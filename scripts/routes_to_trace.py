@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -33,12 +34,13 @@ def write(args: argparse.Namespace) -> int:
     try:
         with np.load(args.routes) as routes:
             experts, probs, offsets = (routes[name] for name in ("experts", "probs", "offsets"))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise PyorchError(f"{args.routes} does not hold routes: {error}") from None
     with ModelMap(args.model) as model_map:
         header = trace_header(model_map, router="full")
     shape = len(header.layers), header.n_expert_used
-    if experts.shape[1:] != shape or probs.shape != experts.shape or experts.max() >= header.n_expert:
+    if experts.shape[1:] != shape or probs.shape != experts.shape or not all(
+            0 <= expert < header.n_expert for expert in np.unique(experts)):
         raise PyorchError(f"{args.routes} has no experts of {args.model}, of which a token uses {shape[1]} of "
                           f"{header.n_expert} in each of {shape[0]} layers")
     records = np.zeros(len(experts), header.record_dtype())

@@ -60,7 +60,7 @@ def sentence(comparison) -> str:
     experts, first = comparison.experts, comparison.first_difference
     substituted, speculated = comparison.substitution, comparison.speculation
     managed = f"; {experts.misses} misses, {experts.evictions} evictions" if experts is not None else ""
-    resident = "the resident model's" + ", with plain experts too" * comparison.plain_experts
+    resident = "the resident model's" + " with plain experts" * comparison.plain_experts
     if comparison.device and experts is not None:
         who = comparison.device if experts.device_experts > 0 else "the processor"
         shared = (f"the processor computed {comparison.by_processor} of {experts.device_hits + experts.device_misses} "

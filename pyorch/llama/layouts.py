@@ -14,8 +14,7 @@ from pyorch.sizes import MiB, format_bytes
 
 _LAYOUT = "plain"  # Role.layout of a matrix that is never repacked
 
-# A token that misses fewer bytes spends no time on repacking that anybody notices. Experts have llama.cpp's default
-# order then.
+# Repacking fewer bytes takes less than about 3 ms of a token. Experts have llama.cpp's default order then.
 _LEAST_BYTES = 16 * MiB
 
 
@@ -43,16 +42,16 @@ class LayoutRates:
 
 
 def expected_misses(share: float) -> float:
-    """Of the uses of experts, where memory holds this share of them.
+    """Estimates the share of misses among the uses of experts, if memory holds this share of the experts.
 
-    Real routes are uneven. With the policy "learned" gpt-oss-20b misses 31, 14 and 4 % at 25, 40 and 60 % (see
-    docs/eviction.md), for which this cube has 42, 22 and 6: other models have more even routes.
+    The cube gives 42, 22 and 6 % at 25, 40 and 60 %. With the policy "learned", routes of gpt-oss-20b miss 26, 12 and
+    3 %, and the text and the short questions of docs/eviction.md miss 37 to 40, 22 to 27 and 9 to 16 %.
     """
     return (1 - min(1.0, share)) ** 3
 
 
 def missed_bytes(header: Header, missed: float) -> float:
-    """Of matrices that can be repacked, those that a token misses."""
+    """Bytes of matrices that a token misses, of those that can be repacked."""
     return missed * sum(
         layer.n_expert_used * layer.expert_bytes * sum(_weight(role.name) for role in layer.roles
                                                        if role.layout != _LAYOUT)
@@ -85,6 +84,7 @@ def choose_layout(
         expected: Makes the budget that the experts will have, in bytes.
         packed: Experts are read from the pack.
         facts: facts.layout_rates(il, role) has rates that this machine measured once, so that each start chooses alike.
+            Text if measuring failed.
 
     Returns:
         None for models for which there is no choice.
@@ -110,6 +110,8 @@ def choose_layout(
     at = next((layer.il, index) for layer in header.layers for index, role in enumerate(layer.roles)
               if (role.type, role.n_in) == wanted)
     rates = facts.layout_rates(*at)
+    if isinstance(rates, str):
+        return Layout(False, f"the rates of plain experts are unknown: {rates}")
     plain, repacked = rates.plain_cost(), rates.repacked_cost(missed)
     less, more = sorted((plain, repacked))
     return Layout(plain < repacked, f"with about {missed:.0%} misses the other order takes {more / less - 1:.0%} more "

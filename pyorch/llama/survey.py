@@ -142,9 +142,12 @@ class Survey:
 
         return is_native(self._maps[True])
 
-    def layout_rates(self, il: int, role: int) -> LayoutRates:
-        """Of a matrix of the experts of a layer, measured once on this machine."""
-        repacking, one, several, repacked_one, repacked_several, n_inputs = layout_rates(self._map, il, role)
+    def layout_rates(self, il: int, role: int) -> LayoutRates | str:
+        """Of a matrix of the experts of a layer, measured once on this machine; why it cannot be measured."""
+        try:
+            repacking, one, several, repacked_one, repacked_several, n_inputs = layout_rates(self._map, il, role)
+        except PyorchError as error:  # no memory, which is no reason not to start
+            return str(error)
         return LayoutRates(repacking, (one, several), (repacked_one, repacked_several), n_inputs)
 
     def forms(self) -> tuple[bool, bool]:

@@ -31,8 +31,10 @@ def header(roles: tuple[Role, ...] = ROLES, n_expert_used: int = 8) -> Header:
     return Header(info, layers, (), 0, 0, 0, 0, 0, "model.gguf", None)
 
 
-def chosen(share: float, of: Header = header(), rates: LayoutRates = AVX2, placed: bool = False, native: bool = False,
-           **settings: object) -> Layout | None:
+def chosen(
+    share: float, of: Header = header(), rates: LayoutRates | str = AVX2, placed: bool = False, native: bool = False,
+    **settings: object,
+) -> Layout | None:
     facts = Facts(of, Request(placed=placed), {
         Question("is_native"): native, Question("layout_rates", (0, 0)): rates})
     return choose_layout(Settings(**settings), of, lambda: round(share * of.info.slots_bytes), native, facts)
@@ -121,3 +123,7 @@ def test_plain_experts_are_verified_against_plain_experts(zoo: Zoo) -> None:
     for kernels in ("plain", "repacked"):
         compared = next(verify(path, ["50%"], n_tokens=4, n_threads=1, kernels=kernels))
         assert compared.identical and compared.plain_experts == (kernels == "plain")
+
+
+def test_experts_are_repacked_where_rates_cannot_be_measured() -> None:
+    assert str(chosen(0.02, rates="no memory")) == "repacked: the rates of plain experts are unknown: no memory"

@@ -48,3 +48,13 @@ def test_routes_of_another_model_are_refused(
     np.savez(tmp_path / "routes.npz", **{name: array for name, array in arrays.items() if array is not None})
     assert main([str(small_moe), str(tmp_path / "routes.npz"), "-o", str(tmp_path / "routes.trace")]) == 2
     assert sentence in capsys.readouterr().err and not (tmp_path / "routes.trace").exists()
+
+
+def test_a_file_that_was_cut_off_is_refused(
+    small_moe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.savez(tmp_path / "routes.npz", experts=np.zeros((5, N_LAYERS, N_USED), int))
+    whole = (tmp_path / "routes.npz").read_bytes()
+    (tmp_path / "routes.npz").write_bytes(whole[:len(whole) // 2])
+    assert main([str(small_moe), str(tmp_path / "routes.npz"), "-o", str(tmp_path / "routes.trace")]) == 2
+    assert "does not hold routes" in capsys.readouterr().err

@@ -42,12 +42,16 @@ public:
             n_experts_(std::clamp<int64_t>((int64_t) (MATRIX_BYTES / tensor.stride), 1, MOST_EXPERTS)),
             kernel_(find_kernel(type_, n_in_, n_out_, repacked)),
             backend_(ggml_backend_dev_init(cpu_backend().device, nullptr)) {
+        ggml_backend_buffer_type_t of = cpu_buffers(repacked);
+        if (!backend_ || !of) {
+            throw Failure(PYORCH_MEMORY, "llama.cpp gives no buffer to measure how fast experts are multiplied");
+        }
         cpu_backend().set_n_threads(backend_.get(), 1);
         const ggml_init_params params = { ggml_tensor_overhead(), nullptr, true };
         weights_.reset(ggml_init(params));
         experts_ = ggml_new_tensor_3d(weights_.get(), type_, n_in_, n_out_, n_experts_);
-        buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(weights_.get(), cpu_buffers(repacked)));
-        if (!backend_ || !buffer_) {
+        buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(weights_.get(), of));
+        if (!buffer_) {
             throw Failure(PYORCH_MEMORY, "there is no memory to measure how fast experts are multiplied");
         }
         std::vector<float> numbers((size_t) (n_in_ * ROWS));
