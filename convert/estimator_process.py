@@ -32,7 +32,7 @@ except ImportError as error:
     Connection(int(sys.argv[1])).send({"error": "missing", "message": str(error)})
     sys.exit(1)
 
-# Tuned once on the small trained model: see docs/prefetch.md.
+# Tuned once on the small trained model: see docs/measurements/prefetch.md.
 BATCH = 64  # tokens, each in all layers
 WARM_UP = 0.1  # of the steps, 200 at most
 LAST_RATE = 0.02  # of the learning rate, at the end of the schedule

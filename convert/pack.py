@@ -1,4 +1,4 @@
-"""Packs: the experts of a GGUF, one after another, in the sidecar model.experts.gguf (docs/packs.md);
+"""Packs: the experts of a GGUF, one after another, in the sidecar model.experts.gguf (docs/reference/packs.md);
 and whether a pack holds the experts of its model.
 """
 

@@ -1,4 +1,4 @@
-"""Where everything lies in a pack, and how the record of an expert is made and read (docs/packs.md)."""
+"""Where everything lies in a pack, and how the record of an expert is made and read (docs/reference/packs.md)."""
 
 from __future__ import annotations
 

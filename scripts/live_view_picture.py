@@ -1,6 +1,6 @@
 """Takes the picture of the live view, while a server answers requests.
 
-    python scripts/live_view_picture.py MODEL.gguf docs/serving/live.png [options of pyorch serve]
+    python scripts/live_view_picture.py MODEL.gguf docs/measurements/serving/live.png [options of pyorch serve]
 
 Needs a Chromium (apt-get install chromium).
 """

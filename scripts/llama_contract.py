@@ -3,7 +3,8 @@
 The names are read from our own sources: a word of ours that the pinned release defines, and the new one does not, is
 lost. So no list grows old. The only list is PASSAGES, for text that code of ours reads: log lines and a signature.
 
-A release that keeps a name and changes what is meant by it is beyond this: docs/seam.md names the tests that tell.
+This program cannot find a release that keeps a name and changes its meaning: docs/reference/seam.md names the tests
+that do.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def pages() -> list[Path]:
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def by_hand() -> Iterator[tuple[str, str, str]]:

@@ -1,4 +1,7 @@
-"""What is relied on of llama.cpp and llama-cpp-python and no other test would miss. The whole list is docs/seam.md."""
+"""Promises of llama.cpp and llama-cpp-python that pyorch relies on and that no other test checks.
+
+docs/reference/seam.md has the whole list.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.serve import front
 
 ROOT = Path(__file__).parent.parent
-SEAM = (ROOT / "docs/seam.md").read_text(encoding="utf-8")
+SEAM = (ROOT / "docs/reference/seam.md").read_text(encoding="utf-8")
 
 
 def test_the_difference_to_llama_cpp_stays_small():
@@ -39,7 +42,8 @@ def test_the_difference_to_llama_cpp_stays_small():
     # fifty-two so that no grammar or schema of a request takes all time or memory, or ends the process, two so that a
     # request ends when its client leaves.
     assert 200 < len(added) <= 400
-    assert f"(`patches/`, {len(added)} added lines)" in (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert f"(`patches/`, {len(added)} added lines)" in (
+        ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Files of each earlier format are read, or refused with the sentence that stands in docs/versions.md."""
+"""Files of each earlier format are read, or refused with the sentence that stands in docs/reference/versions.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pyorch.sidecars.predictor import PredictorFile
 from pyorch.traces import file as traces
 from pyorch.traces.file import Trace, TraceHeader, TraceWriter
 
-PAGE = " ".join((Path(__file__).parents[1] / "docs/versions.md").read_text().replace('"', "`").split())
+PAGE = " ".join((Path(__file__).parents[1] / "docs/reference/versions.md").read_text().replace('"', "`").split())
 
 
 @pytest.fixture

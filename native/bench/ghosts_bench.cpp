@@ -37,7 +37,7 @@ struct Shape {
 
 // Ranks: what 3 % of the experts' bytes in Q4_K_M have room for. Those of mul_mat_id are whole blocks of 32.
 static constexpr Shape SHAPES[] = {
-    { "4 GiB model of docs/lossy.md", 64, 2048, 24 },
+    { "4 GiB model of docs/measurements/lossy.md", 64, 2048, 24 },
     { "Qwen3-30B-A3B", 128, 2048, 20 },
     { "Mixtral-8x7B", 8, 4096, 64 },
 };

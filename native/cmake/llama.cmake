@@ -88,7 +88,7 @@ endif()
 
 add_subdirectory("${LLAMA_SOURCE_DIR}" "${CMAKE_BINARY_DIR}/llama.cpp-build" EXCLUDE_FROM_ALL)
 
-# Without AMX, which -march=native turns on: docs/seam.md has what goes wrong with it.
+# Without AMX, which -march=native turns on: docs/reference/seam.md has what goes wrong with it.
 include(CheckCXXCompilerFlag)
 check_cxx_compiler_flag(-mno-amx-int8 PYORCH_HAS_NO_AMX)
 if(TARGET ggml-cpu AND PYORCH_HAS_NO_AMX)

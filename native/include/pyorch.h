@@ -169,9 +169,9 @@ typedef struct pyorch_layer_info {
 pyorch_status pyorch_model_map_open(const char * path, pyorch_model_map ** map);
 void          pyorch_model_map_free(pyorch_model_map * map); // engines keep their own copy
 
-// Experts are read from the pack at path (docs/packs.md) by engines that are made of the map afterwards; sizes of slots
-// are those of the pack from now on. The caller has made sure that the pack is this model's. PYORCH_FORMAT when it is
-// damaged, for other kernels, or does not hold these experts.
+// Engines that are made of the map afterwards read experts from the pack at path (docs/reference/packs.md). The sizes of
+// slots become the pack's. REQUIRES: the pack belongs to this model. Returns PYORCH_FORMAT if the pack is damaged, was
+// written for other kernels, or does not hold exactly these experts.
 pyorch_status pyorch_model_map_attach_pack(pyorch_model_map * map, const char * path);
 
 // Other disks that hold copies, at most.
@@ -239,8 +239,8 @@ void pyorch_model_map_get_value(const pyorch_model_map * map, const char * key, 
 // planes and codecs
 //
 
-// What packs are compressed with (docs/packs.md). Numbers of the ggml types bf16, f16 and f32 divide into exponents, a
-// byte each, and signs with mantissas. These functions keep nothing and may be called by several threads at once.
+// The codecs of packs (docs/reference/packs.md). A number of the ggml types bf16, f16 and f32 divides into its exponent,
+// one byte, and its sign with the mantissa. These functions have no state; several threads may call them at once.
 typedef enum pyorch_codec {
     PYORCH_CODEC_STORED = 0, // as it is
     PYORCH_CODEC_ZSTD   = 1,

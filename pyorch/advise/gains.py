@@ -10,8 +10,8 @@ from pyorch.sidecars.container import is_sidecar_of
 from pyorch.sizes import MiB
 from pyorch.traces.recorder import why_unrecordable
 
-# Of the bytes of experts in floats, what their lossless codec leaves (docs/packs.md). Quantized ones shrink by 3 to
-# 5 %, which decoding eats up.
+# The share of bytes that the lossless codec leaves of experts in floats (docs/reference/packs.md). Quantized experts
+# shrink by 3 to 5 %, and decoding them costs as much time as that saves.
 CODED_SHARES = {"bf16": 0.70, "f16": 0.70, "f32": 0.85}
 NIBBLE_SHARE = 0.77  # of BF16 in nibbles, from which kernels compute: in memory, too
 WORTH = 1.05  # so much faster are tokens with what is worth making

@@ -56,7 +56,7 @@ COMMANDS = EVERYDAY | STEPS | OF_SERVERS
 
 _MODELS = ("model", "compare")  # arguments that name one, or one of the hub; some --compare is but a flag
 
-_DEVICE = "--device auto (docs/device.md): it gets the dense layers, and of the experts what fits or --vram-budget says"
+_DEVICE = "--device auto (docs/how-to/gpu.md): it computes dense layers, and the experts that fit into --vram-budget"
 _OF_LLAMA = {  # flags of llama.cpp's programs, and what they are here
     **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe"), _DEVICE),
     **dict.fromkeys(("-m", "--model"), "MODEL, without a flag"),

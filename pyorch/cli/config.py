@@ -184,8 +184,8 @@ EXAMPLE = "pyorch config serve olmoe.gguf"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description += f" The file is {cli.config_path()}, or the one of pyorch --config FILE; docs/commands.md " \
-                          "describes it."
+    parser.description += f" The file is {cli.config_path()}, or FILE of pyorch --config FILE. " \
+                          "docs/reference/commands.md describes it."
     parser.add_argument("words", nargs="*", metavar="COMMAND [MODEL]", help="what for (default: run)")
     parser.add_argument("--json", action="store_true", help="print it as a JSON array")
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "memory the servers have, from cluster.toml. Some server holds each expert."
     )
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml",
-                        help="the servers, their memory, and the model (docs/cluster.md describes it)")
+                        help="the servers, their memory, and the model (docs/reference/cluster.md describes it)")
     parser.add_argument("--trace", nargs="+", action="extend", default=[], metavar="SERVER=FILE",
                         help="a trace of what users of a server ask, by pyorch profile; several are added up, and a "
                              "server without any has no users of its own")

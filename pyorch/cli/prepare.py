@@ -31,7 +31,7 @@ from pyorch.errors import FormatError, PyorchError
 if TYPE_CHECKING:
     from pyorch.runtime.model_map import ModelMap
 
-_CODED = {"bf16", "f16", "f32"}  # types whose exponents shrink (docs/packs.md); quantized experts lose 3 to 5 %
+_CODED = {"bf16", "f16", "f32"}  # types that shrink (docs/reference/packs.md); quantized experts shrink by 3 to 5 %
 _SAME = 0.99  # of the time of a token: a gain that is none
 _CACHE_RATE = 0.5  # that a lossy setting is tuned for where no share is given
 

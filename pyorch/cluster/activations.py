@@ -1,7 +1,7 @@
 """Which experts the users of each server activate: counted in traces, or by a running cluster, in a JSON file.
 
 In the file the counts of a server have, for each layer with routed experts that a decode passes, how often each of its
-experts was selected for a token of a request to this server, wherever it was computed (docs/cluster.md).
+experts was selected for a token of a request to this server, wherever it was computed (docs/reference/cluster.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """cluster.toml: the servers of a cluster, what each of them can hold, and the network between them.
 
-docs/cluster.md shows all keys of the file, with their defaults. Relative paths begin at the file's directory.
+docs/reference/cluster.md shows all keys of the file, with their defaults. Relative paths begin at the file's directory.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ LEAST_STEP = 0.01  # all divisions are in memory: 177 000 in such steps, and 100
 # So much longer divisions with other forms than whole experts count as, whether they were played or only expected: one
 # is taken where it gains more than that. Played with nothing read ahead they gain in a run what is expected of them;
 # reading ahead, the default, hides reads of whole experts behind computing, and hides no decoding where all cores
-# compute: a division of 0.89 of the waits decoded 1.20 times as fast without, and 0.91 times with it (docs/packs.md,
-# Compared).
+# compute: a division of 0.89 of the waits decoded 1.20 times as fast without, and 0.91 times with it (docs/reference/
+# packs.md, Compared).
 HANDICAP = 1.4
 
 _CHUNK = 1 << 20  # probabilities of patterns at once

@@ -20,9 +20,9 @@ from pyorch.sizes import Amount
 
 # By what they do: wait for a token's heavy experts, and leave out the other absent ones, or let their ghosts or
 # buddies stand in. Little that needs no file loses less for what it reads than heaviest, and ghosts lose half of that
-# where experts are not alike (docs/lossy.md). The error of what is left out grows with the square of its weight, so
-# that a bound on the weight loses least for what is read, whatever the number of experts; and with none at all a token
-# would lose its layer.
+# where experts are not alike (docs/measurements/lossy.md). The error of an omitted expert grows with the square of its
+# weight. So a bound on the weight loses least for the bytes read, whatever the number of experts. Without a bound a
+# token could lose all experts of a layer.
 PRESETS = {
     "heaviest": "mode=none,order=weight,miss=drop,sacred=1,max_weight=0.9",
     "ghosts": "mode=none,order=weight,miss=ghost,sacred=1,max_weight=0.9",

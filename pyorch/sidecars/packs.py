@@ -1,7 +1,7 @@
 """Packs: the sidecar model.experts.gguf, which holds the experts of a model one after another, each with checksums.
 
-`pyorch pack` makes it (pyorch.convert.pack), the library reads it; the format is in docs/packs.md. Here a pack that
-lies beside a model is found, and refused where it does not belong there.
+`pyorch pack` (pyorch.convert.pack) writes it, and the library reads it; docs/reference/packs.md has the format. This
+module finds the pack of a model, and refuses a pack that belongs to another model.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def refused(small_moe: Path, capfd: pytest.CaptureFixture[str]):
 def test_every_command_says_which_devices_there_are(refused, command: tuple[str, ...]) -> None:
     sentence = refused("--device", "CUDA7", command=command)
     assert "there is no device CUDA7: " in sentence
-    assert "-DGGML_CUDA=ON" in sentence and "docs/device.md" in sentence
+    assert "-DGGML_CUDA=ON" in sentence and "docs/how-to/gpu.md" in sentence
 
 
 def test_a_device_that_cannot_be_reached_is_named(refused) -> None:

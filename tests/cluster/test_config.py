@@ -67,7 +67,7 @@ def test_everything_that_can_be_said_of_a_cluster_is_read(tmp_path: Path) -> Non
 
 def test_the_text_in_the_documentation_is_an_example_that_is_read(tmp_path: Path) -> None:
     small, example = (block.partition("```")[0] for block in (
-        Path(__file__).parents[2] / "docs/cluster.md").read_text().split("```toml\n")[1:])
+        Path(__file__).parents[2] / "docs/reference/cluster.md").read_text().split("```toml\n")[1:])
     assert read_cluster(written(tmp_path, small)).names == ("a",)
     cluster = read_cluster(written(tmp_path, example))
     assert cluster.names == ("clinic", "lab") and cluster.rows == "bf16"

@@ -76,7 +76,7 @@ def random_problem(rng: np.random.Generator) -> Problem:
 
 
 def counts_of_the_paper(problem: Problem) -> list[list[int]]:
-    """Algorithm 1 in plain Python, with the changes that docs/papers.md names.
+    """Algorithm 1 in plain Python, with the changes that docs/explanation/papers.md names.
 
     No layer gets more places than it has experts; other layers get the rest. Memory that is left covers layers before
     they borrow, and is used in the end. A layer gives only the places that it has beyond its own experts; as printed,
@@ -199,7 +199,7 @@ def test_algorithm_1_as_printed_does_not_always_end_or_cover_and_ours_does() -> 
         n_endless += counts is None
         n_uncovered += counts is not None and bool((counts.sum(axis=0) < problem.n_experts).any())
         assert allocate(problem).n_missing == 0
-    assert (n_endless, n_uncovered) == (16, 57)  # docs/papers.md has these
+    assert (n_endless, n_uncovered) == (16, 57)  # docs/explanation/papers.md has these
 
 
 def on_servers(*held: list[int]) -> np.ndarray:

@@ -23,9 +23,9 @@ pytest.importorskip("lm_eval.api", reason="lm-evaluation-harness is not installe
 FACTS = CHECKPOINT / "facts-test.jsonl"
 N = 24
 
-# The one that docs/evaluation.md shows. Of ARC's own task only where the fields lie differs.
+# The one that docs/how-to/evaluate.md shows. Of ARC's own task only where the fields lie differs.
 TASK, = (block.text.replace(str(FACTS.relative_to(ROOT)), json.dumps(str(FACTS)))
-         for block in blocks(ROOT / "docs/evaluation.md") if block.language == "yaml")
+         for block in blocks(ROOT / "docs/how-to/evaluate.md") if block.language == "yaml")
 
 
 @pytest.fixture(scope="module")

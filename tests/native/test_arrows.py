@@ -1,4 +1,4 @@
-"""The parts of native/src include what is below them, and nothing above: the picture in docs/architecture.md."""
+"""The parts of native/src include only parts below them: the picture in docs/explanation/architecture.md."""
 
 from __future__ import annotations
 

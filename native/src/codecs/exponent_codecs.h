@@ -18,7 +18,7 @@
 
 namespace pyorch {
 
-// Numbers are those of the format of packs (docs/packs.md), where 2 was lz4: no other codec gets that number.
+// Numbers are those of the format of packs (docs/reference/packs.md), where 2 was lz4: no other codec gets that number.
 enum class PlaneCodec : uint8_t { STORED = 0, ZSTD = 1, TABLE = 3, NIBBLE = 4 };
 
 inline constexpr int FORMER_LZ4     = 2;

@@ -80,11 +80,11 @@ ggml_backend_dev_t find_device(const std::string & name) {
     }
     const std::string backends = gpu_backends();
     std::string       there =
-        "this build finds none: a GPU needs CMAKE_ARGS=\"-DGGML_CUDA=ON\" pip install ., see docs/device.md";
+        "this build finds none: a GPU needs CMAKE_ARGS=\"-DGGML_CUDA=ON\" pip install ., see docs/how-to/gpu.md";
     if (!names.empty()) {
         there = "there are " + names;
     } else if (!backends.empty()) {
-        there = backends + " of this build finds none: is the driver of a GPU installed? See docs/device.md";
+        there = backends + " of this build finds none: is the driver of a GPU installed? See docs/how-to/gpu.md";
     }
     throw Failure(PYORCH_INVALID,
         format("there is no device%s: %s; a device of another process is rpc:HOST:PORT",

@@ -134,9 +134,9 @@ public:
     // Throws Failure: PYORCH_IO when a file cannot be opened, PYORCH_FORMAT when it is not a whole GGUF.
     explicit ModelMap(const std::string & path);
 
-    // From now on experts are read from a pack (docs/packs.md) of this model, which the caller has made sure of. Throws
-    // Failure, and leaves the map as it was: PYORCH_IO when the pack cannot be opened, PYORCH_FORMAT when it is
-    // damaged, written for other kernels, or does not hold just these experts.
+    // Experts are read from a pack (docs/reference/packs.md) from now on. REQUIRES: the pack belongs to this model.
+    // Throws Failure and leaves the map unchanged: PYORCH_IO if the pack cannot be opened, PYORCH_FORMAT if it is
+    // damaged, was written for other kernels, or does not hold exactly these experts.
     void attach_pack(const std::string & path);
 
     std::vector<MapFile>               files;            // the model's own, and a pack behind them

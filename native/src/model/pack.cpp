@@ -1,4 +1,4 @@
-// Packs: expert by expert what a GGUF holds matrix by matrix. The format is in docs/packs.md.
+// Packs: expert by expert what a GGUF holds matrix by matrix. The format is in docs/reference/packs.md.
 
 #include "codecs/nibble.h"
 #include "model/fatal.h"

@@ -97,8 +97,9 @@ private:
 // Puts a number into ascending ones. False if it is there.
 bool insert(std::vector<int> & ascending, int number);
 
-// Opens the seam to llama.cpp, which patches/ call (routing/seam.cpp; the contract is docs/seam.md). Who manages the
-// experts of the models that the calling thread loads; null: llama.cpp. Outlives these models and their contexts.
+// Names the routing that manages the experts of the models that the calling thread loads from now on. Null: llama.cpp
+// manages them. The patches call into it (routing/seam.cpp; the contract is docs/reference/seam.md).
+// REQUIRES: `routing` outlives these models and their contexts.
 void capture(Routing * routing);
 
 } // namespace pyorch

@@ -17,7 +17,7 @@ def contents(needs_key: bool, root: Root) -> dict[str, Answer]:
     files = {**_FILES, "/": ("chat.html", HTML)} if root is Root.SMALL_CHAT else _FILES
     docs = docs_dir()
     found = {} if docs is None else {
-        "/pyorch/docs": Answer((docs / "serving.md").read_text(encoding="utf-8"), TEXT)}
+        "/pyorch/docs": Answer((docs / "how-to/serve.md").read_text(encoding="utf-8"), TEXT)}
     for path, (name, kind) in files.items():
         body = Path(__file__).with_name(name).read_text(encoding="utf-8")
         body = body.replace("NEEDS_KEY", "true" if needs_key else "false").replace(

@@ -1,11 +1,11 @@
-"""Measures what docs/lossy.md shows, on a model whose experts were trained from nothing, on one whose experts began as
-copies, and in part on one whose experts are hardly different yet; and writes its tables.
+"""Measures the tables of docs/measurements/lossy.md, and writes them. There are three models: the experts of one were
+trained from random weights; experts of the second began as copies; experts of the third hardly differ yet.
 
     python scripts/train_small_moe.py --upcycled --steps 2400 --lr 2e-3 -o build/upcycled-moe
     python scripts/train_small_moe.py --upcycled --steps 2400 --lr 2e-3 --dense-share 0.85 -o build/less-moe
     python -m scripts.papers.buddymoe.measure -o build/lossy --upcycled build/upcycled-moe --less build/less-moe \
         --wide build/bench/bench.gguf build/bench/upcycled.gguf
-    python -m scripts.papers.buddymoe.measure -o build/lossy --report docs/lossy.md   # only writes tables
+    python -m scripts.papers.buddymoe.measure -o build/lossy --report docs/measurements/lossy.md   # only writes tables
 
 Each part is in DIR/PART.MODEL.json as soon as it was measured, and is not measured again: remove what is to be made
 anew (and levers.MODEL.record, from which an interrupted run goes on). A page keeps its tables of parts that were not
@@ -269,7 +269,7 @@ def speed(model: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = program.parser_of("scripts.papers.buddymoe.measure", "measure what docs/lossy.md shows",
+    parser = program.parser_of("scripts.papers.buddymoe.measure", "measure what docs/measurements/lossy.md shows",
                                "-o build/lossy --upcycled build/upcycled-moe --less build/less-moe")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="for models and what is found")
     parser.add_argument("--upcycled", type=Path, metavar="CHECKPOINT", help="whose experts began as copies")

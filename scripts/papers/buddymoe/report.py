@@ -1,4 +1,4 @@
-"""The tables of docs/lossy.md, of what scripts.papers.buddymoe.measure found.
+"""The tables of docs/measurements/lossy.md, of what scripts.papers.buddymoe.measure found.
 
 A page names a table on a line of its own, and what stands between it and the next end is written anew, if it was
 measured:
@@ -29,7 +29,7 @@ MODELS = ("small", "upcycled", "less")
 LEAVING = "mode=none,order=weight,miss=drop"
 UNSURE = "mode=none,max_replaced=3,min_entropy=p30,order=weight,miss=drop"
 FULL_REPLACEMENT = "coverage=0.95,max_buddies=16,max_replaced=3"
-LEVERS = (  # what docs/lossy.md calls them, and settings as rows name them
+LEVERS = (  # what docs/measurements/lossy.md calls them, and settings as rows name them
     ("leave out what is light", "heaviest"), ("", "heaviest:0.7"), ("", "heaviest:1.2"),
     ("leave out all but the heaviest", f"{LEAVING},sacred=1"), ("leave out all but two", f"{LEAVING},sacred=2"),
     ("leave out all but three", f"{LEAVING},sacred=3"), ("leave out all", "mode=none,miss=drop"),

@@ -1,13 +1,13 @@
 """Measures a cluster of three servers on one machine: processes in network namespaces, with links of 500 Mbit/s.
 
 Needs Linux, root, ip, tc, nsenter and the extras `cluster` and `papers`. Makes its own namespaces, from which no packet
-leaves, and takes them away at the end, also after Ctrl-C or a crash. docs/cluster.md shows what it found.
+leaves, and takes them away at the end, also after Ctrl-C or a crash. docs/reference/cluster.md shows what it found.
 
     python scripts/make_bench_model.py small.gguf -o model.gguf --size 512MiB
     python -m scripts.papers.dancemoe.measure model.gguf -o build/cluster --prepare  # traces and plans
     python -m scripts.papers.dancemoe.measure model.gguf -o build/cluster            # all parts
     python -m scripts.papers.dancemoe.measure model.gguf -o build/cluster --parts placements,kill
-    python -m scripts.papers.dancemoe.measure model.gguf -o build/cluster --report docs/cluster/measured
+    python -m scripts.papers.dancemoe.measure model.gguf -o build/cluster --report docs/measurements/cluster/measured
 
 What each part found is in DIR/PART.json at once, so that parts may be measured one at a time. Parts:
 

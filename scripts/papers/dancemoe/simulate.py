@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         "is simulated, with the same requests."
     )
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml",
-                        help="the servers, their memory and the network (docs/cluster.md describes it)")
+                        help="the servers, their memory and the network (docs/reference/cluster.md describes it)")
     parser.add_argument("--trace", nargs="+", action="extend", required=True, metavar="SERVER=FILE",
                         help="a trace of what users of a server ask, by pyorch profile; one for each server")
     parser.add_argument("--algorithm", default="dance", metavar="NAME,...",

@@ -1,7 +1,8 @@
 """What reading ahead gains or loses in simulated time, by disk, requests at once, length of prompts and budget.
 
     .venv/bin/pyorch profile small.gguf --data text.txt --tokens 6000 --states --ctx 512 -o small.trace
-    .venv/bin/python -m scripts.papers.speculating_experts.regimes small.gguf small.trace -o docs/prefetch/regimes.csv
+    .venv/bin/python -m scripts.papers.speculating_experts.regimes small.gguf small.trace \
+        -o docs/measurements/prefetch/regimes.csv
 """
 
 from __future__ import annotations

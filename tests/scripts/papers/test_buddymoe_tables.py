@@ -1,5 +1,5 @@
 """scripts.papers.buddymoe.tables: baselines have the gates of the rows beside which they stand; and the tables of
-docs/lossy.md, as scripts.papers.buddymoe.report makes them."""
+docs/measurements/lossy.md, as scripts.papers.buddymoe.report makes them."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_rows_lead_baselines_of_the_same_gates(
 
 
 def test_the_page_shows_what_its_files_say(tmp_path: Path) -> None:
-    """Tables of docs/lossy.md that are made of the files beside it, and a table for each of its marks."""
-    page, folder = (ROOT / "docs/lossy.md").read_text(encoding="utf-8"), Folder(tmp_path)
+    """Tables of docs/measurements/lossy.md that are made of the files beside it, and a table for each of its marks."""
+    page, folder = (ROOT / "docs/measurements/lossy.md").read_text(encoding="utf-8"), Folder(tmp_path)
     for name in MODELS:
-        with (ROOT / f"docs/lossy/{name}.csv").open(newline="") as file:
+        with (ROOT / f"docs/measurements/lossy/{name}.csv").open(newline="") as file:
             rows = [{key: _number(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
         for row in rows:
             row.setdefault("settings", "")
