@@ -13,6 +13,7 @@ from pyorch.cli import COMMANDS, _parse
 from pyorch.errors import PyorchError
 from pyorch.settings.option import options
 from pyorch.settings.substitution import Substitution
+from scripts import write_reference
 
 # Where the paths begin that a page names.
 HOMES = (ROOT, ROOT / "docs", ROOT / "pyorch", ROOT / "native/include", ROOT / "native/src")
@@ -80,6 +81,12 @@ def test_the_glossary_explains_every_setting_of_buddies():
         row = re.search(rf"\| `{option.plain or name}` \|([^|]*)\|", glossary)
         assert row is not None, name
         assert not option.plain or row[1].strip(), name
+
+
+@pytest.mark.parametrize("name, text", write_reference.pages().items())
+def test_a_generated_page_is_current(name: str, text: str) -> None:
+    written = (write_reference.FOLDER / name).read_text(encoding="utf-8")
+    assert written == text, "run python -m scripts.write_reference"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

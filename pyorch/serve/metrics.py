@@ -33,7 +33,7 @@ class _Metric:
     of_layers: bool
 
 
-def _metrics(on_device: bool) -> Iterator[_Metric]:
+def declared(on_device: bool) -> Iterator[_Metric]:
     found = [number for number in numbers("pyorch_stats") if on_device or not number.name.startswith("device_")]
     found += [number._replace(text=f"lossy: {number.text}")
               for number in numbers("pyorch_substitution_counts") if number.name in _LOSSY]
@@ -72,7 +72,7 @@ class Metrics:
         layers = [(str(il), (stats, engine.substitution_stats(il)))
                   for il, stats in zip(engine.n_expert, snapshot.layers)]
         whole = snapshot.stats, engine.substitution_stats()
-        for metric in _metrics(snapshot.stats.device_budget_bytes > 0):
+        for metric in declared(snapshot.stats.device_budget_bytes > 0):
             family = GaugeMetricFamily if metric.is_gauge else CounterMetricFamily
             yield family(f"pyorch_{metric.name}", metric.text, value=_value(whole, metric.source) * metric.factor)
             if metric.of_layers:

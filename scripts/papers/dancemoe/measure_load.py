@@ -67,7 +67,7 @@ def write_prompts(directory: Path, n_each: int, seed: int) -> dict[tuple[str, st
     texts = {
         "python": (fixtures / "text-test.txt").read_text(),
         "facts": "\n".join(_question(line) for line in (fixtures / "facts-test.jsonl").read_text().splitlines()),
-        "prose": "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]),
+        "prose": "\n".join(path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]),
     }
     files = {}
     for task in TASKS:

@@ -14,7 +14,8 @@ PROGRAMS = sorted(path for path in (*(ROOT / "scripts/papers").rglob("*.py"), RO
                              ROOT / "scripts/bench_goals.py", ROOT / "scripts/bench_scale.py",
                              ROOT / "scripts/bench_serve/__main__.py",
                              ROOT / "scripts/make_wheel.py", ROOT / "scripts/replay.py",
-                             ROOT / "scripts/routes_to_trace.py", ROOT / "scripts/write_signatures.py")
+                             ROOT / "scripts/routes_to_trace.py", ROOT / "scripts/write_reference.py",
+                             ROOT / "scripts/write_signatures.py")
                   if "__main__" in path.read_text() and path.name != "measure_network.py")
 
 
@@ -36,7 +37,7 @@ def test_each_paper_has_a_page_that_names_its_programs() -> None:
 
 
 def test_programs_that_the_documentation_names_are_there() -> None:
-    pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").glob("*.md"), *(ROOT / "scripts").rglob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "Makefile", *(ROOT / "docs").rglob("*.md"), *(ROOT / "scripts").rglob("*.md")]
     named = {name for page in pages for name in re.findall(r"python -m (scripts\.[\w.]+)", page.read_text())}
     modules = {module_of(path) for path in PROGRAMS}
     assert named == modules
