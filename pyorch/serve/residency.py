@@ -91,7 +91,7 @@ class Residency:
             time.sleep(0.002)
 
     def state(self) -> dict[str, Any]:
-        """One reading of all layers; see docs/how-to/serve.md."""
+        """One reading of all layers; see docs/reference/server.md."""
         engine, info = self.engine, self._managed.map.info
         snapshot = engine.snapshot()
         flags = snapshot.flags.tobytes().translate(_DIGITS).decode()
