@@ -16,7 +16,7 @@ N_PROMPT, N_WARM, N_DECODED = 512, 32, 160
 
 # The assumption, for a model of which nothing is known. The popularity of an expert is 1 / (rank + _FLAT)^_STEEP; what
 # was used lately is _AGAIN times as likely for a while, by a half-life of _HALF_LIFE tokens. Chosen so that the policy
-# `learned` hits about as often as on the small trained model of the tests (docs/explanation/eviction.md).
+# `learned` hits about as often as on the small trained model of the tests (docs/measurements/eviction.md).
 _STEEP, _FLAT, _AGAIN, _HALF_LIFE = 0.8, 6.0, 4.7, 6.0
 
 

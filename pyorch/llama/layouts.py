@@ -45,7 +45,7 @@ def expected_misses(share: float) -> float:
     """Estimates the share of misses among the uses of experts, if memory holds this share of the experts.
 
     The cube gives 42, 22 and 6 % at 25, 40 and 60 %. With the policy "learned", routes of gpt-oss-20b miss 26, 12 and
-    3 %, and the text and the short questions of docs/explanation/eviction.md miss 37 to 40, 22 to 27 and 9 to 16 %.
+    3 %, and the text and the short questions of docs/measurements/eviction.md miss 37 to 40, 22 to 27 and 9 to 16 %.
     """
     return (1 - min(1.0, share)) ** 3
 

@@ -146,7 +146,7 @@ def test_a_made_up_routing_takes_different_experts_and_likes_popular_ones() -> N
 
 
 def test_the_assumed_routing_is_hit_about_as_often_as_a_real_one(small_moe: Path) -> None:
-    """Within 3 points of what the default policy hits on this model's held-out text (docs/explanation/eviction.md)."""
+    """Within 3 points of what the default policy hits on this model's held-out text (docs/measurements/eviction.md)."""
     with ModelMap(small_moe) as model_map:
         assumed = routing_of(model_map, None)
         assert not assumed.observed and "assumed" in assumed.source
