@@ -95,7 +95,7 @@ LIBGOMP_SPIN_COUNT = "300000"
 
 # With experts on a device each layer is several graphs, the processor's begin some tenths of a millisecond apart, and
 # many are computed by one thread: to wake the others each time took up to a third of a token's time, and 10,000 rounds
-# of 20 to 50 ns did not do (docs/how-to/gpu.md).
+# of 20 to 50 ns did not do (docs/measurements/devices.md).
 DEVICE_SPIN_COUNT = "100000"
 _DEVICE_BACKENDS = ("cuda", "hip", "musa", "sycl", "vulkan")  # the last lies in a wheel, whatever the machine has
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Experts on a device against llama.cpp's own ways at the same memory, as tables: docs/how-to/gpu.md.
+# Experts on a device against llama.cpp's own ways at the same memory, as tables: docs/measurements/devices.md.
 #
 #     scripts/measure_device.sh MODEL.gguf CUDA0 [--only speed,latencies] [--shares 25,50,75,100] > device.md
 #
