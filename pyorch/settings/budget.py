@@ -1,4 +1,4 @@
-"""How much memory the routed experts of a model may occupy."""
+"""The budget: the memory that the routed experts of a model may occupy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ACCEPTED = "use a share of the experts such as 40%, a size such as 1.5GiB or 80
 
 
 class ExpertSizes(Protocol):
-    """What a budget is measured by, such as MapInfo: the bytes of all experts, and of the least that works."""
+    """The sizes that a budget is compared with: bytes of all experts, and of the smallest budget that works."""
 
     @property
     def slots_bytes(self) -> int: ...
@@ -23,15 +23,18 @@ class ExpertSizes(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """A share of the experts, a size, or one of AUTO and RESIDENT, which have no amount."""
+    """A share of the experts, a size, or a name: AUTO and RESIDENT have no amount."""
 
     amount: Amount | None
     name: str = ""
 
     @classmethod
     def parse(cls, text: int | str | Budget) -> Budget:
-        """Of "40%", "1.5GiB", "800MB", bytes as a number, "auto" or "resident". BudgetError for what is none of
-        these."""
+        """Parses "40%", "1.5GiB", "800MB", a number of bytes, "auto" or "resident".
+
+        Raises:
+            BudgetError: The text is not valid.
+        """
         if isinstance(text, Budget):
             return text
         if isinstance(text, str) and text in _NAMED:
@@ -45,9 +48,14 @@ class Budget:
         return cls(amount)
 
     def resolve(self, experts: ExpertSizes, ghost_bytes: int = 0) -> int:
-        """Bytes for the experts of a model, at most what all of them occupy; ghosts of so many bytes are counted too.
+        """Returns the bytes for the experts of a model, at most the bytes of all experts.
 
-        Raises BudgetError below the floor, and where this is not an amount.
+        Args:
+            experts: The sizes of the model's experts.
+            ghost_bytes: Bytes of ghosts, which the budget also covers.
+
+        Raises:
+            BudgetError: The budget is below the floor, or it has no amount.
         """
         if self.amount is None:
             raise BudgetError(f'an engine needs a size as its budget, not "{self}"')
@@ -64,21 +72,21 @@ class Budget:
         return min(n - ghost_bytes, experts.slots_bytes)
 
     def surplus(self, experts: ExpertSizes) -> str:
-        """A sentence about what is taken, where this is more than all experts of a model occupy; "" where it is not."""
+        """Returns a sentence if the budget exceeds the bytes of all experts of a model, otherwise ""."""
         if self.amount is None or self.amount.of(experts.slots_bytes) <= experts.slots_bytes:
             return ""
         return (f"budget {self} is more than all experts of the model occupy: {format_bytes(experts.slots_bytes)} is "
                 "taken, and they all stay in memory")
 
     def __str__(self) -> str:
-        """What parse() reads."""
+        """Returns text that parse() reads."""
         return self.name or str(self.amount)
 
 
-AUTO = Budget(None, "auto")  # what the memory limit leaves
-RESIDENT = Budget(None, "resident")  # llama.cpp keeps the experts, nothing manages them: the reference of verify
+AUTO = Budget(None, "auto")  # all memory that the limit leaves
+RESIDENT = Budget(None, "resident")  # llama.cpp keeps the experts, without an engine: the reference of verify
 _NAMED = {str(budget): budget for budget in (AUTO, RESIDENT)}
 
-# What commands compare where no budget is given.
+# The budgets that commands compare by default.
 BENCH_BUDGETS = tuple(map(Budget.parse, ("25%", "40%", "60%", "100%")))  # where all experts fit in memory
 VERIFY_BUDGETS = (Budget.parse("50%"),)

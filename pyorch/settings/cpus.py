@@ -1,4 +1,4 @@
-"""Which processors compute."""
+"""The processors that compute."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ MAX_CPUS = 1024  # CPU_SETSIZE
 
 
 def cpu_numbers(listed: str) -> list[int]:
-    """Of "0-3,8", as the kernel writes it, too. ValueError for anything else."""
+    """Returns the numbers of a list such as "0-3,8", the form that Linux uses.
+
+    Raises:
+        ValueError: The text is no such list.
+    """
     numbers: set[int] = set()
     for part in listed.split(","):
         first, dash, last = part.partition("-")
@@ -20,7 +24,12 @@ def cpu_numbers(listed: str) -> list[int]:
 
 
 def cpu_list(given: str) -> str:
-    """any, auto, or such a list. ValueError for other text, TypeError for anything that is not text."""
+    """Returns `given` if it is "any", "auto" or a list of processors.
+
+    Raises:
+        ValueError: The text is not valid.
+        TypeError: `given` is not text.
+    """
     if not isinstance(given, str):
         raise TypeError(given)
     if given not in (ANY, AUTO):

@@ -1,4 +1,4 @@
-"""How experts in the memory of devices are treated."""
+"""Options of devices: their names, their memory for experts, and experts that they lack."""
 
 from __future__ import annotations
 
@@ -8,27 +8,33 @@ from pyorch.errors import BudgetError, PyorchError
 from pyorch.settings.budget import RESIDENT, Budget
 
 NONE = "none"  # no device
-AUTO = "auto"  # the GPUs with memory of their own that compute experts sooner than the processor
-REMOTE = "rpc:"  # before HOST:PORT of another process that has one
+AUTO = "auto"  # the GPUs with their own memory that compute experts faster than the processor
+REMOTE = "rpc:"  # prefix of HOST:PORT, a device of another process
 
-# What computes an expert that the device does not have: the processor, from host memory, while the expert is uploaded
-# if it is worth it; or the device, once it was uploaded. In the order of pyorch_device_misses.
+# Who computes an expert that the device lacks: the processor from host memory, while valuable experts are uploaded;
+# or the device, after an upload. In the order of pyorch_device_misses.
 PROCESSOR, UPLOAD = DEVICE_MISSES = ("processor", "upload")
 
-MAX_AHEAD = 64  # experts of a layer that forecasts upload
+MAX_AHEAD = 64  # predicted experts of a layer that are uploaded ahead
 MAX_DEVICES = 16  # PYORCH_MAX_DEVICES
 
 
 def device_misses(given: str) -> str:
-    """One of DEVICE_MISSES."""
+    """Returns `given` if it is one of DEVICE_MISSES."""
     if not isinstance(given, str):
         raise TypeError(given)
     return DEVICE_MISSES[DEVICE_MISSES.index(given)]
 
 
 def device_name(given: str) -> str:
-    """Of "none", "auto", or one or several of "rpc:HOST:PORT" or a device of ggml, with commas between them. They are
-    asked for when a model is loaded."""
+    """Returns the names of devices with commas between them: "none", "auto", "rpc:HOST:PORT" or devices of ggml.
+
+    Loading a model checks that the devices exist.
+
+    Raises:
+        PyorchError: The names contradict each other, or one of them is malformed.
+        ValueError: The text is no list of names.
+    """
     if not isinstance(given, str) or not (given.isascii() and given.isprintable()):
         raise ValueError(given)
     names = device_names(given)
@@ -50,12 +56,16 @@ def device_name(given: str) -> str:
 
 
 def device_names(given: str) -> list[str]:
-    """Of each device of a setting."""
+    """Returns the name of each device of a setting."""
     return [name.strip() for name in given.split(",")]
 
 
 def vram_budget(given: int | str | Budget) -> Budget:
-    """As Budget.parse, but the memory of a device never is all that the model needs. BudgetError for anything else."""
+    """Parses a budget as Budget.parse() does, except "resident": a device never holds everything.
+
+    Raises:
+        BudgetError: The text is no such budget.
+    """
     try:
         budget = Budget.parse(given)
     except BudgetError as error:

@@ -1,16 +1,21 @@
-"""With which kernels the processor multiplies experts, and so in which order their matrices lie in memory."""
+"""The kernels that multiply experts, which need the matrices in a certain order in memory."""
 
 from __future__ import annotations
 
-# auto: plain or repacked, as costs the processor less.
-# plain: as the file has them.
-# repacked: rows are interleaved in groups, as for the kernels that llama.cpp uses by default.
-# stock: repacked, and only llama.cpp's kernels multiply.
+# auto: plain or repacked, the one with less processor time.
+# plain: the order of the file.
+# repacked: rows interleaved in groups, as llama.cpp's default kernels need them.
+# stock: repacked, with llama.cpp's kernels only.
 AUTO, PLAIN, REPACKED, STOCK = LAYOUTS = ("auto", "plain", "repacked", "stock")
 
 
 def kernels(given: str) -> str:
-    """One of LAYOUTS. TypeError for what is not text, ValueError for other text."""
+    """Returns `given` if it is one of LAYOUTS.
+
+    Raises:
+        TypeError: `given` is not text.
+        ValueError: The text is not one of LAYOUTS.
+    """
     if not isinstance(given, str):
         raise TypeError(given)
     return LAYOUTS[LAYOUTS.index(given)]

@@ -12,13 +12,21 @@ MAX_MIRRORS = 16  # PYORCH_MAX_COPIES
 
 @dataclass(frozen=True)
 class Mirrors:
-    """paths: for each further disk a file that is a copy, or a folder with copies. As text a colon is between them."""
+    """Copies of the model on other disks.
+
+    Attributes:
+        paths: For each disk a copy of the file, or a folder that contains one. Text separates them with a colon.
+    """
 
     paths: tuple[Path, ...] = ()
 
     @classmethod
     def parse(cls, given: str | Path | Sequence[str | Path] | Mirrors) -> Mirrors:
-        """From one path, several joined by a colon, or a list. ValueError for an empty path, or too many."""
+        """Parses one path, several paths joined by a colon, or a list.
+
+        Raises:
+            ValueError: A path is empty, or there are more than MAX_MIRRORS.
+        """
         if isinstance(given, Mirrors):
             return given
         several: Sequence[str | Path] = [given] if isinstance(given, (str, Path)) else list(given)

@@ -1,7 +1,7 @@
-"""Options: what a setting is called, how it is read, its default and its help, declared once as a field of a dataclass.
+"""Options: name, reader, default and help of a setting, declared once as a field of a dataclass.
 
-The flags of commands, the keywords of pyorch.load() and of pyorch.manage(), and what one process tells another are
-derived from the declarations.
+The flags of commands, the keywords of pyorch.load() and pyorch.manage(), and the settings that one process passes to
+another are derived from the declarations.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 
 from pyorch.errors import PyorchError
 
-# Where commands offer an option: what stays and comes in; what a device does; contexts; what outlives a run; what makes
-# answers different.
+# The groups of options: memory and reads of experts; devices; contexts; files that outlive a run; lossy options.
 EXPERTS, DEVICE, CONTEXT, LONG, LOSSY = GROUPS = ("experts", "device", "context", "long", "lossy")
 
 
@@ -23,12 +22,21 @@ EXPERTS, DEVICE, CONTEXT, LONG, LOSSY = GROUPS = ("experts", "device", "context"
 class Option:
     """One setting.
 
-    read: makes the value of what a user gives, text or the value itself; ValueError or PyorchError for what it cannot
-    mean. kind: what it must be, for the sentence that refuses it. flag: of commands; a flag without a metavar takes no
-    value, and turns the default round. default_text: what commands say is done without the flag. plain: the name for
-    those who have not read the paper, where the field has that of the paper's symbol. type: that of the value, as the
-    field is annotated. repeated: commands take the flag several times, and read() a list. value_kind: what a value must
-    be that is no text, where that differs.
+    Attributes:
+        name: The name of the field.
+        default: The default value.
+        read: Makes the value from text or from the value itself. It raises ValueError or PyorchError.
+        kind: The valid values, for the sentence that refuses a wrong one.
+        group: One of GROUPS.
+        help: The help text of the flag.
+        flag: The flag of commands, if it differs from the name. A flag without metavar takes no value and negates the
+            default.
+        metavar: The placeholder of the value in help texts.
+        default_text: The default in help texts, if it differs from `default`.
+        plain: A plain name, if the field has the paper's symbol as its name.
+        type: The type of the value, from the annotation of the field.
+        repeated: Commands take the flag several times, and read() takes a list.
+        value_kind: The valid values other than text, if they differ from `kind`.
     """
 
     name: str
@@ -47,12 +55,12 @@ class Option:
 
     @property
     def long_flag(self) -> str:
-        """Of commands, the name: "--vram-budget"."""
+        """The flag of commands, such as "--vram-budget"."""
         return self.flag or "--" + self.name.replace("_", "-")
 
     @property
     def accepts(self) -> str:
-        """The annotation of a keyword that gives it: what `read` says that it takes, else the value or its text."""
+        """The annotation of the keyword: the parameter type of `read`, else the value's type or text."""
         given = next(iter(inspect.signature(self.read).parameters.values())).annotation
         if given in ("Any", inspect.Parameter.empty):
             given = self.type if self.type.split(" ")[0] in ("bool", "int", "str", "Any") else f"str | {self.type}"
@@ -60,11 +68,19 @@ class Option:
 
     @property
     def plain_default(self) -> Any:
-        """As whoever calls would write it: a number, a boolean, text, or None."""
+        """The default as a caller writes it: a number, a boolean, text, or None."""
         return told(self.default)
 
     def parse(self, given: Any, called: str = "") -> Any:
-        """The value. PyorchError for what cannot be one. called: what the user calls it, default: its name."""
+        """Returns the value.
+
+        Args:
+            given: Text or a value. None: the default.
+            called: The name that the user knows; by default the name of the option.
+
+        Raises:
+            PyorchError: `given` is not valid.
+        """
         if given is None:
             return self.default
         try:
@@ -79,14 +95,14 @@ def option(
     metavar: str | None = None, default_text: str = "", plain: str = "",
     repeated: bool = False, value_kind: str = "",
 ) -> Any:
-    """A field that is an option."""
+    """Returns a dataclass field that is an option. Option describes the arguments."""
     declared = Option("", default, read, kind, group, help, flag, metavar, default_text, plain,
                       repeated=repeated, value_kind=value_kind)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
 def options(cls: type) -> dict[str, Option]:
-    """The options among the fields of a dataclass, by name."""
+    """Returns the options among the fields of a dataclass, by name."""
     return {
         field.name: dataclasses.replace(field.metadata["option"], name=field.name, type=field.type)
         for field in dataclasses.fields(cls) if "option" in field.metadata
@@ -94,13 +110,16 @@ def options(cls: type) -> dict[str, Option]:
 
 
 def parse_fields(settings: Any) -> None:
-    """In __post_init__: makes values of what the fields were given."""
+    """Parses all options of a dataclass; its __post_init__ calls this."""
     for name, declared in options(type(settings)).items():
         object.__setattr__(settings, name, declared.parse(getattr(settings, name)))
 
 
 def texts(settings: Any, defaults: bool = False) -> dict[str, Any]:
-    """What differs from the defaults, or all, as another process can be told it: numbers, booleans, text and None."""
+    """Returns the options that differ from their defaults, or all, as values for another process.
+
+    The values are numbers, booleans, text and None.
+    """
     found = {}
     for name, declared in options(type(settings)).items():
         value = getattr(settings, name)
@@ -110,27 +129,37 @@ def texts(settings: Any, defaults: bool = False) -> dict[str, Any]:
 
 
 def told(value: Any) -> int | float | str | None:
-    """A value of an option, as parse() reads it in any process."""
+    """Returns a value of an option in a form that parse() reads in any process."""
     return value if value is None or isinstance(value, (int, float)) else str(value)
 
 
 def flag(given: Any) -> bool:
-    """Of True, False, "1" or "0". ValueError for anything else."""
+    """Returns the boolean of True, False, "1" or "0".
+
+    Raises:
+        ValueError: `given` is not valid.
+    """
     if given not in (True, False, "0", "1"):
         raise ValueError(given)
     return given in (True, "1")
 
 
 def text(given: Any) -> str:
-    """TypeError for anything that is not text."""
+    """Returns `given` if it is text.
+
+    Raises:
+        TypeError: It is not.
+    """
     if not isinstance(given, str):
         raise TypeError(given)
     return given
 
 
 def whole(most: int, least: int = 1) -> Callable[[Any], int]:
-    """Reads whole numbers to the most that llama.cpp takes. A number 0 stands for the default, text below least for
-    nothing."""
+    """Returns a reader of whole numbers up to `most`, llama.cpp's limit.
+
+    The number 0 means the default. Text must be `least` or more.
+    """
     def read(given: Any) -> int:
         number = int(given)
         if isinstance(given, (bool, float, bytes)) or not (least if isinstance(given, str) else 0) <= number <= most:

@@ -1,4 +1,4 @@
-"""How the memory for experts is divided among the forms in which experts of a compressed pack are kept."""
+"""The division of expert memory among the forms of a compressed pack (ZipMoE)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from pyorch.errors import PyorchError
 
-# In which order a layer's experts are read and recovered from a compressed pack: that of the kernels, or that of
-# ZipMoE's algorithm 1, matrix by matrix or with the paper's order of reads. In the order of pyorch_recovery.
+# The order in which a layer's experts are read and recovered from a compressed pack: the order of the kernels, or
+# ZipMoE's algorithm 1, by expert or with the paper's order of reads. In the order of pyorch_recovery.
 KERNELS, *_ = RECOVERIES = ("kernels", "affinity", "exponents-first")
 
 _TOLERANCE = 1e-6  # of the sum
 
 
 def recovery(given: str) -> str:
-    """One of RECOVERIES."""
+    """Returns `given` if it is one of RECOVERIES."""
     if not isinstance(given, str):
         raise TypeError(given)
     return RECOVERIES[RECOVERIES.index(given)]
@@ -23,13 +23,13 @@ def recovery(given: str) -> str:
 
 @dataclass(frozen=True)
 class Pools:
-    """Shares of the budget, whose sum is 1 (ZipMoE, section 3.2: the pools F, C, S, E).
+    """Shares of the budget, with the sum 1 (ZipMoE, section 3.2: the pools F, C, S, E).
 
-    Args:
-        full: of experts as the kernels compute with them.
-        compressed: of those that need no reading, but decoding.
-        sm_only: of those whose signs and mantissas are there, and whose exponents are to be read.
-        e_only: the other way round.
+    Attributes:
+        full: The share for decoded experts, which kernels can use.
+        compressed: The share for compressed experts, which need decoding but no read.
+        sm_only: The share for signs and mantissas; the exponents of these experts are read.
+        e_only: The share for exponents; the signs and mantissas of these experts are read.
     """
 
     full: float = 1.0
@@ -46,12 +46,12 @@ class Pools:
 
     @property
     def shares(self) -> tuple[float, float, float, float]:
-        """In the order of the library."""
+        """The shares in the order of the library."""
         return self.full, self.compressed, self.sm_only, self.e_only
 
     @classmethod
     def parse(cls, text: str | Pools) -> Pools:
-        """From the four shares, F,C,S,E: "0.6,0.4,0,0"."""
+        """Parses the four shares F,C,S,E, such as "0.6,0.4,0,0"."""
         if isinstance(text, Pools):
             return text
         if not isinstance(text, str):
@@ -63,5 +63,5 @@ class Pools:
         return cls(full, compressed, sm_only, e_only)
 
     def __str__(self) -> str:
-        """What parse() reads."""
+        """Returns text that parse() reads."""
         return ",".join(f"{share:g}" for share in self.shares)

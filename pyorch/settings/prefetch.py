@@ -1,4 +1,4 @@
-"""How experts are read ahead of their layer while decoding; lossless."""
+"""The option --prefetch: which predictor prefetches experts while decoding. Lossless."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from pyorch.library.choices import Needs, listed, predictors
 
 AUTO, NONE = "auto", "none"
 
-DISTANCE = 2  # where nothing says better
+DISTANCE = 2  # without a calibrated distance
 
 
 @dataclass(frozen=True)
 class Prefetch:
-    """What predicts the experts of the layers ahead, and which guesses are read.
+    """The predictor of the next layers' experts, and the guesses that are prefetched.
 
-    predictor: one of pyorch.library.choices.predictors(), or "auto": hybrid where the model has an estimator beside it,
-    else quasi-hidden, while experts are absent, unless a trial tells that decoding is sooner without.
-    distance: layers ahead at most; None: as many as `pyorch calibrate` found to pay, or 2. min_precision: a guess is
-    read if its like came true at least this often, counted while running; None: if it gains more than it costs.
+    Attributes:
+        predictor: One of pyorch.library.choices.predictors(), "none" or "auto". "auto" takes hybrid if the model has an
+            estimator, else quasi-hidden. It predicts only while experts are absent, and stops if a trial shows that
+            decoding is faster without.
+        distance: Layers ahead at most. None: the distance that `pyorch calibrate` measured, or 2.
+        min_precision: Prefetch a guess if similar guesses were right at least this often, counted while running.
+            None: if a guess gains more than it costs.
     """
 
     predictor: str = AUTO
@@ -28,7 +31,7 @@ class Prefetch:
 
     @classmethod
     def parse(cls, text: str | Prefetch) -> Prefetch:
-        """From "auto", "none", or a predictor with, optionally, distance and precision: "quasi-hidden:2:0.5"."""
+        """Parses "auto", "none", or a predictor with optional distance and precision: "quasi-hidden:2:0.5"."""
         if isinstance(text, Prefetch):
             return text
         if not isinstance(text, str):
@@ -43,18 +46,22 @@ class Prefetch:
                               "quasi-hidden:2:0.5") from None
 
     def __str__(self) -> str:
-        """What parse() reads, as short as may be."""
+        """Returns the shortest text that parse() reads."""
         if self.min_precision is not None:
             return f"{self.predictor}:{self.distance or DISTANCE}:{self.min_precision:g}"
         return self.predictor if self.distance is None else f"{self.predictor}:{self.distance}"
 
     @property
     def searches_maps(self) -> bool:
-        """Whether it searches past iterations or requests, and adds to them."""
+        """Whether the predictor searches a history of iterations or requests, and adds to it."""
         return self.predictor in predictors().needing(Needs.HISTORY)
 
     def check_executable(self) -> None:
-        """PyorchError for a predictor whose forecasts layers cannot compute with."""
+        """Checks that layers can compute with the predictor's forecasts.
+
+        Raises:
+            PyorchError: They cannot.
+        """
         executable = predictors().executable
         if self.predictor not in (AUTO, *executable):
             raise PyorchError(f'what "{self.predictor}" predicts has no weights to compute with: '

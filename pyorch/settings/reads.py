@@ -1,4 +1,4 @@
-"""How experts are read: by whom, with how many requests at once, and of which size."""
+"""The option --reads: the reader of experts, its number of requests at once, and their size."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ _SMALLEST, _LARGEST = 4 * KiB, 1 * GiB
 
 @dataclass(frozen=True)
 class Reads:
-    """reader: one of READERS; auto: io_uring where the kernel has and allows it, else threads.
+    """How experts are read.
 
-    depth: requests under way at once. request_bytes: of one at most; 0: what suits the depth, and of both as the disk
-    was measured to need.
+    Attributes:
+        reader: One of READERS. "auto" takes io_uring if the kernel allows it, else threads.
+        depth: Requests in flight. 0: the depth that was measured for the disk.
+        request_bytes: The largest request. 0: a size that suits the depth, as measured for the disk.
     """
 
     reader: str = "auto"
@@ -36,7 +38,7 @@ class Reads:
 
     @classmethod
     def parse(cls, text: str | Reads) -> Reads:
-        """From the name of a reader with, optionally, depth and size: "io_uring", "io_uring:8", "threads:2:4MiB"."""
+        """Parses a reader with optional depth and size: "io_uring", "io_uring:8", "threads:2:4MiB"."""
         if isinstance(text, Reads):
             return text
         if not isinstance(text, str):
@@ -47,7 +49,7 @@ class Reads:
                 raise ValueError(text)
             kinds: tuple[Callable[[str], int], ...] = (int, _size)
             values = [kind(number) for kind, number in zip(kinds, numbers)]
-            if values and values[0] == 0:  # what is measured is left out
+            if values and values[0] == 0:  # a measured depth is left out
                 raise cls._wrong_depth(0)
             return cls(reader, *values)
         except ValueError:
@@ -58,7 +60,7 @@ class Reads:
         return PyorchError(f"reads have a depth of {depth}, which must be from 1 to {MAX_DEPTH}")
 
     def __str__(self) -> str:
-        """What parse() reads, as short as may be."""
+        """Returns the shortest text that parse() reads."""
         if self.request_bytes:
             return f"{self.reader}:{self.depth}:{self.request_bytes}"
         return f"{self.reader}:{self.depth}" if self.depth else self.reader

@@ -1,4 +1,4 @@
-"""The settings of a model: how its experts are kept, and what is computed in place of absent ones."""
+"""The settings of a model: memory for experts, reads, devices, contexts, and lossy options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FROM_0_TO = "a whole number from 0 (for the default) to "  # in Python
 
 
 def _lists(given: Any) -> Any:
-    """Buddy lists that were read already, or their file."""
+    """Reads buddy lists: Buddies, or the path of a file."""
     if isinstance(given, (bool, int, float, bytes, list, dict)):
         raise TypeError(given)
     return Path(given) if isinstance(given, (str, os.PathLike)) else given
@@ -42,41 +42,43 @@ def _lists(given: Any) -> Any:
 
 @dataclass(frozen=True)
 class Settings:
-    """Every option is read here, once, from what a user gives: text ("40%") or a value (Budget).
+    """All options of a model. Each field accepts text such as "40%" or a value such as a Budget.
 
-    Raises PyorchError for an option that cannot mean anything, and for options that exclude each other. Names of
-    policies and predictors are known to the library, which is asked when an engine is made.
+    The library knows the names of policies and predictors, so making an engine checks them.
+
+    Raises:
+        PyorchError: An option has no valid value, or two options exclude each other.
     """
 
     budget: Budget = option(
         AUTO, Budget.parse, "a size or a share", metavar="SIZE",
-        help="memory for the experts: a share of them such as 40%, a size such as 1.5GiB, or auto: what the memory "
-             "limit leaves",
+        help="memory for the experts: a share of them such as 40%, a size such as 1.5GiB, or auto: all memory that "
+             "the limit leaves",
     )
     policy: str | None = option(
         None, text, "the name of a policy", metavar="NAME",
-        help="which experts leave memory first (eviction policy): {policies}", default_text="{policy}",
+        help="eviction policy: {policies}", default_text="{policy}",
     )
     prefetch: Prefetch = option(
         Prefetch(), Prefetch.parse, "text or a Prefetch", metavar="WHAT",
-        help="what guesses the experts to read ahead while decoding: none, auto, or NAME[:DISTANCE:PRECISION] of "
+        help="predictor of the experts to prefetch while decoding: none, auto, or NAME[:DISTANCE:PRECISION] of "
              "{predictors}",
     )
     reads: Reads = option(
         Reads(), Reads.parse, "text or a Reads", metavar="HOW",
-        help="what reads experts: auto, or READER[:DEPTH:SIZE] such as io_uring:8:512KiB or threads:4:4MiB",
+        help="how experts are read: auto, or READER[:DEPTH:SIZE] such as io_uring:8:512KiB or threads:4:4MiB",
     )
     mirror: Mirrors | None = option(
         None, Mirrors.parse, f"1 to {MAX_MIRRORS} paths", metavar="PATH", repeated=True,
-        help="read from this copy of the model on another disk, or in this folder, too",
+        help="read also from this copy of the model on another disk, or from the copy in this folder",
     )
     direct_io: bool = option(
         True, flag, "true or false", flag="--buffered",
-        help="read through the page cache of the system",
+        help="read through the page cache",
     )
     packed: bool = option(
         True, flag, "true or false", flag="--no-pack",
-        help="read the model itself, also where it has a pack",
+        help="read the model even if it has a pack",
     )
     pools: Pools | None = option(
         None, Pools.parse, "text or a Pools", metavar="F,C,S,E",
@@ -85,42 +87,43 @@ class Settings:
     )
     recovery: str = option(
         KERNELS, recovery, "kernels, affinity or exponents-first", metavar="ORDER",
-        help="of a pack: kernels (by matrix), affinity (by expert), exponents-first (the paper's)",
+        help="order of recovery from a compressed pack: kernels (by matrix), affinity (by expert), exponents-first "
+             "(the paper's)",
     )
     kernels: str = option(
         AUTO_KERNELS, kernels, "auto, plain, repacked or stock", metavar="WHICH",
-        help="order of experts in memory: auto, plain, repacked, or stock: as llama.cpp does",
+        help="order of experts in memory: auto, plain, repacked, or stock (llama.cpp's)",
     )
     device: str = option(
         NONE, device_name, "the names of devices", group=DEVICE, metavar="NAME,...",
-        help="compute dense layers on these devices, and experts that lie in their memory: none, auto (the GPUs that "
-             "compute experts sooner than the processor), names such as CUDA0, or rpc:HOST:PORT",
+        help="compute dense layers, and experts in their memory, on these devices: none, auto (GPUs that are faster "
+             "than the processor), names such as CUDA0, or rpc:HOST:PORT",
     )
     vram_budget: Budget = option(
         AUTO, vram_budget, "a size or a share", flag="--vram-budget", group=DEVICE, metavar="SIZE",
-        help="their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: the rest",
+        help="memory of the devices for experts: a share such as 60%, a size such as 6GiB, or auto: the rest",
     )
     device_misses: str | None = option(
         None, device_misses, "processor or upload", flag="--device-misses", group=DEVICE, metavar="WHO",
-        help="what computes experts that they lack: processor, or upload: the device, once it has them",
-        default_text="what is sooner, as measured; processor for a device of another process",
+        help="who computes experts that the devices lack: the processor, or the device after an upload",
+        default_text="the faster one, as measured; processor for rpc:",
     )
     device_ahead: int = option(
         0, whole(MAX_AHEAD, least=0), f"a whole number from 0 (none) to {MAX_AHEAD}", flag="--device-ahead",
         group=DEVICE, metavar="N",
-        help="upload up to N experts of a layer before it comes, as the predictor that --prefetch names says",
+        help="upload up to N predicted experts of a layer ahead; needs a predictor in --prefetch",
         default_text="0",
     )
     n_ctx: int = option(
         0, whole(MAX_TOKENS), _FROM_1_TO + str(MAX_TOKENS), value_kind=_FROM_0_TO + str(MAX_TOKENS),
         group=CONTEXT, flag="--ctx", metavar="N",
-        help="room for N tokens of context, rounded up to a multiple of 256",
+        help="context of N tokens, rounded up to a multiple of 256",
         default_text="as trained, at most 4096",
     )
     n_ubatch: int = option(
         0, whole(MAX_TOKENS), _FROM_1_TO + str(MAX_TOKENS), value_kind=_FROM_0_TO + str(MAX_TOKENS),
         group=CONTEXT, flag="--ubatch", metavar="N",
-        help="compute N tokens at once", default_text="2048 where experts are read, else 512",
+        help="compute N tokens at once", default_text="2048 if experts are read from disk, else 512",
     )
     n_threads: int = option(
         0, whole(MAX_THREADS), _FROM_1_TO + str(MAX_THREADS), value_kind=_FROM_0_TO + str(MAX_THREADS),
@@ -129,25 +132,25 @@ class Settings:
     )
     cpus: str = option(
         CPUS_AUTO, cpu_list, "any, auto or a list such as 0-5,8", group=CONTEXT, metavar="LIST",
-        help="compute on these processors only, such as 0-5,8, or any", default_text="auto: the fast cores",
+        help="compute only on these processors, such as 0-5,8, or any", default_text="auto: the fast cores",
     )
     maps: Path | None = option(
         None, Path, "the path of a file", group=LONG, metavar="FILE",
-        help="begin with the expert maps in FILE, and write into it what {searching} learned",
-        default_text="MODEL.maps.gguf, write nothing",
+        help="start with the expert maps of FILE, and store the maps of {searching} in it",
+        default_text="MODEL.maps.gguf, not written",
     )
     warm: bool = option(
         True, flag, "true or false", group=LONG, flag="--cold",
-        help="begin with no expert in memory, and keep nothing for the next start: without it, experts that were "
-             "resident at the end are read first the next time, and the policy learned goes on",
+        help="start with no expert in memory, and store nothing for the next start; by default the next start first "
+             "reads the experts that were resident at the end",
     )
     tuned: Path | None = option(
         None, Path, "the path of a file", group=LONG, metavar="FILE",
-        help="take the lossy setting and the budget that pyorch tune found",
+        help="use the lossy setting and the budget that pyorch tune found",
     )
     substitution: Substitution | None = option(
         None, Substitution.parse, "text or a Substitution", group=LOSSY, flag="--lossy", metavar="SETTINGS",
-        help="what becomes of absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; "
+        help="replace or omit absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; "
              "`pyorch run --lossy help` lists all keys",
     )
     buddies: Any = option(
@@ -157,17 +160,17 @@ class Settings:
     )
     speculate: bool = option(
         False, flag, "true or false", group=LOSSY,
-        help="compute with the experts that {executable} names for a layer (--prefetch), and read no others",
+        help="compute with the experts that {executable} predicts (--prefetch) in place of the router's",
     )
 
-    # What only programs set. None: what the caller of llama_cpp chose.
-    managed: bool = False  # by an engine, also where llama.cpp can keep the whole model on the device
-    source: Any = None  # of experts in place of the file, see pyorch.runtime.engine.Source
+    # Only programs set these. None: the choice of the caller of llama_cpp.
+    managed: bool = False  # an engine manages the experts even if llama.cpp can keep the whole model on the device
+    source: Any = None  # reads experts in place of the file, see pyorch.runtime.engine.Source
     use_extra_bufts: bool | None = None  # repack weights for faster kernels
-    widen: bool = False  # the ubatch is chosen where n_ubatch does not say it
+    widen: bool = False  # pyorch chooses the ubatch if n_ubatch is 0
     n_outputs_max: int | None = None  # logits rows of a context
     flash_attn_type: int | None = None
-    on_free: Callable[[Any], None] | None = None  # called when the model is freed, its engine not yet
+    on_free: Callable[[Any], None] | None = None  # called when the model is freed, before its engine
 
     def __post_init__(self) -> None:
         parse_fields(self)
@@ -196,7 +199,7 @@ class Settings:
         return self.speculate or self.substitution is not None or self.tuned is not None
 
     def with_tuned(self, substitution: Substitution, budget: str) -> Settings:
-        """What a tuned setting makes of these: its substitution, and its budget unless one was given."""
+        """Returns these settings with a tuned substitution, and with its budget unless the user set one."""
         lossy = substitution if substitution.lossy else None
         chosen = Budget.parse(budget) if self.budget == AUTO else self.budget
         return dataclasses.replace(self, tuned=None, substitution=lossy, budget=chosen)

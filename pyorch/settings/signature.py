@@ -1,6 +1,6 @@
-"""What help() says of a function that takes the options of Settings as keywords.
+"""Signatures and docstrings of functions that take the options of Settings as keywords, for help().
 
-Editors read sources: pyorch/signatures.pyi has the same for them, as `python -m scripts.write_signatures` writes it.
+Editors read pyorch/signatures.pyi in place of them; `python -m scripts.write_signatures` writes it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ _WIDTH = 110
 
 
 def describe(function: Callable[..., Any], without: Collection[str] = ()) -> None:
-    """Adds the options that a function takes as keywords of any name to its signature, and a line for each to its
-    docstring, in place of {options}."""
+    """Adds the options of Settings to the signature of a function, and to its docstring in place of {options}."""
     signature = inspect.signature(function)
     *named, others = signature.parameters.values()
     declared = [option for option in options(Settings).values()
@@ -32,12 +31,12 @@ def describe(function: Callable[..., Any], without: Collection[str] = ()) -> Non
 
 
 def unknown_keyword(function: str, given: str, others: Collection[str] = ()) -> TypeError:
-    """The refusal of a keyword, with the keyword that was probably meant.
+    """Returns the error for an unknown keyword, with the keyword that was probably meant.
 
     Args:
         function: The name of the function.
         given: The keyword that the function does not have. It may be the name of a flag, such as threads.
-        others: Keywords that the function has beside the options of Settings.
+        others: Keywords of the function that are no options of Settings.
     """
     declared = options(Settings).values()
     meant = {name: name for name in (*others, *(option.name for option in declared))}
@@ -50,7 +49,7 @@ def unknown_keyword(function: str, given: str, others: Collection[str] = ()) -> 
 
 
 def _line(option: Option) -> str:
-    meant = f"{not option.default}: " if option.metavar is None else ""  # the help is that of a flag
+    meant = f"{not option.default}: " if option.metavar is None else ""  # the help text describes the flag
     default = f" (default: {option.default_text})" if option.default_text else ""
     return textwrap.fill(with_names(f"{option.name}: {meant}{option.help}{default}"), _WIDTH,
                          initial_indent=" " * 8, subsequent_indent=" " * 12)

@@ -1,7 +1,6 @@
-"""Buddy substitution: whether a resident expert may stand in for an absent one, and which (BuddyMoE).
+"""Settings of buddy substitution (BuddyMoE): when a resident expert replaces an absent one, and which.
 
-Lossy, so it is off unless asked for. Here are the settings; the gates and the choice are in
-native/src/routing/substitution.cpp.
+Substitution is lossy, so it is off by default. native/src/routing/substitution.cpp has the gates and the choice.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from pyorch.library import choices
 from pyorch.settings.option import LOSSY, flag, option, options, texts
 from pyorch.sizes import Amount
 
-# By what they do: wait for a token's heavy experts, and leave out the other absent ones, or let their ghosts or
-# buddies stand in. Little that needs no file loses less for what it reads than heaviest, and ghosts lose half of that
-# where experts are not alike (docs/measurements/lossy.md). The error of an omitted expert grows with the square of its
-# weight. So a bound on the weight loses least for the bytes read, whatever the number of experts. Without a bound a
-# token could lose all experts of a layer.
+# Each preset waits for a token's heavy experts. For light absent experts, heaviest omits them, ghosts and buddies
+# replace them. heaviest needs no file and loses least for the bytes read; if experts differ, ghosts lose half as much
+# (docs/measurements/lossy.md). The error of an omitted expert grows with the square of its weight. So a bound on the
+# weight loses least for the bytes read, whatever the number of experts. Without a bound a token could lose all experts
+# of a layer.
 PRESETS = {
     "heaviest": "mode=none,order=weight,miss=drop,sacred=1,max_weight=0.9",
     "ghosts": "mode=none,order=weight,miss=ghost,sacred=1,max_weight=0.9",
@@ -35,7 +34,7 @@ _KEY_END = re.compile("[=:]")
 
 @dataclass(frozen=True)
 class Percentile:
-    """A threshold that is a percentile, 0 to 100, of a layer's distribution in the trace."""
+    """A threshold given as a percentile, 0 to 100, of a layer's distribution in the trace."""
 
     percent: float
 
@@ -58,7 +57,7 @@ def _bytes(given: Any) -> int:
 
 
 def _whole(most: int) -> Callable[[Any], int]:
-    """Reads whole numbers that the library can be told."""
+    """Returns a reader of whole numbers from -most to most, the range of the library's type."""
     def read(given: Any) -> int:
         number = int(given)
         if (number != given and not isinstance(given, str)) or abs(number) > most:
@@ -80,48 +79,51 @@ def _number_or_percentile(given: Any) -> float | Percentile:
 
 @dataclass(frozen=True)
 class Substitution:
-    """How absent experts are treated; equations, and symbols that are names, are those of the BuddyMoE paper. None: the
-    gate is off.
+    """The treatment of absent experts. Equation numbers and symbols are those of the BuddyMoE paper.
 
-    An expert is absent when it is not resident as its layer is routed; only resident experts that the
-    token does not use already stand in, and what nobody covers is fetched, or dropped.
+    An expert is absent if it is not resident when its layer is routed. Only a resident expert that the token does not
+    already use can replace it. Otherwise `miss` decides: fetch, drop or ghost. A gate with the value None is off.
+
+    Raises:
+        PyorchError: A setting has no valid value, or two settings exclude each other.
     """
 
     mode: str = option(
         "buddies", str, "a word", group=LOSSY,
-        help="what replaces an absent expert: a buddy (buddies), the resident expert that the router ranks highest, "
-             "with its own weight (cache), any resident expert (random, a baseline), or nothing (none)")
+        help="replacement of an absent expert: a buddy (buddies), the resident expert that the router ranks highest, "
+             "with its own weight (cache), any resident expert (random, a baseline), or none")
     alpha: float | None = option(
         None, _number, "a number", plain="coverage", group=LOSSY, default_text="the sidecar's",
-        help="an expert's buddies are those peers it is oftenest selected with that make up this share of all (eq. 5)")
+        help="an expert's buddies are its most frequent companions that together have this share of all "
+             "co-activations (eq. 5)")
     k: int | None = option(
         None, _count, _COUNT, plain="max_buddies", group=LOSSY,
-        help="most buddies of an expert that are tried (H of algorithm 1)")
+        help="try at most this many buddies of an expert (H of algorithm 1)")
     rho: int | None = option(
         None, _count, _COUNT, plain="max_replaced", group=LOSSY,
-        help="most experts of a token that are replaced or left out in a layer")
+        help="replace or omit at most this many experts of a token in a layer")
     rho_token: int | None = option(
         None, _count, _COUNT, plain="max_replaced_per_token", group=LOSSY,
-        help="most experts of a token that are replaced or left out in all layers together, the first layers first "
-             "(rho of the paper)")
+        help="replace or omit at most this many experts of a token in all layers together, starting with the first "
+             "layers (rho of the paper)")
     tau: float | Percentile | None = option(
         None, _number_or_percentile, _THRESHOLD, plain="min_entropy", group=LOSSY,
-        help="nothing is replaced for a token of whose experts the router is sure: whose entropy (eq. 1) is not above "
-             "this; p15 is what 15 % of the tokens of the trace were not above")
+        help="replace nothing for a token with a router entropy (eq. 1) of at most this, because its router is sure; "
+             "p15: the entropy that 15 % of the trace's tokens do not exceed")
     temperature: float = option(
         1.0, _number, "a number", group=LOSSY,
-        help="of the router's probabilities that min_entropy and max_lead compare with numbers: above 1 the router "
-             "seems less sure of its experts")
+        help="temperature of the router's probabilities for min_entropy and max_lead; above 1 the router seems less "
+             "sure")
     gamma: float | Percentile | None = option(
         None, _number_or_percentile, _THRESHOLD, plain="max_lead", group=LOSSY,
-        help="nothing is replaced for a token whose likeliest expert leads the second by this much or more")
+        help="replace nothing for a token if its likeliest expert leads the second by this much or more")
     beta: float | None = option(
         None, _number, "a number", plain="max_absent", group=LOSSY,
-        help="nothing is replaced in a batch of whose experts this share or more is absent (eq. 2)")
+        help="replace nothing in a batch if this share or more of its experts is absent (eq. 2)")
     read_budget: int | None = option(
         None, _bytes, "a size above 0, such as 40MiB", group=LOSSY,
-        help="max_absent adapts, so that a batch waits for so many bytes of experts, in all layers together and on "
-             "average")
+        help="adapt max_absent so that a batch waits for this many bytes of experts on average, in all layers "
+             "together")
     eta: float = option(
         0.0, _number, "a number", plain="by_logit", group=LOSSY,
         help="how much the router's logit of a buddy raises its priority (eq. 3)")
@@ -131,31 +133,30 @@ class Substitution:
              "priority (eq. 3)")
     reuse: float = option(
         1.0, _number, "a number", group=LOSSY,
-        help="factor of a buddy's priority for each token of the ubatch that it was chosen for")
+        help="multiply a buddy's priority by this for each token of the ubatch that already uses it")
     order: str = option(
         "rank", str, "a word", group=LOSSY,
-        help="which of a token's absent experts are replaced first: by the router's rank (rank), or the lowest weight "
+        help="order in which a token's absent experts are replaced: by the router's rank (rank), or the lowest weight "
              "first (weight)")
     miss: str = option(
         "fetch", str, "a word", group=LOSSY,
-        help="an absent expert that may be replaced, but has no resident buddy, is read (fetch), left out (drop), or "
+        help="an absent expert that may be replaced but has no resident buddy is read (fetch), omitted (drop), or "
              "estimated by its ghost (ghost, see pyorch ghosts)")
     max_weight: float | None = option(
         None, _number, "a number", group=LOSSY,
-        help="an expert is not replaced nor left out if it weighs this many times as much or more than an expert of a "
-             "token does on average")
+        help="never replace or omit an expert with at least this many times the average weight of a token's experts")
     sacred: int | None = option(
         None, _count, _COUNT, group=LOSSY,
-        help="so many of a token's experts in a layer, those of the highest weight, are never replaced nor left out")
+        help="never replace or omit this many of a token's heaviest experts in a layer")
     among: int | None = option(
         None, _count, _COUNT, group=LOSSY,
-        help="with mode=cache, only the so many experts that the router ranks highest stand in")
+        help="with mode=cache, replace only with experts among the router's highest so many")
     bonus: float | None = option(
         None, _number, "a number", group=LOSSY,
-        help="with mode=cache, an expert stands in only if its logit is lower by no more than this: as if residents "
-             "had so much more")
-    prefill: bool = option(False, flag, "0 or 1", group=LOSSY, help="in prompts too, not only in decoding")
-    seed: int = option(0, _seed, _SEED, group=LOSSY, help="of the random baseline")
+        help="with mode=cache, replace only with an expert of a logit lower by at most this, as if resident experts "
+             "had a bonus")
+    prefill: bool = option(False, flag, "0 or 1", group=LOSSY, help="replace in prompts too, not only in decoding")
+    seed: int = option(0, _seed, _SEED, group=LOSSY, help="seed of the random baseline")
 
     def __post_init__(self) -> None:
         for name, declared in options(type(self)).items():
@@ -170,9 +171,13 @@ class Substitution:
 
     @classmethod
     def parse(cls, text: str | Substitution) -> Substitution:
-        """From "coverage=0.95,max_replaced=3", or with the paper's symbols, "alpha=0.95,rho=3". It may begin with one
-        of PRESETS, as "heaviest" or "heaviest,sacred=2", behind which a colon and a number are its max_weight:
-        "heaviest:1.2". PyorchError for what cannot be one."""
+        """Parses "coverage=0.95,max_replaced=3", or with the paper's symbols "alpha=0.95,rho=3".
+
+        The text may begin with one of PRESETS: "heaviest", "heaviest,sacred=2", or with a max_weight, "heaviest:1.2".
+
+        Raises:
+            PyorchError: The text is no setting.
+        """
         if isinstance(text, Substitution):
             return text
         if not isinstance(text, str):
@@ -217,7 +222,7 @@ class Substitution:
         return cls(**values)  # type: ignore[arg-type]  # the fields read text
 
     def __str__(self) -> str:
-        """What parse() reads, in plain names, without defaults; behind one of PRESETS what differs from it."""
+        """Returns text that parse() reads: plain names, without defaults, after a preset only the differences."""
         changed = texts(self)
         preset: tuple[str, ...] = ()
         for name, settings in PRESETS.items():
@@ -281,7 +286,7 @@ def _check(settings: Substitution) -> None:
 
 
 def _plain(name: str) -> str:
-    """What a setting is called for people: its plain name, where the field has that of the paper's symbol."""
+    """Returns the plain name of a setting; fields may have the paper's symbol as their name."""
     return options(Substitution)[name].plain or name
 
 
