@@ -1,7 +1,7 @@
 """The command line: `pyorch COMMAND`.
 
-A command is a module of its name here, with EXAMPLE, add_arguments(parser) and run(args) -> exit status; where it has
-kinds, each of these has its own. Only the module of the command at hand is imported.
+Each command is a module of its name in this package, with EXAMPLE, add_arguments(parser) and run(args) -> exit status.
+If a command has kinds, each kind has its own run(). Only the module of the given command is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyorch.errors import PyorchError, one_line, short_numbers
 if TYPE_CHECKING:
     from pyorch.cli.config import Configuration
 
-# Command: what it does. Those of every day; then the steps of prepare, and what divides a model among servers.
+# Commands and their summaries: for every day, the steps of prepare, and for dividing a model among servers.
 EVERYDAY = {
     "run": "continue a prompt, or chat",
     "serve": "serve a model over the OpenAI API",
@@ -29,14 +29,14 @@ EVERYDAY = {
     "prepare": "make everything beside a model that helps it on this machine",
     "models": "list the models on this machine, and remove them",
     "inspect": "show what a model is made of, and how much memory its experts need",
-    "advise": "say how fast a model would be here at each budget, and what would help",
+    "advise": "estimate the speed of a model at each budget on this machine, and what would help",
     "verify": "check that a memory budget does not change the logits",
     "bench": "measure the speed under memory budgets",
-    "eval": "measure accuracy, and what lossy settings cost of it",
+    "eval": "measure accuracy, lossless and lossy",
     "exec": "run a script or module written for llama_cpp under a memory budget",
     "demo": "see pyorch work on a small model, in less than a minute",
-    "config": "show which settings are in force, and where they come from",
-    "completion": "print what makes a shell complete commands, flags and models",
+    "config": "show the settings in force, and where they come from",
+    "completion": "print a script by which a shell completes commands, flags and models",
 }
 STEPS = {
     "calibrate": "measure the average output of each expert, which predictors compute with",
@@ -54,10 +54,10 @@ OF_SERVERS = {
 }
 COMMANDS = EVERYDAY | STEPS | OF_SERVERS
 
-_MODELS = ("model", "compare")  # arguments that name one, or one of the hub; some --compare is but a flag
+_MODELS = ("model", "compare")  # arguments that name a model, or a model of the hub; some --compare is only a flag
 
 _DEVICE = "--device auto (docs/how-to/gpu.md): it computes dense layers, and the experts that fit into --vram-budget"
-_OF_LLAMA = {  # flags of llama.cpp's programs, and what they are here
+_OF_LLAMA = {  # flags of llama.cpp's programs, and their equivalents
     **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe"), _DEVICE),
     **dict.fromkeys(("-m", "--model"), "MODEL, without a flag"),
     **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "hf:ORG/NAME[:QUANT] in place of a file"),
@@ -70,7 +70,7 @@ _OF_LLAMA = {  # flags of llama.cpp's programs, and what they are here
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns its exit status: 2 for an error that has a sentence, 130 for Ctrl-C."""
+    """Runs one command. Returns its exit status: 2 for a refused request, 130 for Ctrl-C."""
     try:
         _open_standard_streams()
         status = run_command(sys.argv[1:] if argv is None else argv)
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()
         return 141
-    except OSError as error:  # what no command expects, such as a standard output on a full disk
+    except OSError as error:  # no command expects it, such as a standard output on a full disk
         try:
             sys.stdout.flush()
         except OSError:
@@ -98,7 +98,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_command(argv: list[str]) -> int:
-    """Parses and runs one command. Returns its exit status; PyorchError for what it refuses."""
+    """Parses and runs one command.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        PyorchError: The command refuses its arguments, or fails.
+    """
     args = _parse(argv)
     names = [name for name in _MODELS if isinstance(getattr(args, name, None), str)]
     if not all(os.path.isfile(getattr(args, name)) for name in names):
@@ -107,47 +114,48 @@ def run_command(argv: list[str]) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Those that are closed lead nowhere from now on. Else the next file that is opened would have such a descriptor,
-    and get what libraries say."""
+    """Opens closed standard streams on /dev/null.
+
+    Otherwise the next opened file would get their descriptor, and with it the output of libraries.
+    """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             try:
                 os.fstat(descriptor)
             except OSError:
-                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest that is free, which is this one
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, this one
             setattr(sys, name, open(os.devnull, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # a path need not be text
+        sys.stdout.reconfigure(errors="surrogateescape")  # a path may have bytes that are no text
 
 
 def _discard_output() -> None:
-    """Python flushes stdout once more at exit, and would complain."""
+    """Sends stdout to /dev/null: Python flushes it at exit, and would print an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def config_path() -> Path:
-    """Where the user's file of settings is looked for."""
+    """Returns the path of the user's settings file."""
     home = os.environ.get("XDG_CONFIG_HOME", "")
     return Path(home if os.path.isabs(home) else os.path.expanduser("~/.config"), "pyorch/config.toml")
 
 
 def configuration() -> Configuration | None:
-    """The file of settings that is in force, None where there is none."""
+    """Returns the settings file in force, or None."""
     return _Parser.configuration
 
 
 def make_parser(commands: Collection[str]) -> _Parser:
-    """Of the program, with the arguments of these commands; of the others it has the summaries."""
+    """Returns the parser of the program with the arguments of `commands`; other commands have only their summaries."""
     parser = _Parser(
         prog="pyorch",
         description="Runs Mixture-of-Experts models larger than memory.",
-        epilog=f"Also the steps of prepare: {', '.join(STEPS)}; and {', '.join(OF_SERVERS)}, which decides which "
-               "servers of a cluster hold which experts. `pyorch COMMAND --help` shows the options of a command, with "
-               "an example.",
+        epilog=f"Also the steps of prepare: {', '.join(STEPS)}; and {', '.join(OF_SERVERS)}, which assigns experts to "
+               "the servers of a cluster. `pyorch COMMAND --help` shows the options of a command, with an example.",
     )
     parser.add_argument("--version", action="store_true", help="show the version")
     parser.add_argument("--config", metavar="FILE",
-                        help="before COMMAND: the file of settings (default: pyorch/config.toml in ~/.config)")
+                        help="before COMMAND: the settings file (default: pyorch/config.toml in ~/.config)")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for command, summary in COMMANDS.items():
         if command in commands:
@@ -163,21 +171,21 @@ def make_parser(commands: Collection[str]) -> _Parser:
 
 
 def nested(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parsers of the commands below one, by name."""
+    """Returns the parsers of the subcommands of a parser, by name."""
     return next((action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)), {})
 
 
 def with_nested(
     parser: argparse.ArgumentParser, *words: str
 ) -> Iterator[tuple[Sequence[str], argparse.ArgumentParser]]:
-    """A command and all those below it, with their words."""
+    """Yields a command and all its subcommands, each with its words."""
     yield words, parser
     for word, below in nested(parser).items():
         yield from with_nested(below, *words, word)
 
 
 def flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """The flags of a command that can be set, by name without dashes."""
+    """Returns the flags of a command that a settings file can set, by name without dashes."""
     return {flag.lstrip("-"): action for action in parser._actions for flag in action.option_strings
             if action.dest not in ("help", "version", "config") and action.help != argparse.SUPPRESS}
 
@@ -195,13 +203,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         _refuse_flags_of_llama(chosen, argv)
     path = Path(first.config) if first.config is not None else config_path()
     _Parser.configuration = None
-    if first.config is not None or os.path.isfile(path):  # which is so of none that somebody else may read alone
+    if first.config is not None or os.path.isfile(path):  # False if only another user may read it
         from pyorch.cli.config import Configuration
 
         _Parser.configuration = Configuration(path)
     args, unknown = parser.parse_known_args(argv)
     vars(args).pop(_GIVEN, None)
-    if unknown:  # the parser of all commands would say it, and name its own --help
+    if unknown:  # otherwise the parser of all commands would refuse them and name its own --help
         words = [*filter(None, (args.command, getattr(args, "kind", None), getattr(args, "action", None)))]
         for word in words:
             parser = nested(parser).get(word, parser)
@@ -221,7 +229,7 @@ _CALLED_ELSEWHERE = {
     "list": "models", "ls": "models", "ps": "models", "rm": "models rm MODEL", "pull": "run hf:ORG/NAME", "chat": "run",
     "generate": "run", "show": "inspect", "create": "convert", "quantize": "convert", "help": "--help",
 }
-_ALIKE = 0.7  # at least, of a word and the command that is meant: two letters of a longer command are no hint
+_ALIKE = 0.7  # least similarity of a word and the command that it suggests; short common parts suggest nothing
 
 
 def _no_command(word: str) -> str:
@@ -232,8 +240,8 @@ def _no_command(word: str) -> str:
 
 
 def _refuse_flags_of_llama(command: str, argv: list[str]) -> None:
-    """PyorchError, with what to say instead. argparse would read -ngl as -n gl."""
-    if command in ("exec", "completion"):  # what follows may be a script's, or half typed
+    """Refuses flags of llama.cpp with their equivalents. argparse would read -ngl as -n gl."""
+    if command in ("exec", "completion"):  # their arguments may belong to a script, or be incomplete
         return
     own = argv[: argv.index("--")] if "--" in argv else argv
     known = {"--ctx-size"} if command == "serve" else set()
@@ -243,14 +251,14 @@ def _refuse_flags_of_llama(command: str, argv: list[str]) -> None:
             raise PyorchError(f"{flag} is a flag of llama.cpp; pyorch {command} takes {_OF_LLAMA[flag]}")
 
 
-_GIVEN = "given once"  # of the arguments, while they are parsed
+_GIVEN = "given once"  # the name under which parsed arguments store their first values
 
 
 class _Once(argparse._StoreAction):
-    """An option with one value, of which the command line must not say two: the command would heed one of them."""
+    """An option with one value. Two different values on the command line are an error."""
 
     def __call__(self, parser, namespace, values, option_string=None) -> None:
-        if option_string is not None:  # else it is no option
+        if option_string is not None:  # None: a positional argument
             given = vars(namespace).setdefault(_GIVEN, {})
             first = given.setdefault(self.dest, values)
             if first != values:
@@ -261,7 +269,7 @@ class _Once(argparse._StoreAction):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses in one sentence, as everything else does. What the user's file says is a default."""
+    """Refuses wrong arguments in one sentence. Values of the user's settings file are defaults."""
 
     configuration: ClassVar[Configuration | None] = None
 
@@ -283,7 +291,7 @@ class _Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         text = super().format_help()
-        if " " not in self.prog:  # a path is not wrapped
+        if " " not in self.prog:  # the line is added after wrapping, because a path must not be wrapped
             from pyorch.files import docs_dir
 
             if (docs := docs_dir()) is not None:
@@ -291,7 +299,7 @@ class _Parser(argparse.ArgumentParser):
         return text
 
     def refuse(self, unknown: Sequence[str], hint: str = "") -> NoReturn:
-        """Says what was probably meant by arguments that are not known."""
+        """Refuses unknown arguments, and names similar flags."""
         import difflib
 
         known = [flag for action in self._actions for flag in action.option_strings]

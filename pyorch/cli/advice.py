@@ -1,4 +1,4 @@
-"""What `pyorch advise` found, and how it is shown."""
+"""The result of `pyorch advise`, and how it is shown."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Advice:
-    """What --json prints. Sizes in bytes, rates in tokens a second.
+    """The object that --json prints. Sizes are in bytes, rates in tokens a second.
 
-    context_bytes: KV cache and compute buffers for n_ctx tokens, in host memory or, if there is a device, in its;
-    auto_bytes: what is left of host memory for experts, at most all of them; None where the model does not fit.
-    estimates: the last one is of the recommended budget; with a device the first one is without it. budget_names: of
-    the budgets of estimates, "auto" for what is left and "least" for what must be. gains: at the recommended budget;
-    gains_at_least: at the smallest one, least_budget; useful: sidecars that would help at one of the two.
+    Attributes:
+        context_bytes: KV cache and compute buffers for n_ctx tokens, in host or device memory.
+        auto_bytes: Host memory left for experts, at most the bytes of all. None if the model does not fit.
+        estimates: The last one has the recommended budget. With a device, the first one is without it.
+        budget_names: Names of the budgets of `estimates`: "auto" for the memory that is left, "least" for the floor.
+        gains: At the recommended budget. gains_at_least: at the smallest one, least_budget.
+        useful: Sidecars that would help at one of the two budgets.
     """
 
     model: str
@@ -118,7 +120,7 @@ def _table_of_budgets(advice: Advice) -> Table:
 
 
 def _table_of_device(advice: Advice) -> Table:
-    """Where the experts are that are needed, in shares of all uses."""
+    """Returns where the used experts are, in shares of all uses."""
     rows = [(format_bytes(estimate.vram_bytes) if estimate.vram_budget else "none", name,
              format_bytes(estimate.budget_bytes), f"{estimate.on_device:.1%}", f"{estimate.in_memory:.1%}",
              f"{estimate.read:.1%}", f"{estimate.decode_rate:.1f}", f"{estimate.first_token_seconds:.1f} s")
@@ -128,7 +130,7 @@ def _table_of_device(advice: Advice) -> Table:
 
 
 def _gain(gain: Gain, without: Estimate) -> str:
-    """A lossy one's share is left out: its bound is that nothing is read at all."""
+    """Formats a gain. A lossy gain has no share, because its bound would be to read nothing."""
     if gain.decode_rate is None:
         return "not known"
     bound = "at most " if gain.at_most else ""

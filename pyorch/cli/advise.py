@@ -1,4 +1,4 @@
-"""`pyorch advise`: what this machine would make of a model at each budget, and the command to run it with."""
+"""`pyorch advise`: the estimated speed of a model at each budget, and the command to run it with."""
 
 from __future__ import annotations
 
@@ -36,47 +36,47 @@ EXAMPLE = """pyorch advise olmoe.gguf
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " Disk, computing and memory of this machine are measured once, and kept; then the cache, the predictors and "
-        "the disk run in simulated time. No weight of the model is needed: its header suffices."
+        " Disk, computing and memory of this machine are measured once and stored. Then cache, predictors and disk run "
+        "in simulated time. The header of the model is enough; no weight is needed."
     )
     parser.add_argument("model", metavar="MODEL.gguf", help="the model, a GGUF file")
     add_settings(parser, "budget", "n_threads", lists=("budget",),
                  defaults={"budget": ",".join(f"{share}%" for share in _SHARES) + ", and what memory leaves"})
     parser.add_argument("--trace", type=Path, metavar="FILE",
-                        help="what the routers decided, of pyorch profile (default: MODEL.trace if it is there, else "
-                             "the use counts in MODEL.maps.gguf, else an assumption)")
+                        help="routing recorded by pyorch profile (default: MODEL.trace if it exists, else the use "
+                             "counts in MODEL.maps.gguf, else an assumption)")
     parser.add_argument("--ctx", type=whole(1), metavar="N",
                         help="leave memory for a context of N tokens (default: as trained, at most 4096)")
     parser.add_argument("--prompt-tokens", type=whole(1), default=512, metavar="N",
-                        help="the time to the first token is that of a prompt of N tokens (default: 512)")
+                        help="estimate the time to the first token for a prompt of N tokens (default: 512)")
     parser.add_argument("--memory", type=size, metavar="SIZE",
-                        help="advise for a machine with so much free memory, such as 16GiB (default: what is free "
-                             "here)")
+                        help="advise for a machine with this much free memory, such as 16GiB (default: the free memory "
+                             "of this machine)")
     parser.add_argument("--read-bandwidth", type=rate, metavar="RATE",
                         help="speed of the disk, such as 3GB/s (default: measured)")
     parser.add_argument("--compute-ms", type=_times, metavar="MS[:MS]",
-                        help="time to decode a token when all experts are in memory, and behind a colon that of a "
-                             "token of a prompt: then nothing is computed here (default: measured on small models of "
-                             "the same shape)")
+                        help="time to decode a token with all experts in memory, and after a colon the time of a token "
+                             "of a prompt; then nothing is measured (default: measured on small models of the same "
+                             "shape)")
     devices = parser.add_argument_group(
         "devices", "Those of this machine, whose speed is measured, or one that it might have.")
     devices.add_argument("--device", metavar="NAME",
-                         help="advise for this device too: auto for the GPUs, a name such as CUDA0, or rpc:HOST:PORT, "
-                              "or several with commas between them (default: auto where there is a GPU, else none)")
+                         help="advise for these devices too: auto for the GPUs, names such as CUDA0, or rpc:HOST:PORT, "
+                              "with commas between them (default: auto where there is a GPU, else none)")
     devices.add_argument("--vram", type=size, metavar="SIZE",
-                         help="memory of the device, for experts, the other layers and the context (default: what is "
-                              "free of --device)")
+                         help="memory of the device for experts, other layers and the context (default: the free "
+                              "memory of --device)")
     devices.add_argument("--vram-budget", metavar="SIZE,...",
-                         help="what experts get of it, several with commas between them: sizes, or shares of the "
-                              "experts (default: what the other layers and the context leave)")
+                         help="memory of the device for experts, several with commas between them: sizes, or shares of "
+                              "the experts (default: the rest after other layers and the context)")
     devices.add_argument("--link-bandwidth", type=_link, metavar="RATE",
                          help="speed of uploads to the device, such as 12GB/s, or pcie3, pcie4 or pcie5, with 16 lanes "
                               "(default: measured on --device; else pcie4 is assumed)")
     devices.add_argument("--vram-bandwidth", type=rate, metavar="RATE",
-                         help="speed at which it reads weights to compute a token, such as 200GB/s: some two thirds of "
-                              "what its data sheet says of its memory (default: measured on --device; else 250GB/s is "
-                              "assumed)")
-    parser.add_argument("--again", action="store_true", help="measure again what was kept from before")
+                         help="speed at which the device reads weights to compute a token, such as 200GB/s, about "
+                              "two thirds of its data sheet (default: measured on --device; else 250GB/s "
+                              "is assumed)")
+    parser.add_argument("--again", action="store_true", help="measure again, in place of stored results")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="write a picture, advice.png, into DIR")
     add_force(parser, "")
     parser.add_argument("--json", action="store_true", help="print the advice as one JSON object")
@@ -104,18 +104,18 @@ def run(args: argparse.Namespace) -> int:
         except PyorchError as error:
             if wanted is None or args.device is not None or wanted.name is None:
                 raise
-            advice = _advise(args, model_map, memory, None, progress)  # nobody asked for that GPU
+            advice = _advise(args, model_map, memory, None, progress)  # the user did not ask for that GPU
             advice = replace(advice, notes=[*advice.notes, f"a GPU was left out: {error}"])
     return answer(args, advice, lambda: parts_of(advice))
 
 
 def _times(text: str) -> tuple[float, ...]:
-    """Of a decoded token, and of one of a prompt if that is said."""
+    """Parses the time of a decoded token, and optionally of a token of a prompt."""
     return tuple(map(number(above=0, most=1e9), text.split(":", 1)))
 
 
 def _link(text: str) -> float:
-    """Bytes a second, by number or by name."""
+    """Parses bytes a second, a number or a name."""
     from pyorch.advise.device import LINKS
 
     return LINKS[text.lower()] if text.lower() in LINKS else rate(text)
@@ -123,7 +123,7 @@ def _link(text: str) -> float:
 
 @dataclass(frozen=True)
 class _WantedDevice:
-    """What was said of it. budgets: of its memory for experts; (): what is left."""
+    """The device of the command line. budgets: its memory for experts; (): the rest."""
 
     name: str | None
     vram: int | None
@@ -133,13 +133,17 @@ class _WantedDevice:
 
 
 def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
-    """None: no device is asked about. PyorchError for what cannot be meant."""
+    """Returns the device of the command line, or None.
+
+    Raises:
+        PyorchError: The options contradict each other.
+    """
     from pyorch.runtime.devices import find_devices, has_gpu
 
     options = (args.vram, args.vram_budget, args.link_bandwidth, args.vram_bandwidth)
     unasked = args.device is None and not any(options) and has_gpu()
     name = ANY_GPU if unasked else OPTIONS["device"].parse(args.device)
-    if name == NONE and (args.device is not None or not any(options)):  # none is none, whatever else is said of one
+    if name == NONE and (args.device is not None or not any(options)):  # other options of a device do not matter then
         return None
     if args.vram and args.vram_budget:
         raise PyorchError("--vram is all memory of a device, --vram-budget what experts get of it: give one of them")
@@ -160,7 +164,7 @@ def _wanted_device(args: argparse.Namespace) -> _WantedDevice | None:
 def _device(
     wanted: _WantedDevice, model_map: ModelMap, n_threads: int, compute: Compute, progress: Progress
 ) -> Device:
-    """With what was said of it in place of what was measured."""
+    """Returns the device with the given values in place of the measured ones."""
     from pyorch.advise import device as devices
 
     if wanted.name is None:
@@ -219,7 +223,7 @@ def _advise(
         if not device.shares_memory:
             host_dense_bytes = host_bytes_beside_device(model_map)
             n_host_bytes -= model_map.kv_bytes(args.ctx)
-        # Of memory that it shares, a device has none for experts unless it is told.
+        # A device that shares the processor's memory has none for experts unless the user gives a budget.
         vram_budgets = [
             budget if budget != "auto" else "0" if device.shares_memory else
             as_option(rest_of_device(device, model_map, host_dense_bytes, n_context_bytes))
@@ -297,7 +301,7 @@ def _advise(
 
 
 def _budgets(args: argparse.Namespace, model_map: ModelMap) -> list[str]:
-    """Those that were asked for; without any, those of _SHARES that are not below the floor."""
+    """Returns the given budgets; by default those of _SHARES at or above the floor."""
     asked = listed(args, "budget")
     if asked:
         for budget in asked:
@@ -308,7 +312,7 @@ def _budgets(args: argparse.Namespace, model_map: ModelMap) -> list[str]:
 
 
 def _trace(args: argparse.Namespace, model_map: ModelMap, read):
-    """The trace that is named, or lies beside the model and is this model's."""
+    """Returns the trace of the command line, or the trace beside the model if it belongs to the model."""
     from pyorch.sidecars import container
 
     if args.trace is not None:
@@ -336,7 +340,7 @@ def _missing(model_map: ModelMap, memory: MemoryLimit, n_other_bytes: int) -> st
 def _command(
     args: argparse.Namespace, model_map: ModelMap, left: int, wanted: _WantedDevice | None
 ) -> str:
-    """A budget is named only where "auto" would take another: for a machine that is not this one."""
+    """Returns the command. It names a budget only if "auto" would choose another one, for a different machine."""
     words = ["pyorch", "run", model_map.path, "--ctx", str(args.ctx)]
     if args.memory is not None:
         words += ["--budget", as_option(left - left % (1 << 20))]

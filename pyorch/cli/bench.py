@@ -28,8 +28,8 @@ _COMPARED = ("policy", "prefetch", "recovery", "kernels")  # options that take s
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " Each configuration runs in a process of its own, in rounds. The report compares it with the roofline: the "
-        "time that computing, or reading what was missing, takes at least."
+        " Each configuration runs in its own process, in alternating rounds. The report compares it with the roofline, "
+        "the larger of the time to compute and the time to read missed bytes."
     )
     add_model(parser)
     add_settings(parser, EXPERTS, "n_threads", "cpus", LOSSY, "tuned",
@@ -38,24 +38,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-limit", metavar="SIZE",
                         help="limit the memory of each process, page cache included: 1600MiB, or 40%% of the file")
     parser.add_argument("--baseline", default="", metavar="WHAT,...",
-                        help="also measure llama.cpp without pyorch, in turn: mmap (under the same limit), stock (all "
-                             "in memory, as it is by default), plain (all in memory, and pyorch beside it, both "
-                             "without repacked kernels)")
+                        help="also measure llama.cpp without pyorch: mmap (under the same limit), stock (all in "
+                             "memory, its default), plain (all in memory; llama.cpp and pyorch without repacked "
+                             "kernels)")
     parser.add_argument("--tokens", type=whole(1), default=128, metavar="N", help="decode N tokens (default: 128)")
     parser.add_argument("--prompt-tokens", type=whole(1), default=512, metavar="N",
-                        help="before them, compute a prompt of N tokens (default: 512)")
+                        help="compute a prompt of N tokens first (default: 512)")
     parser.add_argument("--repeat", type=whole(1), default=3, metavar="R",
-                        help="measure R rounds, and print their medians (default: 3)")
+                        help="measure R rounds and print their medians (default: 3)")
     parser.add_argument("--data", metavar="FILE",
-                        help="text that is computed (default: a module of Python's standard library)")
+                        help="the text to compute (default: a module of Python's standard library)")
     parser.add_argument("--max-seconds", type=number(above=0), default=30, metavar="S",
                         help="stop decoding after S seconds, but not before the first token (default: 30)")
     parser.add_argument("--busy", type=_numbers, default=(0,), metavar="N,...",
-                        help="measure beside N processes that keep a processor busy each (default: 0)")
+                        help="measure while N other processes keep a processor busy each (default: 0)")
     parser.add_argument("--plot", type=Path, metavar="FILE.png",
-                        help="with a lossy setting, draw into this file what is read over time, lossless and lossy")
+                        help="with a lossy setting, draw the bytes read over time, lossless and lossy, into this file")
     add_force(parser, "")
-    parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print all measurements as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,13 +75,13 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot)
         check_own(args.plot, args.model, args.force)
-    # What goes with the first of each is checked here.
+    # Checks here that the other options fit the first value of each.
     compared = {name: given for name in _COMPARED if (given := listed(args, name))}
     first = {name: values[0] for name, values in compared.items()}
     each = [Settings(**given_settings(one, "budget", *_COMPARED), **first)
             for one in one_by_one(args, "substitution")]
     if each[0].device != NONE:
-        find_devices(each[0].device)  # said now, and not when everything before it was measured
+        find_devices(each[0].device)  # refuses now, before hours of measuring
     n_threads = each[0].n_threads or physical_cores()
     lossless = replace(each[0], substitution=None, buddies=None, speculate=False, tuned=None, n_threads=0)
     asked = plan.Plan(
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
             configs = [config for config in configs if not config.preload]
         rounds.check_limits(configs)
         beside = Sidecars(model_map)
-        for settings in asked.lossy:  # what they lack is said now, too
+        for settings in asked.lossy:  # refuses missing sidecars now, before hours of measuring
             find_ghosts(settings.substitution, beside)
             find_buddies(settings.substitution, settings.buddies, beside)
         if args.plot is not None and not asked.lossy:
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
         if not any(run.measurement for run in results.runs):
             raise PyorchError(results.runs[0].failure)
         cached = model_map.info.file_bytes <= cache_bytes()
-        # The reference computes on the processor: it says nothing of what a device can reach.
+        # The reference computes on the processor, so it is no bound for a device.
         summaries = [summarize(results, config, None if cached or config.on_device
                                else plan.beside(config.n_busy, plan.RESIDENT)) for config in configs]
         if args.plot is not None:

@@ -1,4 +1,4 @@
-"""What names a model on a command line: a file, or hf:ORG/NAME[:QUANT|/FILE] of the Hugging Face hub."""
+"""Names of models on the command line: a file, or hf:ORG/NAME[:QUANT|/FILE] of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pyorch.cli.progress import Progress
 from pyorch.errors import PyorchError
 
 PREFIX = "hf:"
-# What the argument may be.
-MODEL = ("a GGUF file, the beginning of the name of one that pyorch models lists, or hf:ORG/NAME[:QUANT|/FILE] for one "
-         "of the Hugging Face hub")
+# The help text of the argument.
+MODEL = ("a GGUF file, the beginning of a name that pyorch models lists, or hf:ORG/NAME[:QUANT|/FILE] of the Hugging "
+         "Face hub")
 
 
 def is_of_hub(given: object) -> bool:
@@ -23,10 +23,10 @@ def is_of_hub(given: object) -> bool:
 
 
 def resolve(args: argparse.Namespace, names: Iterable[str]) -> None:
-    """Puts the path of the file in place of each model of the hub that a command was given; fetches what is missing.
+    """Replaces the names of models in `args` by paths, and downloads missing models of the hub.
 
-    Raises PyorchError where there is no such model, or it does not come; and for a path that is no file, with what was
-    probably meant.
+    Raises:
+        PyorchError: A model does not exist or cannot be downloaded, or a path is no file. The sentence has a guess.
     """
     for name in names:
         given = getattr(args, name)
@@ -39,8 +39,14 @@ def resolve(args: argparse.Namespace, names: Iterable[str]) -> None:
 
 
 def find(name: str) -> str | None:
-    """The file of the model, among those that `pyorch models` lists, whose name begins so, in small letters or large;
-    None for a path, and where none does. PyorchError where several do, and none is called exactly so."""
+    """Returns the file of the listed model whose name begins with `name`, in either case.
+
+    Returns:
+        None if `name` is a path, or if no listed model matches.
+
+    Raises:
+        PyorchError: Several models match, and none exactly.
+    """
     if is_of_hub(name) or os.path.exists(name) or os.path.basename(name) != name or not name:
         return None
     from pyorch.hub import cache
@@ -73,12 +79,20 @@ def _check_file(path: Path) -> None:
 
 
 def fetch_model(name: str) -> Path:
-    """The file of a model of the hub. Raises as resolve() does."""
+    """Returns the file of a model of the hub, and downloads it if necessary.
+
+    Raises:
+        PyorchError: The model does not exist or cannot be downloaded.
+    """
     return _fetch(name, checkpoint=False)
 
 
 def fetch_source(given: str | Path) -> Path:
-    """What `pyorch convert` reads: a checkpoint, or one GGUF file of a repository. Raises as resolve() does."""
+    """Returns the input of `pyorch convert`: a checkpoint, or one GGUF file of a repository.
+
+    Raises:
+        PyorchError: It does not exist or cannot be downloaded.
+    """
     from pyorch.hub.reference import Reference
 
     return _fetch(str(given), checkpoint=Reference.parse(str(given)).whole)

@@ -1,4 +1,4 @@
-"""`pyorch inspect`: what a model is made of and what it needs."""
+"""`pyorch inspect`: the parts of a model, and the memory that it needs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ EXAMPLE = """pyorch inspect olmoe.gguf --verbose
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk", action="store_true",
-                        help="measure how experts are read fastest from this file system, keep that for all models on "
-                             "it, and show it")
+                        help="measure the fastest way to read experts from this file system, store it for all models "
+                             "there, and show it")
     add_model(parser)
     parser.add_argument("--ctx", type=whole(1), metavar="N",
                         help="show the size of the KV cache for N tokens (default: as trained, at most 4096)")
@@ -42,13 +42,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> dict[str, Any]:
-    """What --json prints. Sizes in bytes.
+    """Returns the object that --json prints. Sizes are in bytes.
 
-    expert_bytes: of one expert of the largest layer; layer_bytes: of all of that layer, in memory: with less, a layer
-    is streamed. kv_cache_bytes: for a context of n_ctx tokens. disk: what the file system was found to need, None where
-    it was not measured yet; disk_ways: all that was measured now. share: see _share(). pack_refused, plan_refused: why
-    what lies beside the model is not used, "" if it is, or none lies there. has_weights: most of the file's bytes were
-    written.
+    - expert_bytes: one expert of the largest layer. layer_bytes: all experts of that layer in memory; a smaller budget
+      streams the layer.
+    - kv_cache_bytes: for a context of n_ctx tokens.
+    - disk: the measured way to read, or None. disk_ways: all measurements of this run.
+    - share: see _share().
+    - pack_refused, plan_refused: why the file beside the model is not used; "" if it is used or does not exist.
+    - has_weights: most bytes of the file were written.
     """
     from pyorch import files
     from pyorch.runtime import disk
@@ -78,10 +80,10 @@ def _inspect(model_map, n_ctx: int, measures_disk: bool, pack_refused: str) -> d
 
 
 def _cache_bytes(model_map, n_ctx: int) -> int:
-    """As llama.cpp lays the cache out; of a model that it cannot load as the header says."""
+    """Returns the size of llama.cpp's cache; for a model that it cannot load, the size that the header implies."""
     from pyorch.llama import logs, measure
 
-    logs.install()  # its lines are read, and not shown
+    logs.install()  # pyorch reads these lines and does not show them
     logs.set_quiet(True)
     try:
         return measure.cache_bytes(model_map, n_ctx)
@@ -90,7 +92,7 @@ def _cache_bytes(model_map, n_ctx: int) -> int:
 
 
 def _share(model_map) -> int | None:
-    """Experts of all layers that the model has, where that is a share of them."""
+    """Returns the number of experts of all layers in a model that has only a share of them, otherwise None."""
     from pyorch.sidecars import packs
 
     share = packs.share_of(model_map)
@@ -98,7 +100,7 @@ def _share(model_map) -> int | None:
 
 
 def _plan(model_map) -> tuple[Path | None, str]:
-    """The plan beside a model, and why it is refused."""
+    """Returns the path of the plan beside a model, and why it is refused."""
     from pyorch.sidecars.plan import default_path, read_plan
 
     path = default_path(model_map.path)
@@ -112,7 +114,7 @@ def _plan(model_map) -> tuple[Path | None, str]:
 
 
 def _used(model: dict[str, Any]) -> str:
-    """The top-k of the routers; of routers that differ the range."""
+    """Returns the top-k of the routers, or its range if routers differ."""
     least, most = model["n_expert_used_least"], model["n_expert_used"]
     return str(most) if least == most else f"{least} to {most}"
 

@@ -1,4 +1,4 @@
-"""`pyorch models`: which models lie on this machine, and how they go."""
+"""`pyorch models`: lists the models on this machine, and removes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """What --json prints of a model. experts: "64 x 16" are 64 in each of 16 layers; "" of a dense model."""
+    """The object that --json prints of a model. experts: "64 x 16" is 64 in each of 16 layers; "" for a dense model."""
 
     name: str
     path: Path
@@ -38,8 +38,8 @@ EXAMPLE = """pyorch models
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " Without more it lists those of the hub's cache and of this folder, under the names that commands take; the "
-        "beginning of a file's name will do."
+        " By default it lists the models of the hub's cache and of this folder, under the names that commands take. "
+        "Commands also take the beginning of a file's name."
     )
     parser.add_argument("--json", action="store_true", help="print the models as a JSON array")
     parser.set_defaults(folders=[])
@@ -47,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing = add_command(kinds, "list", "list the models of the hub's cache, of this folder, and of others",
                           "pyorch models list ~/models --json")
     listing.add_argument("folders", metavar="FOLDER", nargs="*", type=Path,
-                         help="list the models in this folder, and below it, too")
+                         help="also list the models in this folder, and below it")
     listing.add_argument("--json", action="store_true", help="print the models as a JSON array")
     listing.set_defaults(run=run)
     removing = add_command(kinds, "rm", "remove models with their sidecars",
                            "pyorch models rm hf:ORG/NAME:Q4_K_M old.gguf")
     removing.add_argument("names", metavar="MODEL", nargs="+",
-                          help="a model as pyorch models lists it; hf:ORG/NAME removes all that the cache has of it")
+                          help="a model as pyorch models lists it; hf:ORG/NAME removes all its files from the cache")
     removing.add_argument("--yes", action="store_true", help="do not ask")
     removing.add_argument("--json", action="store_true", help="print what was removed as a JSON array")
     removing.set_defaults(run=_remove)
@@ -72,7 +72,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _remove(args: argparse.Namespace) -> int:
-    """Returns 0, or 1 where the user did not want it. PyorchError for a name that nothing has: then all stay."""
+    """Removes models. Returns 0, or 1 if the user declined.
+
+    Raises:
+        PyorchError: A name has no model; then nothing is removed. Or a file cannot be removed.
+    """
     from pyorch.hub import cache
 
     removals = [cache.removal(name) for name in dict.fromkeys(args.names)]
@@ -92,7 +96,7 @@ def _remove(args: argparse.Namespace) -> int:
 
 def _agreed(removals: list[Removal]) -> bool:
     if not sys.stdin.isatty():
-        raise PyorchError("nobody can be asked whether the models shall go: say --yes")
+        raise PyorchError("there is no terminal on which to confirm the removal: say --yes")
     for removal in removals:
         show([f"{removal.name}: {format_bytes(removal.n_bytes)}", *(f"  {file}" for file in removal.files)], sys.stderr)
     print("remove? [y/N] ", end="", file=sys.stderr, flush=True)

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from pyorch.runtime.model_map import ModelMap
 
 
-# Whether a file is one that a command wrote for this model; None: for any model.
+# Returns whether this program wrote a file for this model; None: for any model.
 IsOwn = Callable[[Path, "ModelMap | None"], bool]
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps descriptions, and leaves the example as it is."""
+    """Wraps descriptions, and keeps the line breaks of the example."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith(_EXAMPLE):
@@ -37,15 +37,15 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
 
     def _expand_help(self, action: argparse.Action) -> str:
-        return with_names(super()._expand_help(action))  # only a help that is shown asks the library
+        return with_names(super()._expand_help(action))  # asks the library only if the help is shown
 
 
 _EXAMPLE = "example:\n"
-_MINUTES = 15  # of a text, which nobody counted: hours with a large model
+_MINUTES = 15  # for text of unknown length, which could take hours on a large model
 
 
 def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, example: str) -> argparse.ArgumentParser:
-    """A parser whose --help ends with an example."""
+    """Returns the parser of a command. Its --help ends with an example."""
     parser = subparsers.add_parser(
         name,
         help=help,
@@ -60,7 +60,7 @@ def add_command(subparsers: argparse._SubParsersAction, name: str, help: str, ex
 
 
 def add_model(parser: argparse.ArgumentParser, more: str = "", optional: bool = False) -> None:
-    """The argument that names the model; main() makes a path of what names one of the hub. more: it has to have."""
+    """Adds the argument MODEL. main() replaces a model of the hub by a path. more: requirements, for the help."""
     parser.add_argument("model", metavar="MODEL", nargs="?" if optional else None,
                         help=f"the model: {MODEL}{f', {more}' if more else ''}")
 
@@ -69,9 +69,14 @@ def add_model_options(
     parser: argparse.ArgumentParser, *more: str, lists: Collection[str] = (), defaults: Mapping[str, str] | None = None,
     without: Collection[str] = (),
 ) -> None:
-    """The model and how its experts are kept, for given_settings(); more: further options and groups of them.
+    """Adds MODEL and the options of its experts, for given_settings().
 
-    lists, defaults, without: as add_settings() takes them.
+    Args:
+        parser: The parser of the command.
+        more: Further options and groups of options.
+        lists: See add_settings().
+        defaults: See add_settings().
+        without: See add_settings().
     """
     add_model(parser)
     add_settings(parser, EXPERTS, "n_threads", *more, lists=lists, defaults=defaults, without=without)
@@ -79,7 +84,7 @@ def add_model_options(
 
 
 def add_text_options(parser: argparse.ArgumentParser) -> None:
-    """--data and --tokens of a command that reads text."""
+    """Adds --data and --tokens of a command that reads text."""
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE",
                         help="plain text, or .jsonl with a field text or prompt on each line, or with questions in the "
                              "layout of ARC")
@@ -87,14 +92,14 @@ def add_text_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_minutes_option(parser: argparse.ArgumentParser) -> None:
-    """--minutes of a command that runs text through a model, which may take hours."""
+    """Adds --minutes of a command that runs text through a model, which may take hours."""
     parser.add_argument("--minutes", type=number(above=0), metavar="N",
-                        help=f"begin no further piece of the data after N minutes (default: {_MINUTES}; with --tokens, "
-                             "as long as that takes)")
+                        help=f"start no further piece of the data after N minutes (default: {_MINUTES}; with --tokens, "
+                             "no limit)")
 
 
 def seconds_for_text(args: argparse.Namespace) -> float | None:
-    """What --minutes allows; None: as long as it takes."""
+    """Returns the seconds of --minutes, or None for no limit."""
     minutes = args.minutes or (None if args.tokens else _MINUTES)
     return minutes and 60.0 * minutes
 
@@ -107,7 +112,7 @@ def note_cut_short(args: argparse.Namespace) -> None:
 def add_output_options(
     parser: argparse.ArgumentParser, default: str, as_json: str = "print the result as one JSON object"
 ) -> None:
-    """-o, --force and --json of a command that writes one file. default: where it writes without -o, for the help."""
+    """Adds -o, --force and --json of a command that writes one file. default: its default path, for the help."""
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"the file to write (default: {default})")
     add_force(parser, f"{OWN}, or without -o for a former model of this name")
     parser.add_argument("--json", action="store_true", help=as_json)
@@ -117,8 +122,7 @@ OWN = "one that this command wrote for this model"
 
 
 def add_force(parser: argparse.ArgumentParser, own: str = OWN) -> None:
-    """--force of a command that writes files. own: the file that the command replaces without it, for the help; "" for
-    none."""
+    """Adds --force of a command that writes files. own: the file that is replaced without it, for the help, or ""."""
     default = f"replace only {own}" if own else "refuse"
     parser.add_argument("--force", action="store_true",
                         help=f"replace the file that has the name of the output (default: {default})")
@@ -127,7 +131,7 @@ def add_force(parser: argparse.ArgumentParser, own: str = OWN) -> None:
 def answer(
     args: argparse.Namespace, result: object, parts: Callable[[], Iterable[str | Table | Facts]]
 ) -> int:
-    """Prints a result, as one JSON object if that was asked for, else in parts for people. Returns the status 0."""
+    """Prints a result as one JSON object with --json, otherwise in parts. Returns the status 0."""
     if args.json:
         print_json(result)
     else:
@@ -136,7 +140,11 @@ def answer(
 
 
 def read_prompt(text: str | None, file: Path | None) -> str | None:
-    """The prompt of -p or -f, of which "-" is the standard input. PyorchError if it cannot be read as text."""
+    """Returns the prompt of -p or -f ("-": the standard input).
+
+    Raises:
+        PyorchError: The prompt cannot be read, or is not text.
+    """
     if file == Path("-"):
         return read_standard_input()
     if file is None:
@@ -148,7 +156,11 @@ def read_prompt(text: str | None, file: Path | None) -> str | None:
 
 
 def read_standard_input() -> str:
-    """Without the line feed that echo, and every editor, puts behind a text. PyorchError if it is no text."""
+    """Returns the standard input without the line feed at its end, which echo and editors add.
+
+    Raises:
+        PyorchError: The input is not text.
+    """
     try:
         text = sys.stdin.read()
     except UnicodeDecodeError:
@@ -159,7 +171,7 @@ def read_standard_input() -> str:
 
 
 def _is_text(argument: str) -> bool:
-    """Python keeps bytes of an argument that are no text as halves of surrogate pairs."""
+    """Whether an argument is text: Python stores other bytes as halves of surrogate pairs."""
     try:
         argument.encode()
     except UnicodeEncodeError:
@@ -168,7 +180,11 @@ def _is_text(argument: str) -> bool:
 
 
 def check_readable(paths: Iterable[str | Path | None]) -> None:
-    """PyorchError for a file that cannot be read, before a model is loaded, which takes long. None is no file."""
+    """Checks that files can be read, before a model is loaded, which takes long. None is no file.
+
+    Raises:
+        PyorchError: A file cannot be read.
+    """
     for path in filter(None, paths):
         with reading(path), open(path, "rb"):
             pass
@@ -186,11 +202,11 @@ def check_output(
         sources: Other files that are read for it. None is no file.
         force: Whether the user gave --force.
         is_own: See IsOwn; None: the command recognizes no file as its own.
-        by_default: Whether the output has the default name, which is made of the model's. There a file that this
-            command wrote for another model is of no use any more, and is replaced, too: a former model had that name.
+        by_default: Whether the output has the default name, derived from the model's name. Such a file of another
+            model is replaced too: it belongs to a former model of this name.
 
     Raises:
-        PyorchError: No file can be written there, or the file would replace one that is read, or, without force, one
+        PyorchError: No file can be written there; or the file would replace one that is read; or, without force, one
             that this command did not write for this model.
     """
     from pyorch.runtime.model_map import shards_of
@@ -206,8 +222,11 @@ def check_output(
 def check_own(
     output: Path, model: str | Path, force: bool, is_own: IsOwn | None = None, by_default: bool = False
 ) -> None:
-    """PyorchError where the output is a file that this command did not write for this model, unless force is given.
-    is_own, by_default: see check_output()."""
+    """Checks, unless force is given, that this command wrote the existing output for this model. See check_output().
+
+    Raises:
+        PyorchError: It did not.
+    """
     from pyorch.runtime.model_map import ModelMap
 
     if force or not holds_anything(output):
@@ -222,17 +241,17 @@ def check_own(
 
 
 def holds_anything(output: Path) -> bool:
-    """Whether there is a file, with something in it."""
+    """Whether the file exists and is not empty."""
     return output.is_file() and output.stat().st_size > 0
 
 
 def in_the_way(output: Path, why: str = "") -> PyorchError:
-    """The refusal to replace a file. why: behind the words that say that it exists."""
+    """Returns the refusal to replace a file. why: follows the word "exists"."""
     return PyorchError(f"{output} exists{why}: name another file, or give --force to replace this one")
 
 
 def print_json(value: object) -> None:
-    """Dataclasses and what is made of them, as one JSON object. What is not a number is null."""
+    """Prints a value, such as a dataclass, as one JSON object. A number that is not finite becomes null."""
     print(json.dumps(_plain(value), indent=2, allow_nan=False))
 
 

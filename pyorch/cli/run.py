@@ -25,27 +25,27 @@ EXAMPLE = """pyorch run olmoe.gguf -p "Once upon a time" -n 64 --budget 40%
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " The text goes to stdout, statistics go to stderr. Without -p and -f the prompt is what comes through a pipe, "
-        "and on a terminal a conversation begins."
+        " The text goes to stdout, statistics to stderr. Without -p and -f it reads a prompt from a pipe, or starts a "
+        "conversation on a terminal."
     )
     parser.usage = "pyorch run MODEL [-p TEXT | -f FILE | --chat] [options]"
     source = parser.add_mutually_exclusive_group()
     source.add_argument("-p", "--prompt", metavar="TEXT", help="continue this text")
     source.add_argument("-f", "--file", type=Path, metavar="FILE",
-                        help="continue the text of a file; -: of the standard input, without its last line feed")
+                        help="continue the text of a file; -: the standard input, without its last line feed")
     source.add_argument("--chat", action="store_true",
-                        help="converse, with the chat template of the model; /help lists what else can be typed, "
-                             "Ctrl-D ends the conversation")
+                        help="converse, with the model's chat template; /help lists further commands, Ctrl-D ends the "
+                             "conversation")
     parser.add_argument("--system", metavar="TEXT",
-                        help="instructions for the model (system prompt); without --chat, the prompt is then not "
-                             "continued but answered, with the chat template")
+                        help="system prompt; without --chat, the model answers the prompt with its chat template in "
+                             "place of continuing it")
     add_sampling_options(parser)
     add_model_options(parser, CONTEXT, LONG, LOSSY, defaults={"device": DEFAULT_DEVICE})
-    parser.add_argument("--json", action="store_true", help="print text and statistics as one JSON object, at the end")
+    parser.add_argument("--json", action="store_true", help="print text and statistics as one JSON object at the end")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0; 130 where Ctrl-C ended the text early."""
+    """Runs the command. Returns 0, or 130 if Ctrl-C ended the text early."""
     if args.prompt is None and args.file is None and sys.stdin.isatty():
         args.chat = True
     if args.chat and args.json:
@@ -90,7 +90,7 @@ def _prompt(args: argparse.Namespace) -> str:
 
 
 def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.Namespace) -> bool:
-    """False: Ctrl-C ended it; what came until then is printed all the same."""
+    """Generates and prints the text. Returns False if Ctrl-C ended it; the text so far is printed too."""
     if args.system is not None:
         messages = [{"role": "system", "content": args.system}, {"role": "user", "content": prompt}]
         pieces = model.chat(messages, **chosen)
@@ -107,7 +107,7 @@ def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.
     except KeyboardInterrupt:
         complete = False
     if args.json:
-        # device: that computes, null for the processor alone.
+        # device: the devices that compute, null for the processor alone.
         print_json({"text": text, "device": model.device or None, "stats": model.stats()})
     else:
         print(flush=True)
@@ -116,5 +116,5 @@ def _generate(model: Model, prompt: str, chosen: dict[str, Any], args: argparse.
 
 
 def _dim(prompt: str) -> str:
-    """So that what the model adds stands out."""
+    """Dims the prompt, so that the generated text stands out."""
     return prompt if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" else f"\x1b[2m{prompt}\x1b[22m"

@@ -1,4 +1,4 @@
-"""`pyorch serve`: llama-server, with the experts of its model under a budget."""
+"""`pyorch serve`: llama-server, with a budget for the experts of its model."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ EXAMPLE = """pyorch serve olmoe.gguf --budget 40% --port 8080 -- --api-key secre
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "pyorch serve [MODEL] [options] [-- flags of llama-server]"
     parser.description = (
-        "Serve a model over the OpenAI and Anthropic APIs, with llama-server. What follows after `--` are flags of "
-        "llama-server. Without MODEL several are served, each from when a request names it until it is idle."
+        "Serve a model over the OpenAI and Anthropic APIs, with llama-server. Flags of llama-server follow after `--`. "
+        "Without MODEL it serves several models: a request loads the model that it names, and idle models are unloaded."
     )
     add_model(parser, optional=True)
     parser.add_argument("--models", action="append", metavar="DIR|hf:ORG/NAME",
-                        help="in place of MODEL: the models in this folder and below it, or one of the hub; may be "
-                             "repeated (default: those that `pyorch models` lists)")
+                        help="in place of MODEL: the models in this folder and below it, or a model of the hub; may be "
+                             "repeated (default: all that `pyorch models` lists)")
     parser.add_argument("--keep-alive", type=number(least=0), metavar="SECONDS",
-                        help="without MODEL: a model that nobody used for so long is unloaded (default: 300)")
+                        help="without MODEL: unload a model after so long without a request (default: 300)")
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=whole(0, 65535),
-                        help="port to listen on, 0 for any that is free (default: 8080)")
+                        help="port to listen on; 0: any free port (default: 8080)")
     add_settings(parser, EXPERTS, CONTEXT, LONG, LOSSY, defaults={"device": DEFAULT_DEVICE})
-    parser.add_argument("--ctx-size", dest="n_ctx", help=argparse.SUPPRESS)  # as llama-server calls it
+    parser.add_argument("--ctx-size", dest="n_ctx", help=argparse.SUPPRESS)  # llama-server's name of --ctx
     parser.add_argument("--prompt-cache", type=_size_or_none, default="1GiB", metavar="SIZE",
-                        help="keep on disk what was computed of prompts, so that it is not computed again after a "
-                             "restart: so much of all models, 0 for nothing (default: 1GiB)")
+                        help="keep computed prompts on disk for the next start, at most this size for all models "
+                             "together; 0: none (default: 1GiB)")
     parser.add_argument("--grace", type=number(least=0), default=10.0, metavar="SECONDS",
-                        help="when it is ended, by SIGINT (Ctrl-C) or SIGTERM, requests that run have so many seconds "
-                             "to end; a second signal ends it at once (default: 10)")
+                        help="after SIGINT (Ctrl-C) or SIGTERM give running requests so many seconds to end; a second "
+                             "signal ends at once (default: 10)")
     parser.add_argument("--stats-every", type=number(above=0), metavar="SECONDS",
-                        help="print statistics every so many seconds too, not only at the end")
-    parser.add_argument("--json", action="store_true", help="print statistics on stdout, as one line of JSON each time")
+                        help="print statistics every so many seconds, not only at the end")
+    parser.add_argument("--json", action="store_true", help="print statistics on stdout, each as one line of JSON")
     parser.add_argument("--verbose", action="store_true", help="show the log of llama-server")
-    # Of one of several models: it does not outlive the server that started it.
+    # For one of several models: it ends with the server that started it, and writes its port to a descriptor.
     parser.add_argument("--while-stdin", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--announce", type=whole(0), help=argparse.SUPPRESS)  # its port, to a descriptor
+    parser.add_argument("--announce", type=whole(0), help=argparse.SUPPRESS)
     take_server_flags(parser)
 
 
@@ -68,7 +68,7 @@ def _size_or_none(text: str) -> int:
 
 
 def take_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Makes server_flags of what follows `--`, which argparse would take for positional arguments."""
+    """Stores the arguments after `--` in server_flags. argparse would take them for positional arguments."""
     parse = parser.parse_known_args
 
     def parse_known_args(args=None, namespace=None):
@@ -111,13 +111,13 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _announced(descriptor: int, _: object, address: Address) -> Iterator[None]:
-    with contextlib.suppress(OSError):  # nobody waits for it any more
+    with contextlib.suppress(OSError):  # the reader has ended
         os.write(descriptor, f"{address.port}\n".encode())
     yield
 
 
 def _end_with_stdin() -> None:
-    while os.read(sys.stdin.fileno(), 4096):  # not of sys.stdin, whose lock the interpreter takes when it ends
+    while os.read(sys.stdin.fileno(), 4096):  # sys.stdin.read() would hold a lock that the interpreter needs to end
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -137,12 +137,12 @@ def _serve_models(args: argparse.Namespace, flags: list[str], budget: Budget | s
 
 
 def _named(given: Iterable[str], fetched: Mapping[str, Path], folders: Iterable[str]) -> dict[str, Path]:
-    """The models that there are now, by name: those fetched of the hub, and those in folders.
+    """Returns the models of the hub and of folders by name, as they are now.
 
-    Without any: the models that `pyorch models` lists.
+    Without any, returns the models that `pyorch models` lists.
 
     Raises:
-        PyorchError: There are none, or a folder is none.
+        PyorchError: There is no model, or a folder does not exist.
     """
     from pyorch.hub import cache
 
@@ -151,7 +151,7 @@ def _named(given: Iterable[str], fetched: Mapping[str, Path], folders: Iterable[
         one for one in cache.listed() if not one.checkpoint]
     for one in stored:
         path = one.files[0]
-        name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)  # of one that is in several files
+        name = re.sub(r"-\d{5}-of-\d{5}$", "", path.stem)  # of a model in several files
         if is_of_hub(one.name):
             named[one.name] = path
         else:
