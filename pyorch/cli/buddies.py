@@ -1,4 +1,4 @@
-"""`pyorch buddies`: which experts can replace which, from a trace."""
+"""`pyorch buddies`: finds, from a trace, the experts that can replace each expert."""
 
 from __future__ import annotations
 
@@ -19,33 +19,31 @@ EXAMPLE = "pyorch buddies olmoe.gguf --trace olmoe.trace --coverage 0.95:0.8"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " A buddy is an expert that the router often selects together with another one, and that computes in its place "
-        "where that one is absent and the user allows it. "
-        "The list of buddies of each expert is written into a file beside the model."
+        " A buddy is an expert that the router often selects together with another one. It can replace the other one "
+        "if that is absent, and if the user allows it. "
+        "The lists of buddies are written into a file beside the model."
     )
     add_model(parser)
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE",
                         help="a trace that pyorch profile recorded")
     parser.add_argument("--coverage", "--alpha", dest="alpha", type=_alphas, default=(0.95,), metavar="SHARE[:SHARE]",
-                        help="a list holds the fewest experts that make up this share of all that the router selects "
-                             "together with its own; 0.95:0.8 falls evenly from the first layer to the last, and more "
-                             "shares are spread evenly over the layers, one for each if there are as many "
-                             "(default: 0.95)")
+                        help="a list holds the fewest experts that make up this share of the expert's co-activations; "
+                             "0.95:0.8 falls evenly from the first layer to the last; more shares are spread evenly "
+                             "over the layers (default: 0.95)")
     parser.add_argument("--k-max", type=int, default=16, metavar="K",
                         help="a list holds at most K buddies (default: %(default)s)")
     parser.add_argument("--weighting", choices=("binary", "probability"), default="binary",
                         help="a token that selects two experts counts as 1 (binary), or as the smaller of their "
                              "probabilities (probability) (default: %(default)s)")
     parser.add_argument("--smoothing", type=float, default=1.0, metavar="COUNT",
-                        help="COUNT is added to the count of each two experts, so that a short trace says less "
-                             "(default: %(default)g)")
+                        help="add COUNT to the co-activations of every pair of experts (Laplace smoothing; default: "
+                             "%(default)g)")
     parser.add_argument("--warm-up", type=int, default=0, metavar="TOKENS",
-                        help="the first TOKENS tokens of a request count less; their weight rises evenly to 1 "
-                             "(default: %(default)s)")
+                        help="weight of the first TOKENS tokens of a request rises evenly to 1 (default: %(default)s)")
     parser.add_argument("--similarity", choices=("coactivation", "output", "both"), default="coactivation",
-                        help="which experts are buddies: those selected for the same tokens (coactivation), those that "
-                             "compute similar outputs (output), or by the product of the two scores (both); the last "
-                             "two need a trace of pyorch profile --inputs 512 (default: %(default)s)")
+                        help="similarity of buddies: selected for the same tokens (coactivation), similar outputs "
+                             "(output), or the product of both scores (both); the last two need a trace of pyorch "
+                             "profile --inputs 512 (default: %(default)s)")
     add_output_options(parser, "MODEL.buddies.gguf beside the model")
 
 

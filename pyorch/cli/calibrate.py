@@ -1,4 +1,4 @@
-"""`pyorch calibrate`: measure what predictors are made with."""
+"""`pyorch calibrate`: measures the mean outputs of experts, which predictors need."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ EXAMPLE = "pyorch calibrate olmoe.gguf --data prose.txt --tokens 20000"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " The predictors quasi-hidden and hybrid compute with these averages (default vectors). "
-        "The command also tries how many layers ahead reading is fastest."
+        " The predictors quasi-hidden and hybrid use these means (default vectors). The command also measures the best "
+        "prefetch distance."
     )
-    add_model_options(parser, without=("prefetch", "device_ahead"))  # it tries for itself how far ahead to read
+    add_model_options(parser, without=("prefetch", "device_ahead"))  # it tries all distances itself
     add_text_options(parser)
     add_minutes_option(parser)
     add_output_options(parser, "MODEL.predictor.gguf beside the model")
@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if lost:
         print(f"pyorch: note: {one_line(str(output))} held an estimator that was trained with other default vectors: "
               "train a new one with pyorch train-predictor", file=sys.stderr)
-    # unused: experts that no token selected; compute_ms: of a decoded token, beside the waits for experts; trials: of
-    # each distance, of which the chosen one is the best.
+    # unused: experts that no token selected. compute_ms: time of a decoded token without waits for experts. trials: the
+    # result of each distance; the best one is chosen.
     return answer(args, {
         "path": output, "n_tokens": vectors.n_tokens, "compute_ms": calibrated.compute_ms, "unused": unused,
         "distance": calibrated.distance, "trials": calibrated.trials,
@@ -81,7 +81,7 @@ def _distance_sentence(calibrated) -> str:
 
 
 def _has_estimator(path: Path, model_map) -> bool:
-    """Of what is overwritten; the file may be of another model, or damaged."""
+    """Whether the file to overwrite has an estimator. The file may belong to another model, or be damaged."""
     from pyorch.sidecars.predictor import PredictorFile
 
     try:

@@ -1,7 +1,6 @@
-"""A conversation with a model: on a terminal with history, several lines and a status line, from a pipe line by line.
+"""A conversation with a model: with history, messages of several lines and a status line, or from a pipe line by line.
 
-The model computes only what is new of a conversation: its KV cache holds what it has seen, up to where the texts
-differ.
+The model computes only new tokens: its KV cache holds the conversation up to the first difference.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ if TYPE_CHECKING:
 
 _ROLES = ("user", "assistant")
 _QUOTES = '"""'  # around a message of several lines
-_SHOWN = 2000  # characters at the end of a message with which a conversation goes on
+_SHOWN = 2000  # characters at the end of the last message that /load shows
 
 
 class Chat:
-    """What was said, and what the last answer took. chosen: how tokens are sampled, for Model.chat()."""
+    """The messages, and the statistics of the last answer. chosen: sampling options of Model.chat()."""
 
     chosen: dict[str, Any]
 
@@ -42,9 +41,10 @@ class Chat:
         self._before = self._after = model.stats()
 
     def answer(self, text: str, on_piece: Callable[[str], None]) -> None:
-        """Calls on_piece with the model's answer, piece by piece. What came of it until Ctrl-C stays.
+        """Calls on_piece with each piece of the model's answer. After Ctrl-C the conversation keeps the pieces so far.
 
-        Raises PyorchError where it cannot be computed; if nothing was answered, the text was never said.
+        Raises:
+            PyorchError: The answer cannot be computed. Without any piece, the message is removed too.
         """
         first = [{"role": "system", "content": self.system}] if self.system else []
         asked = {"role": "user", "content": text}
@@ -66,7 +66,7 @@ class Chat:
                 self.messages += [asked, {"role": "assistant", "content": said}]
 
     def status(self) -> str:
-        """One line: the last answer's speed, how many experts were in memory since the start, budget and context."""
+        """Returns one line: speed of the last answer, hit rate since the start, budget and context."""
         before, after = self._before, self._after
         tokens, seconds = after.decode_tokens - before.decode_tokens, after.decode_seconds - before.decode_seconds
         parts = [f"{tokens / seconds:.1f} tok/s" if tokens > 0 and seconds > 0 else "- tok/s"]
@@ -76,7 +76,11 @@ class Chat:
         return "  ".join([*parts, f"context {llama.n_tokens} of {llama.n_ctx()}"])
 
     def save(self, path: Path) -> None:
-        """PyorchError if the file cannot be written, or is another one than a conversation that was saved."""
+        """Writes the conversation.
+
+        Raises:
+            PyorchError: The file cannot be written, or exists and is no saved conversation.
+        """
         from pyorch.files import write_text
 
         if path.is_file() and path.stat().st_size > 0:
@@ -85,12 +89,20 @@ class Chat:
         write_text(path, json.dumps(said, indent=2, ensure_ascii=False) + "\n")
 
     def load(self, path: Path) -> None:
-        """Goes on with a conversation that was saved. PyorchError for a file that holds none; then nothing changes."""
+        """Continues a saved conversation.
+
+        Raises:
+            PyorchError: The file holds none; the present conversation stays.
+        """
         self.system, self.messages = _read(path)
 
 
 def _read(path: Path) -> tuple[str | None, list[dict[str, str]]]:
-    """The system prompt and the messages of a saved conversation. PyorchError for a file that holds none."""
+    """Returns the system prompt and the messages of a saved conversation.
+
+    Raises:
+        PyorchError: The file holds none.
+    """
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
         system, messages = said["system"], [dict(message) for message in said["messages"]]
@@ -106,7 +118,7 @@ def _read(path: Path) -> tuple[str | None, list[dict[str, str]]]:
 
 
 def converse(chat: Chat) -> None:
-    """Until the input ends, or /exit."""
+    """Converses until the input ends, or /exit."""
     on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
     if on_terminal:
         _say("/help lists what can be done, Ctrl-D ends the conversation")
@@ -127,7 +139,7 @@ def _unquoted(text: str) -> str:
 
 
 def _is_open(text: str) -> bool:
-    """Whether a message in quotes goes on behind this."""
+    """Whether a quoted message continues on the next line."""
     text = text.strip()
     return text.startswith(_QUOTES) and (len(text) < 2 * len(_QUOTES) or not text.endswith(_QUOTES))
 
@@ -215,7 +227,7 @@ def _help(_: Chat, __: str) -> None:
         min(100, shutil.get_terminal_size().columns)), file=sys.stderr, flush=True)
 
 
-# name: what does it, what follows it, what it does
+# name: function, its argument, help
 _COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "/system": (_system, "[TEXT]", "shows or changes the instructions for the model"),
     "/retry": (_retry, "", "answers the last message once more"),
@@ -229,11 +241,15 @@ _COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
 }
 
 
-_AS_ELSEWHERE = {"/quit": "/exit", "/bye": "/exit"}  # what other programs for conversations end with
+_AS_ELSEWHERE = {"/quit": "/exit", "/bye": "/exit"}  # commands of other programs
 
 
 def _obey(chat: Chat, text: str) -> bool:
-    """False: the conversation is over. PyorchError where a command does not exist, or cannot do what it is to do."""
+    """Runs a command of the conversation. Returns False if the conversation is over.
+
+    Raises:
+        PyorchError: The command does not exist, or fails.
+    """
     name, _, argument = text.strip().partition(" ")
     name = _AS_ELSEWHERE.get(name, name)
     if name not in _COMMANDS:
@@ -268,7 +284,7 @@ def _read_line() -> str | None:
 
 
 def _terminal_reader(chat: Chat) -> Callable[[], str | None]:
-    """Draws on stderr: what goes to stdout may be kept."""
+    """Returns a reader that draws on stderr, because stdout may be redirected."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -307,7 +323,7 @@ def _terminal_reader(chat: Chat) -> Callable[[], str | None]:
 
 
 def _history() -> Any:
-    """What was typed in earlier conversations, which only the user can read. In memory where no file can be written."""
+    """Returns the history of earlier input, in a file that only the user can read, or in memory if that fails."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")

@@ -1,4 +1,4 @@
-"""`pyorch cluster`: several servers that share a model, held together by Ray."""
+"""`pyorch cluster`: several servers of one model, managed by Ray."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for starting in (up, serve):
         starting.usage = f"pyorch cluster {starting.prog.split()[-1]} [options] [-- flags of llama-server]"
         starting.description += (
-            " Each has an endpoint of the OpenAI API, and all of them the settings that are given here. What follows "
-            "after `--` are flags of llama-server."
+            " Each server has an endpoint of the OpenAI API and the settings given here. Flags of llama-server follow "
+            "after `--`."
         )
         starting.add_argument("--address", default="", metavar="HOST:PORT",
-                              help="the Ray cluster to run on (default: one of its own, on this machine alone)")
+                              help="the Ray cluster to run on (default: a new one on this machine)")
         starting.add_argument("--plan", type=Path, metavar="FILE",
-                              help="keep in the memory of each server the experts that `pyorch place` gave it")
+                              help="keep in the memory of each server the experts that `pyorch place` assigned to it")
         add_settings(starting, EXPERTS, CONTEXT, LOSSY, without=("budget",))
         take_server_flags(starting)
     status = _add_action(actions, "status", "show how the servers do", _status, "pyorch cluster status --json")
     status.add_argument("--json", action="store_true", help="print it as one JSON object")
-    rebalance = _add_action(actions, "rebalance", "have the scheduler place the experts again now, which it does by "
-                            "itself every so often", _rebalance, "pyorch cluster rebalance --json")
+    rebalance = _add_action(actions, "rebalance", "let the scheduler place the experts now; it also does so "
+                            "periodically", _rebalance, "pyorch cluster rebalance --json")
     rebalance.add_argument("--json", action="store_true", help="print the decision as one JSON object")
-    prepare = _add_action(actions, "prepare", "write a model for each server with the experts only that a plan gives "
-                          "it, for disks that have no room for all", _prepare,
+    prepare = _add_action(actions, "prepare", "write for each server a model with only the experts of a plan, for "
+                          "disks without room for all experts", _prepare,
                           "pyorch cluster prepare --plan plan.json -o shares")
     prepare.add_argument("--plan", type=Path, required=True, metavar="FILE",
-                         help="which experts each server has, by `pyorch place`")
+                         help="the placement of `pyorch place`")
     prepare.add_argument("-o", "--output", type=Path, required=True, metavar="DIR",
                          help="the directory to write to: DIR/SERVER/MODEL.gguf and its pack, for each server")
     prepare.add_argument("--server", action="append", metavar="NAME",
-                         help="for this server only; may be repeated (default: for all)")
+                         help="only for this server; may be repeated (default: for all)")
     prepare.add_argument("--json", action="store_true", help="print what was written as one JSON object")
     measure = _add_action(actions, "measure", "measure links and disks of servers that are up, for the scheduler",
                           _measure, "pyorch cluster measure -o costs.json")
@@ -95,7 +95,7 @@ def _serve(args: argparse.Namespace) -> int:
     asked = threading.Event()
     with _interruptible() as numbers, contextlib.ExitStack() as ending:
         with _started(args) as (ray, servers):
-            ending.callback(operations.down, args.config)  # one that was up before stays
+            ending.callback(operations.down, args.config)  # a cluster that was already up stays up
             for number in numbers:
                 signal.signal(number, lambda *_: asked.set())
             show(_table(servers))
@@ -105,9 +105,9 @@ def _serve(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[list[int]]:
-    """Whoever tells this command to end, or closes its terminal, does what Ctrl-C does. Gives the signals for that."""
+    """Makes termination signals and a closed terminal act as Ctrl-C. Yields the received signals."""
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-               if signal.getsignal(number) is not signal.SIG_IGN]  # nohup, or in the background of a script
+               if signal.getsignal(number) is not signal.SIG_IGN]  # ignored by nohup, or in the background of a script
     before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield numbers
@@ -218,7 +218,7 @@ def _started(args: argparse.Namespace) -> AbstractContextManager[tuple[ModuleTyp
 
 
 def _said(report: Report | None) -> list[str]:
-    """What the scheduler does, in sentences."""
+    """Returns the state of the scheduler in sentences."""
     if report is None:
         return []
     said = [f"the scheduler decides again in {max(0.0, report.next - time()):.0f} s, every {report.interval:g} s"]
@@ -270,7 +270,7 @@ def _table(servers: list[Status], report: Report | None = None) -> list:
 
 
 def _local(server: Status, report: Report | None) -> str:
-    """Of what its routers selected, not sent nor read instead: in the scheduler's last window, else from the start."""
+    """Returns the share of expert uses computed on the server itself, in the last window or since the start."""
     counters = server.counters
     if report is not None and server.name in report.local:
         return f"{report.local[server.name]:.1%}"
@@ -280,7 +280,7 @@ def _local(server: Status, report: Report | None) -> str:
 
 
 def _was_used(counters: Counters) -> bool:
-    """Whether it has computed anything for anybody: llama-server tries its context when it starts."""
+    """Whether the server has computed anything for a request; llama-server tries its context at the start."""
     return counters.prompt_tokens != 0 or counters.generated_tokens != 0 or counters.served > 0
 
 
@@ -289,5 +289,5 @@ def _interrupt(*_: object) -> None:
 
 
 def _say(sentence: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # whoever listened is gone; what was begun goes on, or is taken down
+    with contextlib.suppress(BrokenPipeError):  # the reader has ended; the command goes on
         print(f"pyorch: {one_line(sentence)}", file=sys.stderr, flush=True)

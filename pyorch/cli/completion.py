@@ -1,7 +1,7 @@
-"""`pyorch completion`: what a shell needs to complete commands.
+"""`pyorch completion`: scripts by which shells complete commands.
 
-The scripts ask `pyorch completion words WORD...` what the last word, as far as it is typed, may become: a line for each
-candidate, and behind a tab what it means. Where there is none, the shell completes files.
+The scripts call `pyorch completion words WORD...` with the words typed so far. It prints a line for each candidate of
+the last word, with a description after a tab. Without candidates the shell completes files.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def candidates(words: list[str]) -> Iterator[tuple[str, str]]:
-    """What the last word, which may be empty or half of one, can become, and what it means."""
+    """Yields candidates of the last word, which may be empty or incomplete, with their descriptions."""
     *before, typed = words or [""]
     for name, meaning in _all(before, typed):
         if name.startswith(typed):
@@ -82,7 +82,7 @@ def _all(before: list[str], typed: str) -> Iterator[tuple[str, str]]:
     while (word := next(words, None)) in cli.nested(parser):
         parser = cli.nested(parser)[word]
     flags = parser._option_string_actions
-    from pyorch.library.choices import with_names  # the library, which the names of commands do not need
+    from pyorch.library.choices import with_names  # loads the library, which names of commands do not need
 
     option = flags.get(before[-1])
     if option is not None and option.nargs != 0:
@@ -95,11 +95,11 @@ def _all(before: list[str], typed: str) -> Iterator[tuple[str, str]]:
         taken = [word for flag, word in pairwise(["", word or "", *words])
                  if word and not word.startswith("-") and (flag not in flags or flags[flag].nargs == 0)]
         wanted = {action.dest: action for action in parser._actions if not action.option_strings}
-        if "names" in wanted:  # of pyorch models rm, which takes no beginnings of names
+        if "names" in wanted:  # pyorch models rm takes whole names only
             yield from _models(typed, whole=True)
         elif "model" in wanted and not taken:
             yield from _models(typed)
-        elif "words" in wanted:  # of pyorch config: a command, and a model
+        elif "words" in wanted:  # pyorch config takes a command and a model
             below = cli.make_parser(cli.COMMANDS)
             while taken and taken[0] in cli.nested(below):
                 below = cli.nested(below)[taken.pop(0)]
@@ -110,7 +110,7 @@ def _all(before: list[str], typed: str) -> Iterator[tuple[str, str]]:
 
 
 def _values(option: argparse.Action, typed: str) -> Iterator[str]:
-    """What the value of an option can be, as far as that is known. Of several with commas between them, the last."""
+    """Yields known values of an option; for values with commas between them, candidates of the last one."""
     from pyorch.convert import architectures, quantization
     from pyorch.library.choices import policies, predictors
     from pyorch.settings.device import AUTO, DEVICE_MISSES, NONE
@@ -133,8 +133,10 @@ def _values(option: argparse.Action, typed: str) -> Iterator[str]:
 
 
 def _models(typed: str, whole: bool = False) -> Iterator[tuple[str, str]]:
-    """Files, and the names of repositories in the hub's cache, which is looked at without the hub's package. whole: as
-    hf:ORG/NAME."""
+    """Yields model files and names of repositories in the hub's cache, without importing the hub's package.
+
+    whole: with the prefix, as hf:ORG/NAME.
+    """
     from pyorch.hub.reference import is_sidecar
 
     for path in sorted(glob.glob(f"{glob.escape(typed)}*")):

@@ -1,6 +1,6 @@
-"""The user's file of settings, and `pyorch config`, which shows what is in force.
+"""The user's settings file, and `pyorch config`, which shows the settings in force.
 
-The file has flags under their names: for all commands, then in tables for a command and for models:
+The file has flags under their names: for all commands, and in tables for a command and for models:
 
     threads = 4
 
@@ -13,7 +13,7 @@ The file has flags under their names: for all commands, then in tables for a com
     [model."olmoe".serve]
     ctx = 8192
 
-What is further down in this order wins, and what is said on the command line wins over all.
+Later entries of this order win, and the command line wins over the file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pyorch.errors import PyorchError
 from pyorch.files import read_toml, tomllib
 from pyorch.library.choices import with_names
 
-_MODEL = "model"  # the table whose tables are for models
+_MODEL = "model"  # the table that holds the tables of models
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,19 @@ class Given:
 
 
 class _Default(list):
-    """What the file says of a flag that may be repeated. argparse copies a default to add to it what the command line
-    has, which is to replace it."""
+    """The file's values of a flag that may be repeated. The command line replaces them; argparse would append."""
 
     def __copy__(self) -> list:
         return []
 
 
 class Configuration:
-    """A file of settings. FormatError for one that cannot be read, PyorchError for what nothing is called."""
+    """A settings file.
+
+    Raises:
+        FormatError: The file cannot be read.
+        PyorchError: A key is no flag, command or model table.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,15 +77,19 @@ class Configuration:
                 raise self._unknown((), key, (_MODEL, *cli.COMMANDS))
 
     def apply(self, parser: argparse.ArgumentParser, model: str | None = None) -> None:
-        """Makes the defaults of a command what the file says, for a model if one is named."""
+        """Makes the values of the file the defaults of a command, for a model if one is named."""
         values = self.values(parser, matching(model) if model else lambda _: False)
         parser.set_defaults(**{dest: given.value for dest, given in values.items()})
         for action in parser._actions:
             action.required = action.required and action.dest not in values
 
     def values(self, parser: argparse.ArgumentParser, for_model: Callable[[str], bool]) -> dict[str, Given]:
-        """What the file has for a command, by the name of the argument. for_model: of a name in [model.NAME], whether
-        that is the one."""
+        """Returns the file's values for a command, by the name of the argument.
+
+        Args:
+            parser: The parser of the command.
+            for_model: Whether a name in [model.NAME] means the model.
+        """
         found = {}
         flags = cli.flags(parser)
         for section, words, table in self._sections(parser.prog.split()[1:], for_model):
@@ -93,7 +101,7 @@ class Configuration:
         return found
 
     def place(self, section: tuple[str, ...], key: str) -> str:
-        """The file, with the line where that can be told."""
+        """Returns the file, with the line number if it is known."""
         table: tuple[str, ...] = ()
         for number, line in enumerate(self.path.read_text(encoding="utf-8-sig").splitlines(), 1):
             with contextlib.suppress(ValueError):
@@ -107,7 +115,7 @@ class Configuration:
     def _sections(
         self, command: Sequence[str], for_model: Callable[[str], bool]
     ) -> Iterator[tuple[tuple[str, ...], Sequence[str], dict[str, Any]]]:
-        """(keys, words of the command that they are for, table), the weakest first."""
+        """Yields (keys, words of the command, table), in the order in which later ones win."""
         for begin, table in (((), self._top), *(((_MODEL, name), self._table(table, (_MODEL,), name))
                                                 for name, table in self.models.items() if for_model(name))):
             yield begin, (), table
@@ -124,7 +132,7 @@ class Configuration:
     def _read(
         self, parser: argparse.ArgumentParser, action: argparse.Action, section: tuple[str, ...], key: str, value: Any
     ) -> Any:
-        """As the flag would be read."""
+        """Reads a value as the flag does."""
         try:
             if action.nargs == 0:
                 if not isinstance(value, bool):
@@ -143,9 +151,9 @@ class Configuration:
             raise PyorchError(f"{self.place(section, key)}: {error}") from None
 
     def _check_known(self, section: tuple[str, ...], words: Sequence[str], key: str, is_table: bool) -> None:
-        """PyorchError for a key that is no flag of the command, nor of one below it, and no name of such a command."""
+        """Refuses a key that is no flag of the command or its subcommands, and no name of a subcommand."""
         if not words and key in (cli.COMMANDS if is_table else [option.long_flag[2:] for option in OPTIONS.values()]):
-            return  # no need to look at all commands
+            return  # other commands need no look
         parser = cli.make_parser(words[:1] or cli.COMMANDS)
         for word in words:
             parser = cli.nested(parser)[word]
@@ -161,14 +169,16 @@ class Configuration:
 
 
 def matching(model: str) -> Callable[[str], bool]:
-    """Whether a name in [model.NAME] means the model that the command line calls so: begins the name of its file, or of
-    the hub's repository, as a pattern."""
+    """Returns a test whether a name in [model.NAME] means this model.
+
+    The name, a pattern, must match the beginning of the file's name or of the hub's repository.
+    """
     names = {model, Path(model).name, Path(find(model) or model).name}
     return lambda pattern: any(fnmatch.fnmatch(name.casefold(), f"{pattern.casefold()}*") for name in names)
 
 
 def _keys(parsed: dict[str, Any]) -> Iterator[str]:
-    """Of a line of TOML: of what it sets, or of the table that it begins."""
+    """Yields the keys that a line of TOML sets, or the keys of the table that it begins."""
     while isinstance(parsed, dict) and len(parsed) == 1:
         (key, parsed), = parsed.items()
         yield key
@@ -186,13 +196,13 @@ EXAMPLE = "pyorch config serve olmoe.gguf"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += f" The file is {cli.config_path()}, or FILE of pyorch --config FILE. " \
                           "docs/reference/commands.md describes it."
-    parser.add_argument("words", nargs="*", metavar="COMMAND [MODEL]", help="what for (default: run)")
+    parser.add_argument("words", nargs="*", metavar="COMMAND [MODEL]", help="the command and model (default: run)")
     parser.add_argument("--json", action="store_true", help="print it as a JSON array")
 
 
 def run(args: argparse.Namespace) -> int:
     configuration = cli.configuration()
-    if configuration is not None:  # all of it, whatever is asked for
+    if configuration is not None:  # checks the whole file
         for _, parser in cli.with_nested(cli.make_parser(cli.COMMANDS)):
             configuration.values(parser, lambda _: True)
     words, parser, shown = list(args.words or ("run",)), cli.make_parser(cli.COMMANDS), []
@@ -222,7 +232,7 @@ def _text_of(value: Any) -> str:
 def _shown(action: argparse.Action, value: Any) -> Any:
     if action.nargs == 0:
         return value is not None and value == action.const
-    if value is None:  # with names in place of what stands for them, as in help texts
+    if value is None:  # the help text's default, with names filled in
         default = re.search(r"\(default: ((?:[^()]|\([^()]*\))*)\)$", with_names(action.help or "").replace("%%", "%"))
         return default and default[1]
     return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,4 @@
-"""`pyorch convert`: a Hugging Face checkpoint to GGUF."""
+"""`pyorch convert`: converts a Hugging Face checkpoint to GGUF."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " The command uses llama.cpp's converter and quantizer. The output file appears when it is complete."
     )
     parser.add_argument("source", metavar="HF_DIR", nargs="?",
-                        help="directory of the checkpoint, or a GGUF file to quantize; or hf:ORG/NAME, which is "
-                             "fetched from the Hugging Face hub, with :QUANT or /FILE one of its GGUF files")
+                        help="directory of the checkpoint, or a GGUF file to quantize; or hf:ORG/NAME of the Hugging "
+                             "Face hub, with :QUANT or /FILE one of its GGUF files")
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the GGUF file to write")
     parser.add_argument("--outtype", choices=quantization.OUTTYPES, default="auto",
                         help="type of the weights; auto is the 16-bit type of the checkpoint (default: auto)")
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pure", action="store_true",
                         help="quantize every matrix to TYPE; otherwise llama.cpp gives some of them a better type")
     parser.add_argument("--imatrix", metavar="FILE", type=Path,
-                        help="quantize with this importance matrix, which llama.cpp's llama-imatrix makes; types below "
+                        help="quantize with this importance matrix, made by llama.cpp's llama-imatrix; types below "
                              "3 bits need one")
     parser.add_argument("--pre-tokenizer", metavar="NAME",
                         help="how the tokenizer splits text before byte-pair encoding, if llama.cpp does not recognize "
@@ -54,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_gguf(outputs: Iterable[Path], force: bool) -> None:
-    """PyorchError where a conversion would replace a file that no conversion wrote, unless force is given."""
+    """Refuses, unless force is given, to replace a file that no conversion wrote.
+
+    Raises:
+        PyorchError: There is such a file.
+    """
     from pyorch.convert.to_gguf import is_converted
 
     for output in outputs:
@@ -63,7 +67,7 @@ def check_gguf(outputs: Iterable[Path], force: bool) -> None:
 
 
 def _check_pack(output: Path, force: bool) -> None:
-    """The same of the pack beside the output: it may be that of the model which is replaced."""
+    """Checks the pack beside the output in the same way. It may belong to the model that is replaced."""
     from pyorch.sidecars import container, packs
 
     path = container.default_path(output, packs.KIND)
@@ -74,7 +78,11 @@ def _check_pack(output: Path, force: bool) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0. Raises PyorchError; KeyboardInterrupt on Ctrl-C, with nothing left behind."""
+    """Converts a checkpoint. Ctrl-C leaves no file behind.
+
+    Raises:
+        PyorchError: The conversion fails.
+    """
     from pyorch.convert import architectures
     from pyorch.convert.pack import pack
     from pyorch.convert.to_gguf import convert, shards_beside

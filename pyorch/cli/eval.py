@@ -1,4 +1,4 @@
-"""`pyorch eval`: what a setting costs in accuracy, and what it brings in speed."""
+"""`pyorch eval`: the accuracy and speed of lossy settings."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _add_arc(kinds: argparse._SubParsersAction) -> None:
         "      --lossy heaviest --lossy coverage=0.95,max_replaced=3 --speed-tokens 256 --plot sweep.png",
     )
     parser.description += (
-        " Answers are scored as lm-evaluation-harness scores arc_easy and arc_challenge. With --cache-rate, the table "
-        "has a row for each cache rate and each setting, with accuracy and speed, and one of the lossless model."
+        " It scores answers as lm-evaluation-harness does for arc_easy and arc_challenge. With --cache-rate, the table "
+        "has a row for each cache rate and setting, with accuracy and speed, and a row of the lossless model."
     )
     add_arc_options(parser)
     parser.set_defaults(run=run_arc)
@@ -66,7 +66,7 @@ def add_arc_options(parser: argparse.ArgumentParser) -> None:
     add_question_options(parser)
     sweep = parser.add_argument_group("lossy settings")
     sweep.add_argument("--cache-rate", type=_rates, metavar="SHARE,...",
-                       help="keep this share of the experts in memory, alike in all layers, such as 0.75,0.5,0.375")
+                       help="keep this share of the experts of every layer in memory, such as 0.75,0.5,0.375")
     sweep.add_argument("--lossy", action="append", default=[], dest="settings", metavar="SETTINGS", type=or_help,
                        help="add a row with these settings, such as heaviest or coverage=0.95,max_replaced=3; help "
                             "lists all keys; may be repeated")
@@ -81,14 +81,13 @@ def add_arc_options(parser: argparse.ArgumentParser) -> None:
     sweep.add_argument("--text-tokens", type=whole(1), default=4000, metavar="N",
                        help="predict at most N tokens of --text (default: 4000)")
     sweep.add_argument("--buddies-file", metavar="FILE",
-                       help="lists of buddies (default: MODEL.buddies.gguf beside the model); what their trace "
-                            "selected most, --cache-rate takes for resident, and without lists what a text selects "
-                            "that every machine has")
+                       help="lists of buddies (default: MODEL.buddies.gguf beside the model); --cache-rate keeps the "
+                            "experts that their trace selected most, and without lists those that a fixed text selects")
     sweep.add_argument("--speed-tokens", type=whole(0), default=256, metavar="N",
                        help="measure speed by decoding N tokens with a real cache, for each row and round; 0: do not "
                             "measure speed (default: 256)")
     sweep.add_argument("--speed-rounds", type=whole(1), default=3, metavar="N",
-                       help="measure the speed of each row N times, in turns; the median counts (default: 3)")
+                       help="measure the speed of each row in N alternating rounds; the median counts (default: 3)")
     parser.add_argument("--metric", choices=("acc_norm", "acc"), default="acc_norm",
                         help="the table shows accuracy where the answer with the highest likelihood per character "
                              "(acc_norm), or the highest likelihood (acc) counts (default: acc_norm)")
@@ -102,7 +101,7 @@ def add_arc_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_question_options(parser: argparse.ArgumentParser) -> None:
-    """Which questions are asked, and how. `pyorch tune` has these options too."""
+    """Adds the options of questions and how to ask them. `pyorch tune` has them too."""
     parser.add_argument("--data", action="extend", nargs="+", required=True, metavar="FILE.jsonl",
                         help="questions in the layout of ARC")
     parser.add_argument("--shots", type=whole(0), default=0, metavar="N",
@@ -144,7 +143,11 @@ def run_arc(args: argparse.Namespace) -> int:
 
 
 def swept(args: argparse.Namespace, methods: Sequence[Method]) -> list[Row]:
-    """A row for each cache rate and each of the methods. PyorchError for options that cannot be."""
+    """Returns a row for each cache rate and method.
+
+    Raises:
+        PyorchError: The options contradict each other.
+    """
     _check_arc(args)
 
     from pyorch.eval import sweep
@@ -174,7 +177,7 @@ def swept(args: argparse.Namespace, methods: Sequence[Method]) -> list[Row]:
 
 
 def show_rows(args: argparse.Namespace, rows: Sequence[Row], objects: Sequence[dict[str, object]]) -> None:
-    """objects: of the rows, as JSON and CSV are to have them."""
+    """Shows rows. objects: the same rows as dictionaries, for JSON and CSV."""
     from pyorch.eval import report
     from pyorch.eval.report import draw
     from pyorch.files import write_text
@@ -191,7 +194,7 @@ def show_rows(args: argparse.Namespace, rows: Sequence[Row], objects: Sequence[d
 
 
 def question_arguments(args: argparse.Namespace) -> dict[str, object]:
-    """Of add_question_options() and add_model_options(), as sweep.Plan takes them."""
+    """Returns the values of add_question_options() and add_model_options(), as sweep.Plan takes them."""
     check_readable([*args.data, args.shots_data])
     settings = given_settings(args)
     return {
@@ -202,7 +205,7 @@ def question_arguments(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _rates(text: str) -> tuple[float, ...]:
-    """Cache rates, of which none is given twice."""
+    """Parses cache rates, and refuses duplicates."""
     return tuple(dict.fromkeys(map(share, text.split(","))))
 
 
@@ -281,7 +284,7 @@ def run_perplexity(args: argparse.Namespace) -> int:
 
 
 def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution, progress):
-    """What was found, and the statistics of substitution and speculation, or None."""
+    """Returns the result, and the statistics of substitution and speculation, or None."""
     from pyorch.eval import method, perplexity
     from pyorch.llama.model import load
     from pyorch.traces.data import read_documents
@@ -293,7 +296,7 @@ def _perplexity(args: argparse.Namespace, settings: dict[str, Any], substitution
     wanted = options.get("kernels", AUTO_KERNELS)
     options |= {"verbose": args.verbose} | method.kernels(args.model, 1 + compared, wanted)
     if "use_extra_bufts" not in options and settings.get("device", NONE) == NONE:
-        options.setdefault("kernels", REPACKED)  # as the reference has them
+        options.setdefault("kernels", REPACKED)  # the same order as the reference
     with contextlib.ExitStack() as stack:
         if substitution is None:
             model = stack.enter_context(load(args.model, budget=budget, **{**options, "n_ctx": 64}))

@@ -28,15 +28,15 @@ EXAMPLE = """pyorch exec --budget 40% chat.py --model olmoe.gguf
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " The options are for each model that the script loads. Without --ubatch and --threads, those of the script "
+        " The options apply to each model that the script loads. Without --ubatch and --threads, the script's values "
         "are used."
     )
     add_settings(parser, EXPERTS, "n_ubatch", "n_threads", LONG, LOSSY, defaults={
         "n_ubatch": "as many as the script asks for", "n_threads": "as many as the script asks for"})
     parser.add_argument("--verbose", action="store_true", help="show statistics of each model when it is freed")
     parser.add_argument("-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER,
-                        help="run an installed module in place of a script, as python -m does; what follows its name "
-                             "are its arguments")
+                        help="run an installed module in place of a script, as python -m does; its arguments follow "
+                             "its name")
     parser.add_argument("script", metavar="SCRIPT.py", type=Path, nargs="?", help="the script; it is not changed")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             _report(managed)
         try:
             managed.save()
-        except PyorchError as error:  # said at the end: llama_cpp frees models where no exception is seen
+        except PyorchError as error:  # raised at the end: llama_cpp frees models in places that swallow exceptions
             unsaved.append(error)
 
     status = 0
@@ -74,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
             print(exit.code, file=sys.stderr)
             return 1
         status = exit.code or 0
-    except (OSError, MemoryError) as error:  # of the script, whose author wants to know where
+    except (OSError, MemoryError) as error:  # raised by the script; its author needs the traceback
         if isinstance(error, (PyorchError, BrokenPipeError)):
             raise
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     finally:
         sys.argv, sys.path[:] = before
-        # What the script has not freed ends with the interpreter, which imports nothing then that writing needs.
+        # Models that the script has not freed end with the interpreter, which can no longer import modules to write.
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     return status
 
 
-_Program = tuple[tuple[list[str], list[str]], Callable[[], object]]  # (argv, first places of sys.path), what runs it
+_Program = tuple[tuple[list[str], list[str]], Callable[[], object]]  # (argv, first entries of sys.path), its runner
 
 
 def _script(args: argparse.Namespace) -> _Program:
@@ -117,7 +117,7 @@ def _module(words: list[str]) -> _Program:
             found = find_spec(f"{name}.__main__")
     except (ModuleNotFoundError, ValueError) as error:
         if isinstance(error, ModuleNotFoundError) and not f"{name}.".startswith(f"{error.name}."):
-            raise  # of a package that the module's own package imports
+            raise  # the module's own package imports a missing package
         found = None
     finally:
         del sys.path[0]

@@ -1,4 +1,4 @@
-"""`pyorch ghosts`: what estimates the outputs of absent experts, from a trace."""
+"""`pyorch ghosts`: fits estimates of the outputs of absent experts, from a trace."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ EXAMPLE = "pyorch ghosts olmoe.gguf --trace olmoe.trace --bytes 3%"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " A ghost is the mean output of an expert and a small linear map of what its router sees. It estimates the "
-        "output of an absent expert, where the user allows it (--lossy ghosts). Ghosts are written into a file "
-        "beside the model, and all of them stay in memory."
+        " A ghost is the mean output of an expert plus a small linear map of the expert's input. It estimates the "
+        "output of an absent expert if the user allows it (--lossy ghosts). Ghosts are written into a file beside the "
+        "model, and stay in memory."
     )
     add_model(parser)
     parser.add_argument("--trace", type=Path, required=True, metavar="FILE",
@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--bytes", metavar="SIZE",
                       help="memory for all ghosts: a share of the experts such as 3%%, or a size such as 200MiB; "
-                           "experts that gain more get more of it (default: 3%%)")
+                           "experts with more gain get more of it (default: 3%%)")
     size.add_argument("--rank", type=int, metavar="R",
-                      help="rows of the map of each expert instead, fewer where more would be worse")
+                      help="rows of each expert's map instead; fewer if more would be worse")
     parser.add_argument("--sacred", type=int, default=2, metavar="N",
-                        help="fit them for use with sacred=N: no ghost stands for the N heaviest experts of a token "
-                             "(default: %(default)s)")
+                        help="fit for sacred=N: ghosts never replace the N heaviest experts of a token (default: "
+                             "%(default)s)")
     add_output_options(parser, "MODEL.ghosts.gguf beside the model")
 
 

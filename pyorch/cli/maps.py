@@ -1,4 +1,4 @@
-"""`pyorch maps`: past tokens for the predictor that searches them, from a trace."""
+"""`pyorch maps`: collects past tokens, from a trace, for the predictor that searches them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ EXAMPLE = """pyorch profile olmoe.gguf --data prose.txt --router full -o olmoe.t
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " An expert map holds what every router said about one token. The predictor expert-map looks for the map that "
-        "is most like the present token. How often the trace used each expert is written too: a plan for a compressed "
-        "pack begins with that."
+        " An expert map holds the outputs of all routers for one token. The predictor expert-map searches for the map "
+        "that is most similar to the present token. The file also has the number of uses of each expert, from which a "
+        "plan for a compressed pack starts."
     )
     add_model(parser)
     parser.add_argument("trace", type=Path, metavar="FILE.trace",
                         help="a trace that pyorch profile --router full recorded")
     parser.add_argument("--capacity", type=int, default=1000, metavar="N",
-                        help="keep the maps of N tokens, those that are least like each other (default: %(default)s)")
+                        help="keep the maps of N tokens, as different as possible (default: %(default)s)")
     parser.add_argument("--distance", type=int, default=3, metavar="LAYERS",
-                        help="prefetch distance: the embedding of a token stands for as many layers when two maps are "
-                             "compared (default: %(default)s)")
+                        help="prefetch distance: when maps are compared, the embedding stands for so many layers "
+                             "(default: %(default)s)")
     add_output_options(parser, "MODEL.maps.gguf beside the model")
 
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             maps = maps_from_trace(trace, model_map, args.capacity, args.distance, progress.update)
         maps.write(path, model_map)
     n_bytes = path.stat().st_size
-    # n_tokens: of the trace; n_maps: kept of them.
+    # n_tokens: tokens of the trace. n_maps: maps that were kept.
     return answer(args, {
         "path": path, "n_tokens": len(trace), "n_maps": maps.n_maps, "capacity": maps.capacity,
         "distance": maps.distance, "file_bytes": n_bytes,

@@ -11,7 +11,7 @@ from pyorch.sizes import Amount
 
 
 def whole(least: float = float("-inf"), most: float = float("inf")) -> Callable[[str], int]:
-    """Whole numbers from the least to the most."""
+    """Returns a parser of whole numbers from `least` to `most`."""
     def read(text: str) -> int:
         try:
             number = int(text)
@@ -27,7 +27,7 @@ def whole(least: float = float("-inf"), most: float = float("inf")) -> Callable[
 
 
 def share(text: str) -> float:
-    """A share above 0 and at most 1, such as 0.95, or of a hundred, such as 95%."""
+    """Parses a share above 0 and at most 1, such as 0.95 or 95%."""
     try:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -38,7 +38,7 @@ def share(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Bytes, of a size such as 16GiB."""
+    """Parses a size such as 16GiB to bytes."""
     try:
         n_bytes = Amount.parse(text).n_bytes or 0
     except ValueError:
@@ -49,7 +49,7 @@ def size(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    """Bytes a second, of a size with or without "/s"."""
+    """Parses bytes a second, a size with or without "/s"."""
     try:
         return float(size(re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)))
     except argparse.ArgumentTypeError:
@@ -60,13 +60,13 @@ def rate(text: str) -> float:
 def number(
     least: float = float("-inf"), most: float = float("inf"), above: float = float("-inf")
 ) -> Callable[[str], float]:
-    """Numbers from the least to the most, and above a bound."""
+    """Returns a parser of numbers from `least` to `most` and above `above`."""
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if math.isinf(value) and "inf" not in text.lower():  # digits that no number holds
+        if math.isinf(value) and "inf" not in text.lower():  # too many digits for a float
             value = math.nan
         if not (least <= value <= most and value > above):
             bounds = [f"above {above:g}"] * (above > float("-inf"))

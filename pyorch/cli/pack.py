@@ -1,4 +1,4 @@
-"""`pyorch pack`: the experts of a model one after another, in a file beside it."""
+"""`pyorch pack`: writes the experts of a model one after another into a file beside it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pyorch.sizes import counted, format_bytes
 if TYPE_CHECKING:
     from pyorch.convert.pack import Packing
 
-_SHOWN = 3  # of damaged experts
+_SHOWN = 3  # damaged experts that the error names
 
 EXAMPLE = """pyorch pack olmoe.gguf
   pyorch pack olmoe.gguf --check
@@ -27,51 +27,55 @@ EXAMPLE = """pyorch pack olmoe.gguf
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " The pack is found beside the model and used by every command, with checksums of all that is read. A run that "
-        "is interrupted goes on when it is repeated."
+        " Every command finds the pack beside the model and reads it in place of the model, with checksums. Repeat an "
+        "interrupted run to resume it."
     )
     add_model(parser)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE",
                         help="the file to write, or to check (default: MODEL.experts.gguf beside the model)")
     parser.add_argument("--layout", choices=("plain", "native"),
-                        help="plain: matrices as they lie in the model; native: in the order in which the kernels of "
-                             "this machine are fastest, so that none is brought into it when it is read (default: "
-                             "plain; with --check: whatever the pack has)")
+                        help="plain: matrices in the order of the model; native: in the order of this machine's "
+                             "fastest kernels, so no read has to repack (default: plain; with --check: the pack's "
+                             "layout)")
     parser.add_argument("--check", action="store_true",
                         help="write nothing; compare every byte of every expert in the pack with the model")
     parser.add_argument("--slim", type=Path, metavar="FILE",
-                        help="write the pack beside FILE, and into FILE the model without its experts: both together "
-                             "take no more room than the model and can be used in its place")
+                        help="write the model without its experts into FILE, and the pack beside it: together they "
+                             "replace the model and are no larger")
     add_codec_options(parser)
     add_force(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def add_codec_options(parser: argparse.ArgumentParser) -> None:
-    """What a pack is compressed with: --codec, --level, --shards."""
+    """Adds the options of compression: --codec, --level, --shards."""
     from pyorch.library.codecs import CHOICES
 
     parser.add_argument("--codec", choices=CHOICES,
-                        help="compress the pack, without loss: the exponents of floats, and quantized matrices that "
-                             "become more than 5 %% smaller. Kernels compute from nibble, which is for BF16 and no "
-                             "device; table is fast to decode, zstd small; auto measures on this machine which of "
-                             "them pays, without nibble where --slim leaves no other copy (default: none)")
+                        help="compress the pack, without loss: exponents of floats, and quantized matrices that become "
+                             "over 5 %% smaller. nibble: kernels compute from it, for BF16 and no device. table: fast "
+                             "to decode. zstd: small. auto: the best one, as measured on this machine; with --slim "
+                             "without nibble (default: none)")
     parser.add_argument("--level", type=int, metavar="N",
-                        help="of zstd (default: the one that gives the fewest bytes)")
+                        help="level of zstd (default: the one with the fewest bytes)")
     parser.add_argument("--shards", type=int, metavar="K",
-                        help="compress the exponents of a matrix in K parts, which one thread decodes one after "
-                             "another (default: 4 of a large matrix)")
+                        help="compress the exponents of a matrix in K parts; one thread decodes a part (default: 4 for "
+                             "a large matrix)")
 
 
 def refuse_codec_options(args: argparse.Namespace, reason: str) -> None:
-    """PyorchError if one of them was given."""
+    """Refuses the options of compression.
+
+    Raises:
+        PyorchError: The user gave one.
+    """
     for option in ("codec", "level", "shards"):
         if getattr(args, option) not in (None, "none"):
             raise PyorchError(f"--{option} {reason}")
 
 
 def show_compression(packing: Packing) -> None:
-    """What came of it, matrix by matrix."""
+    """Shows the compression of each matrix."""
     if packing.reason:
         print(packing.reason)
     if packing.kinds:
@@ -88,13 +92,17 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 def _model_of(sidecar: Path, kind: str) -> Path | None:
-    """Beside which a sidecar of this name would be found; None where the name is not of such a one."""
+    """Returns the model beside which a sidecar of this name belongs, or None for another name."""
     name = sidecar.name.removesuffix(f".{kind}.gguf")
     return sidecar.with_name(f"{name}.gguf") if name != sidecar.name else None
 
 
 def check_pack(output: Path, model: str | Path, force: bool) -> None:
-    """PyorchError where a file that is no pack of this model has the name of the pack, unless force is given."""
+    """Refuses, unless force is given, to replace a file that is no pack of this model.
+
+    Raises:
+        PyorchError: There is such a file.
+    """
     from pyorch.files import check_no_source
     from pyorch.runtime.model_map import shards_of
     from pyorch.sidecars import container, packs
@@ -106,7 +114,7 @@ def check_pack(output: Path, model: str | Path, force: bool) -> None:
 
 
 def of_another(pack: Path, model: str | Path) -> str:
-    """Why a file is not replaced by the pack of a model unasked: it is the pack of another model. "" if it is not."""
+    """Returns why a file is not replaced without force: it is the pack of another model. Otherwise ""."""
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import container, packs
 
@@ -117,7 +125,7 @@ def of_another(pack: Path, model: str | Path) -> str:
 
 
 def _check_not_of_slim(output: Path) -> None:
-    """PyorchError where the pack that is to be written would take the place of the only one that a slim model has."""
+    """Refuses to replace the pack of a slim model, which is the only copy of its experts."""
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import packs
 
@@ -135,7 +143,11 @@ def _check_not_of_slim(output: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0. Raises PyorchError, also for a pack whose experts are not those of the model."""
+    """Writes or checks a pack.
+
+    Raises:
+        PyorchError: It fails, or the experts of a checked pack differ from the model's.
+    """
     from pyorch.convert.pack import check, pack
     from pyorch.convert.slim import check_slim, is_slim_of, slim_bytes, write_slim
     from pyorch.runtime.model_map import SIDECARS, ModelMap
@@ -152,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
         for kind in SIDECARS:
             if (other := _model_of(args.slim, kind)) is not None:
                 raise PyorchError(f"{args.slim} is the name of a sidecar ({kind}) of {other}: name another file")
-        with ModelMap(args.model) as model_map:  # before the pack is written, which takes long
+        with ModelMap(args.model) as model_map:  # checked before the pack is written, which takes long
             check_slim(model_map, args.slim.absolute())
             check_own(args.slim, args.model, args.force, is_slim_of)
             spare_bytes = slim_bytes(model_map)
@@ -171,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             result = pack(args.model, output, layout=args.layout or packs.PLAIN, codec=args.codec or "none",
                           level=args.level, shards=args.shards, spare_bytes=spare_bytes, on_progress=progress.update)
-        if args.slim is not None:  # last: it is of no use without its pack
+        if args.slim is not None:  # last: it is useless without its pack
             with ModelMap(args.model) as model_map:
                 slim = {"path": args.slim, "n_bytes": write_slim(model_map, args.slim.absolute())}
     if args.json:

@@ -1,4 +1,4 @@
-"""`pyorch place`: which servers of a cluster hold which experts."""
+"""`pyorch place`: assigns experts to the servers of a cluster."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ EXAMPLE = """pyorch profile olmoe.gguf --data of-the-clinic.txt -o clinic.trace
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " Each server computes with the experts that it holds, and asks another one for the rest: the more of what its "
-        "users activate lies on the server itself, the less has to pass the network. The command reads which experts "
-        "those are, from traces of what users of each server ask, or from what a running cluster has counted; and what "
-        "memory the servers have, from cluster.toml. Some server holds each expert."
+        " A server computes with the experts in its memory and asks other servers for the rest. The more of its users' "
+        "activations are local, the less crosses the network. The command takes the activations from traces of each "
+        "server's requests, or from the counts of a running cluster, and the memory of servers from cluster.toml. "
+        "Every expert gets a server."
     )
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml",
                         help="the servers, their memory, and the model (docs/reference/cluster.md describes it)")
     parser.add_argument("--trace", nargs="+", action="extend", default=[], metavar="SERVER=FILE",
-                        help="a trace of what users of a server ask, by pyorch profile; several are added up, and a "
-                             "server without any has no users of its own")
+                        help="a trace of the requests to a server, by pyorch profile; several are added up, and a "
+                             "server without one has no users of its own")
     parser.add_argument("--counts", type=Path, metavar="FILE.json",
-                        help="in place of traces, activations that a running cluster counted; servers that serve more "
-                             "weigh more")
+                        help="in place of traces, activations that a running cluster counted; busier servers weigh "
+                             "more")
     parser.add_argument("--partial", action="store_true",
-                        help="where memory does not hold all experts, place as many as it holds; the others are read "
-                             "from disk")
+                        help="if memory does not hold all experts, place as many as fit; the others are read from "
+                             "disk")
     parser.add_argument("--check", action="store_true",
-                        help="place by the first half of each trace, and show the local ratio of the second half, too")
+                        help="place by the first half of each trace, and show the local ratio of the second half too")
     parser.add_argument("--explain", action="store_true", help="show each layer of each server")
     parser.add_argument("--save-counts", type=Path, metavar="FILE.json",
-                        help="also write what was counted in the traces, for --counts")
+                        help="also write the counts of the traces, for --counts")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="the placement to write")
     add_force(parser)
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """What was placed, and in how many seconds. checked: of the other halves of the traces, as problem.frequencies."""
+    """A placement, and the seconds that it took. checked: frequencies of the second halves of the traces."""
 
     cluster: Cluster
     problem: Problem
@@ -75,7 +75,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def decide(args: argparse.Namespace, place: Callable[[Problem, bool], Placement]) -> Placed:
-    """Writes a placement, as place() makes it of a problem. Raises PyorchError."""
+    """Writes the placement that place() makes of a problem.
+
+    Raises:
+        PyorchError: The options contradict each other, or there is no placement.
+    """
     from pyorch.cluster.activations import KIND as COUNTS
     from pyorch.cluster.activations import read_counts, write_counts
     from pyorch.cluster.config import read_cluster
@@ -138,7 +142,7 @@ def _by_server(texts: list[str], cluster) -> dict[str, list[Path]]:
 
 
 def _counted(files: dict[str, list[Path]], model_map, check: bool):
-    """Activations to place by, and those of the halves that are kept for a check."""
+    """Returns activations to place by, and activations of the halves that are kept for a check."""
     from pyorch.cluster.activations import count_traces
     from pyorch.traces.file import Trace
 
@@ -149,11 +153,11 @@ def _counted(files: dict[str, list[Path]], model_map, check: bool):
 
 
 def _report(args: argparse.Namespace, placed: Placed) -> dict[str, Any]:
-    """What --json prints. Sizes in bytes; seconds: that placing took.
+    """Returns the object that --json prints. Sizes are in bytes; seconds: the time of placing.
 
-    remote: activations that are computed elsewhere (DanceMoE, eq. 2), as a share of all. Of a server, memory and used:
-    for experts, and of those that it holds; n_only: experts that no other holds; local_ratio: the share of its users'
-    activations that it computes itself, checked_ratio the same of the other halves of the traces.
+    remote: activations computed on another server (DanceMoE, eq. 2), as a share of all. For each server: memory, the
+    budget of experts; used, the bytes of its experts; n_only, experts that no other server has; local_ratio, the share
+    of its users' activations that it computes itself; checked_ratio, the same for the other halves of the traces.
     """
     problem, placement, checked = placed.problem, placed.placement, placed.checked
     held = placement.held

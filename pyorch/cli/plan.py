@@ -1,4 +1,4 @@
-"""`pyorch plan`: divide the memory for experts of a compressed pack between their forms."""
+"""`pyorch plan`: divides the memory for experts of a compressed pack among their forms."""
 
 from __future__ import annotations
 
@@ -30,22 +30,21 @@ EXAMPLE = """pyorch pack olmoe.gguf --codec table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " Experts can be kept whole (F), compressed (C), as the packed planes of signs and mantissas (S) or of "
-        "exponents (E) alone: the smaller the form, the more experts, and the more is to be done when one is needed. "
-        "The command finds the shares of the budget with which a token waits least, by how unevenly experts are used "
-        "and how fast this machine reads and decodes, and writes them beside the model, where every command finds "
-        "them. The end of a trace is played, with the time of computing, which hides waits, and with nothing read "
-        "ahead: of the divisions that seem best and of whole experts alone, the one that waits least then is taken; "
-        "one with other forms than whole experts only where it gains much."
+        " An expert can be kept whole (F), compressed (C), or only its packed plane of signs and mantissas (S) or of "
+        "exponents (E). Smaller forms allow more experts but need more work for each use. The command finds the shares "
+        "of the budget with the shortest waits for a token, from the use of experts and this machine's speed of "
+        "reading and decoding. It writes them beside the model, where every command finds them. It replays the end of "
+        "the trace, with the time of computing and without prefetching, on the best divisions and on whole experts "
+        "alone. It takes the fastest one; whole experts unless another division gains much."
     )
     add_model(parser, "with a compressed pack beside it")
     parser.add_argument("--trace", type=Path, metavar="FILE.trace",
-                        help="a trace that pyorch profile recorded (default: the requests in MODEL.maps.gguf; without "
-                             "them all experts count as used alike)")
+                        help="a trace of pyorch profile (default: the requests in MODEL.maps.gguf; without it all "
+                             "experts count as equally used)")
     add_settings(parser, "budget", defaults={"budget": "none: a size or a share must be given, not auto"})
     parser.add_argument("--batch", type=whole(1, 512), default=1, metavar="N",
-                        help="plan for N sequences that are decoded at once, as a server does; an expert that several "
-                             "of their tokens need is recovered once (default: 1)")
+                        help="plan for N sequences decoded together, as a server does; an expert that several of them "
+                             "need is recovered once (default: 1)")
     parser.add_argument("--forms", default="F,C,S,E", metavar="F,C,S,E",
                         help="the forms that may be kept (default: F,C,S,E)")
     parser.add_argument("--step", type=number(0.01, most=1), default=0.05, metavar="SHARE",
@@ -55,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decode-bandwidth", type=rate, metavar="RATE",
                         help="bytes of matrices that one thread recovers in a second (default: measured on the pack)")
     parser.add_argument("--workers", type=whole(1, 512), metavar="N",
-                        help="threads that decode (default: those that compute and those of the engine, at most as "
-                             "many as there are processors)")
+                        help="threads that decode (default: compute threads and the engine's threads, at most one for "
+                             "each processor)")
     parser.add_argument("--compute-ms", type=number(0, most=1e6), metavar="MS",
-                        help="time to decode a token when all experts are resident, with which a trace is played "
-                             "(default: the trace has it; else what pyorch calibrate measured, else 0)")
+                        help="time to decode a token with all experts resident, for the replay (default: the "
+                             "trace's; else the one of pyorch calibrate; else 0)")
     add_output_options(parser, "MODEL.plan.json beside the model")
 
 
@@ -138,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
             n_tokens, machine, packs.contents(model_map).codecs, tuple(map(tuple, np.asarray(inclusion).tolist())),
             tuple(map(tuple, np.asarray(uses).tolist())), args.batch,
         ), model_map)
-    # Sizes in bytes; seconds: that planning took; compute_ms, compute_from: null where nothing was played.
+    # Sizes in bytes. seconds: the time of planning. compute_ms, compute_from: null without a replay.
     report = {
         "model": args.model, "trace": args.trace, "routing": routing, "plan": output, "budget": budget,
         "batch": args.batch, "pools": pools, "n_tokens": n_tokens, **dataclasses.asdict(machine),
@@ -150,14 +149,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _can_play(recording, model_map) -> bool:
-    """A replay is of layers that have as many experts each."""
+    """Whether a replay is possible: all layers must have the same number of experts."""
     return all(layer.n_expert == recording.n_expert for layer in model_map.decoded_layers)
 
 
 def _inclusion(recording, model_map, batch: int):
-    """float64[n_layers, n_expert], by rank: of a trace, or of what lies beside the model, else even; and which.
+    """Returns the use of experts by rank, float64[n_layers, n_expert], and its source.
 
-    batch: requests of the trace of which tokens come in turns: popular is what all of them use.
+    The source is the trace, else the maps beside the model, else equal use. batch: the number of requests of the trace
+    whose tokens alternate; an expert is popular if all of them use it.
     """
     from pyorch.planning.ranks import even_inclusion, inclusion_by_rank
     from pyorch.sidecars import container
@@ -173,13 +173,13 @@ def _inclusion(recording, model_map, batch: int):
 
 
 def measured_machine(args: argparse.Namespace, model_map):
-    """The Machine: what --read-bandwidth, --decode-bandwidth and --workers say, the rest measured."""
+    """Returns the Machine: the values of --read-bandwidth, --decode-bandwidth and --workers, the rest measured."""
     from pyorch.llama.cores import physical_cores
     from pyorch.runtime.decompression import measure_recovery, recovery_threads
     from pyorch.runtime.disk import measure_bandwidth
     from pyorch.sidecars.plan import Machine
 
-    # Not as it was measured when a model was loaded first: then files may just have been written.
+    # Measured again: the stored value may be of a moment at which files had just been written.
     reading = args.read_bandwidth or measure_bandwidth(model_map, PROBE_SECONDS).bytes_per_second
     decoding = args.decode_bandwidth or measure_recovery(model_map, DECODE_SECONDS)
     if decoding is None:

@@ -1,7 +1,7 @@
-"""`pyorch prepare`: everything beside a model that helps it on this machine, one step after another.
+"""`pyorch prepare`: makes all sidecars that help a model on this machine, one step after another.
 
-A step is a command of its own, which is run as if it had been typed; what is decided here is which steps are worth
-their time, on how much text, and in what order.
+Each step runs a command of its own. This module decides which steps are worth their time, with how much text, and in
+which order.
 """
 
 from __future__ import annotations
@@ -32,14 +32,20 @@ if TYPE_CHECKING:
     from pyorch.runtime.model_map import ModelMap
 
 _CODED = {"bf16", "f16", "f32"}  # types that shrink (docs/reference/packs.md); quantized experts shrink by 3 to 5 %
-_SAME = 0.99  # of the time of a token: a gain that is none
-_CACHE_RATE = 0.5  # that a lossy setting is tuned for where no share is given
+_SAME = 0.99  # of the time of a token: less than this is a gain
+_CACHE_RATE = 0.5  # the cache rate for tuning if the budget is no share
 
 
 @dataclass(frozen=True)
 class Step:
-    """made: the ending of the file that it makes beside the model; "" for none that stays. traced: it reads the trace.
-    asked: it runs only where --only names it. lossy: its file serves lossy settings, and nothing else."""
+    """One step.
+
+    Attributes:
+        made: The ending of the file that it writes beside the model; "" if no file remains.
+        traced: It reads the trace.
+        asked: It runs only if --only names it.
+        lossy: Its file serves only lossy settings.
+    """
 
     name: str
     made: str
@@ -68,8 +74,13 @@ MADE, THERE, SKIPPED, FAILED = "made", "there", "skipped", "failed"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What --json prints of a step. state: made, there (from before), skipped or failed. brings: in words; or why not.
-    command: that does the same by itself, "" where nothing was run."""
+    """The object that --json prints of a step.
+
+    Attributes:
+        state: made, there (from an earlier run), skipped or failed.
+        brings: Its effect in words, or the reason why it was skipped or failed.
+        command: The equivalent command; "" if none ran.
+    """
 
     step: str
     state: str
@@ -87,39 +98,38 @@ EXAMPLE = """pyorch prepare olmoe.gguf
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " Files come to lie beside the model, where every command finds them; the model stays as it is. What is there "
-        "already is kept, and what would bring nothing is skipped, with a line that says why; so an interrupted run "
-        "goes on when it is repeated. Each step is a command too, with options of its own: " + ", ".join(_NAMES) +
-        ". What only lossy settings use (buddies, ghosts, a tuned setting) is made where --with-lossy, --questions or "
-        "--only asks for it."
+        " The files are written beside the model, where every command finds them; the model does not change. Existing "
+        "files are kept, and useless steps are skipped, with a line that says why. Repeat an interrupted run to resume "
+        "it. Each step is also a command with more options: " + ", ".join(_NAMES) + ". Files for lossy settings "
+        "(buddies, ghosts, a tuned setting) are made only with --with-lossy, --questions or --only.",
     )
     add_model(parser)
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE",
-                        help="text like what the model will be used for: plain text, or .jsonl with a field text or "
-                             "prompt on each line, or with questions in the layout of ARC (default: Python's language "
+                        help="text similar to the model's later use: plain text, or .jsonl with a field text or prompt "
+                             "on each line, or with questions in the layout of ARC (default: Python's language "
                              "reference, and modules of its library)")
     parser.add_argument("--questions", type=Path, nargs="+", default=[], metavar="FILE.jsonl",
-                        help="questions in the layout of ARC: a lossy setting is tuned on them")
+                        help="questions in the layout of ARC; also tunes a lossy setting on them")
     parser.add_argument("--minutes", type=number(above=0), default=15.0, metavar="N",
-                        help="run text through the model for N minutes at most, in all (default: 15)")
+                        help="run text through the model for at most N minutes in all (default: 15)")
     parser.add_argument("--tokens", type=whole(1), default=20_000, metavar="N",
-                        help="and N tokens of it at most in each step (default: 20000)")
+                        help="and at most N tokens in each step (default: 20000)")
     add_settings(parser, "budget", "n_threads", defaults={
         "budget": "auto; a plan is made, and a lossy setting tuned, for a share such as 40%"})
     parser.add_argument("--with-lossy", action="store_true",
-                        help="also make what lossy settings use: buddies and ghosts (default: only with --questions)")
-    parser.add_argument("--only", metavar="STEP,...", help="these steps alone, even where they would be skipped")
-    parser.add_argument("--skip", metavar="STEP,...", help="all steps but these")
-    parser.add_argument("--again", action="store_true", help="make anew what is there already")
+                        help="also make buddies and ghosts, for lossy settings (default: only with --questions)")
+    parser.add_argument("--only", metavar="STEP,...", help="run only these steps, even if they would be skipped")
+    parser.add_argument("--skip", metavar="STEP,...", help="run all steps except these")
+    parser.add_argument("--again", action="store_true", help="make existing files again")
     add_force(parser, f"{OWN}, or for a former model of this name; no pack of another model")
     parser.add_argument("--keep-trace", action="store_true",
-                        help="keep what profile records as MODEL.trace, which pyorch advise reads too "
-                             "(default: deleted when all steps have read it)")
+                        help="keep the trace of profile as MODEL.trace, which pyorch advise also reads "
+                             "(default: delete it when all steps have read it)")
     parser.add_argument("--json", action="store_true", help="print what was done as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0; 1 if a step failed. The others are done all the same."""
+    """Runs all steps. Returns 0, or 1 if a step failed; the others run all the same."""
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars.container import refuse_sidecar
 
@@ -147,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _default_text() -> Path:
-    """Its file among what is kept of this machine: the commands of the steps can be repeated with it."""
+    """Returns the file of the default text in the cache folder, so that the commands of the steps can be repeated."""
     from pyorch.runtime import kept
     from pyorch.traces.default_text import write_default_text
 
@@ -165,13 +175,17 @@ def _names(steps: list[Step]) -> tuple[str, ...]:
 
 
 def _word(path: str | os.PathLike[str]) -> str:
-    """A path as an argument, which no parser takes for an option."""
+    """Returns a path as an argument that no parser takes for an option."""
     path = os.fspath(path)
     return os.path.join(".", path) if path.startswith("-") else path
 
 
 def _chosen(flag: str, names: str | None) -> tuple[str, ...]:
-    """Of the steps, in their order. PyorchError for what names none."""
+    """Returns the named steps in their order.
+
+    Raises:
+        PyorchError: A name is no step.
+    """
     given = tuple(name.strip() for name in (names or "").split(",") if name.strip())
     if names is not None and not given:
         raise PyorchError(f'{flag} "{names}" names no step: use some of {", ".join(_NAMES)}')
@@ -182,10 +196,10 @@ def _chosen(flag: str, names: str | None) -> tuple[str, ...]:
 
 
 class _Preparation:
-    """Of one model: what was asked, what was done.
+    """The preparation of one model: the request, and its results.
 
-    A trace is recorded when the first step that reads one is due, unless a good one of the user lies beside the model;
-    its own has another name, and goes when all steps have read it.
+    It records a trace for the first step that reads one, unless a good trace of the user is beside the model. Its own
+    trace has another name and is deleted when all steps have read it.
     """
 
     def __init__(self, args: argparse.Namespace, model_map: ModelMap, wanted: tuple[str, ...]) -> None:
@@ -199,8 +213,11 @@ class _Preparation:
         self._outcomes: list[Outcome] = []
 
     def run(self) -> list[Outcome]:
-        """Tries each step that is wanted. PyorchError, before anything is made, for text or questions that cannot be
-        read, or questions that are lacking."""
+        """Tries each wanted step.
+
+        Raises:
+            PyorchError: Text or questions are missing or cannot be read; then nothing was made.
+        """
         from pyorch import files
         from pyorch.traces.file import is_trace_of, part_path
 
@@ -221,7 +238,7 @@ class _Preparation:
                 self._own.replace(self._given)
             else:
                 self._own.unlink()
-        files.discard(part_path(self._own), self._own)  # of a disk that was full
+        files.discard(part_path(self._own), self._own)  # left by a full disk
         return self._outcomes
 
     def _check_texts(self) -> None:
@@ -251,7 +268,7 @@ class _Preparation:
             self._done(step, THERE if reason == THERE else SKIPPED, "" if reason == THERE else reason)
             return
         if step == _PROFILE and is_trace_of(self._own, None):
-            self._own.unlink()  # of a run that was interrupted, perhaps with a former model of this name
+            self._own.unlink()  # left by an interrupted run, perhaps for a former model of this name
         words, describe = getattr(self, "_" + step.name.replace("-", "_"))()
         words = [step.name, _word(self._map.path), *words]
         if not self._args.json:
@@ -278,7 +295,7 @@ class _Preparation:
             show([f"{step.name:16}{state}{took}{words}"])
 
     def _reason_to_skip(self, step: Step) -> str:
-        """"" for a step that is worth its time, or that --only names; THERE where its file lies there."""
+        """Returns why a step is skipped: THERE if its file exists; "" if it runs."""
         if self._is_there(step) and not self._args.again:
             return THERE
         if step.traced and self._failed("profile"):
@@ -336,7 +353,7 @@ class _Preparation:
         return f"{why}: move it to its model, or give --force to replace it" if why else ""
 
     def _is_there(self, step: Step) -> bool:
-        """Whether its file lies beside the model, is whole, and is this model's."""
+        """Whether its file is beside the model, is complete, and belongs to the model."""
         if not step.made:
             return False
         path = self._beside(step.made)
@@ -359,9 +376,11 @@ class _Preparation:
         return True
 
     def _remove_damaged(self, step: Step) -> None:
-        """Removes what cannot be read where this step and those to come will write: commands refuse a model with such a
-        file. Only what pyorch wrote, for this model or a former one of its name, unless --force is given. Not a pack:
-        it is in nobody's way, and may be the only copy of the experts."""
+        """Removes a damaged file at the step's output: commands refuse a model with such a file.
+
+        Without --force it removes only files that pyorch wrote for this model or a former one of its name. It never
+        removes a pack, which no command trips over and which may be the only copy of the experts.
+        """
         for other in self._steps[self._steps.index(step):] if step in self._steps else self._steps:
             path = self._beside(other.made) if other.made and other.name != "pack" else None
             if path is None or not path.is_file() or self._reason_to_skip(other):
@@ -391,7 +410,7 @@ class _Preparation:
         return beside(self._map.path, ending)
 
     def _share(self) -> str | None:
-        """The budget, where it is not automatic."""
+        """Returns the budget, or None if it is automatic."""
         budget = given_settings(self._args).get("budget")
         return str(budget) if budget is not None and budget.amount is not None else None
 
@@ -402,11 +421,11 @@ class _Preparation:
         return ["--threads", str(self._args.n_threads)] if self._args.n_threads else []
 
     def _recording(self, share: float) -> list[str]:
-        """Of a step that runs text through the model: for this share of the time that is left."""
+        """Returns the options of a step that runs text through the model, for this share of the remaining time."""
         minutes = max(0.01, share * self._seconds_left / 60)
         return [*self._data(), "--tokens", str(self._args.tokens), "--minutes", f"{minutes:.3g}", *self._threads()]
 
-    # What each step is called with, and what its result means. REQUIRES of a word: the step's parser knows it.
+    # The arguments of each step's command, and the meaning of its result. REQUIRES: the command's parser knows them.
 
     def _calibrate(self) -> _Call:
         return self._recording(0.5), _of_calibration
@@ -448,11 +467,11 @@ class _Preparation:
         return words, lambda result: f"for --tuned: {result['tuned']['settings']} at {result['tuned']['budget']}"
 
 
-_Call = tuple[list[str], Callable[[dict], str]]  # words of the command; a sentence of what its --json prints
+_Call = tuple[list[str], Callable[[dict], str]]  # words of the command; a function that puts its JSON into a sentence
 
 
 def _refusal(check: Callable[[], object]) -> str:
-    """The sentence of a check that fails, "" of one that does not."""
+    """Returns the sentence of a failed check, or ""."""
     try:
         check()
     except PyorchError as error:
@@ -478,7 +497,7 @@ def _of_calibration(result: dict) -> str:
 
 
 def _is_own(step: Step, path: Path) -> bool:
-    """Whether a file beside the model, which may be damaged, is one that the step wrote, for whatever model."""
+    """Whether the step wrote this file, which may be damaged, for any model."""
     from pyorch.sidecars import container, json_file
     from pyorch.sidecars.plan import KIND as PLAN
     from pyorch.sidecars.tuned_setting import KIND as TUNED
@@ -490,7 +509,11 @@ def _is_own(step: Step, path: Path) -> bool:
 
 
 def _content(step: Step, path: Path, model_map: ModelMap) -> object | None:
-    """What the step made, in a file beside the model. FormatError where it is damaged or another model's."""
+    """Returns the content of the step's file beside the model.
+
+    Raises:
+        FormatError: The file is damaged, or belongs to another model.
+    """
     from pyorch.sidecars import packs
     from pyorch.sidecars.beside import Sidecars
     from pyorch.sidecars.history import DISTANCE

@@ -1,4 +1,4 @@
-"""`pyorch profile`: record what the routers decide on some text."""
+"""`pyorch profile`: records the routers' decisions on a text, in a trace."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from pyorch.errors import one_line
 from pyorch.settings.option import CONTEXT
 from pyorch.sizes import counted, format_bytes
 
-_INPUTS = 512  # tokens whose router inputs are kept: enough to compare the experts of a layer
+_INPUTS = 512  # tokens with stored router inputs: enough to compare the experts of a layer
 
 EXAMPLE = "pyorch profile olmoe.gguf --data prose.txt questions.jsonl -o olmoe.trace"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " pyorch advise, plan, place, buddies, ghosts and maps read such a trace, and what is recorded is enough for "
-        "all of them; what would be refused is said at the start."
+        " pyorch advise, plan, place, buddies, ghosts and maps read the trace. By default it has enough for all of "
+        "them. If a command would refuse it, a note says so at the start."
     )
     add_model_options(parser, CONTEXT)
     add_text_options(parser)
@@ -41,13 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_minutes_option(parser)
     parser.add_argument("--router", choices=("topk", "full"),
                         help="record the selected experts and their probabilities, or the probabilities of all "
-                             "experts, which pyorch maps needs (default: full; with --append, as the trace began)")
+                             "experts, which pyorch maps needs (default: full; with --append, that of the trace)")
     parser.add_argument("--inputs", type=whole(0), metavar="N",
-                        help="record the inputs of the routers for a random sample of N tokens, on which pyorch "
-                             f"buddies compares experts (default: {_INPUTS}; with --append, as the trace began)")
+                        help="record the routers' inputs for a random sample of N tokens, by which pyorch buddies "
+                             f"compares experts (default: {_INPUTS}; with --append, that of the trace)")
     parser.add_argument("--states", action="store_true",
-                        help="record the hidden state before every router, with which a replay can tell what "
-                             "predictors that apply routers would guess")
+                        help="record the hidden state before every router, so that a replay can apply predictors to "
+                             "it")
     parser.add_argument("--decode", type=whole(0), default=0, metavar="N",
                         help="after each text, generate up to N tokens greedily and record these too (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random sample (default: 0)")
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             def report(step: str, done: int, total: int) -> None:
                 nonlocal writes
                 writes = writes or step != TIMING
-                while writes and refusals:  # once it is sure that there will be a trace
+                while writes and refusals:  # once the trace certainly exists
                     command, option = refusals.pop(0)
                     progress.say(f"note: {command} will refuse this trace, for which {option} records more")
                 progress.update(step, done, total)
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         if writes and part.exists():
             if part.stat().st_size:
                 print(f"pyorch: note: what was recorded until now is in {one_line(str(part))}", file=sys.stderr)
-            else:  # the disk was full at once
+            else:  # the disk was full at the start
                 files.discard(part, args.output)
         raise
     if recorded.cut_short:
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refusals(router: str, n_inputs: int) -> list[tuple[str, str]]:
-    """(what will not do with such a trace, the option that would help)."""
+    """Returns pairs: a command that would refuse such a trace, and the option that would help."""
     lacking = [
         (router != "full", "pyorch maps", "--router full"),
         (not n_inputs, "pyorch ghosts", "--inputs"),

@@ -1,4 +1,4 @@
-"""How far a long command is, on stderr: a bar on a terminal, now and then a line elsewhere."""
+"""Progress of a long command, on stderr: a bar on a terminal, otherwise a line now and then."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from pyorch.errors import one_line
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-INTERVAL = 10.0  # seconds: a command that takes less prints no line at all
-SHARE = 0.1  # of a step: as much more being done is worth a line before the interval is over
-_LEAST = 1.0  # seconds between two lines, however fast the work goes
-_REFRESH = 0.1  # seconds between two pictures of the bar, which compute threads should not feel
+INTERVAL = 10.0  # seconds between lines; a shorter command prints none
+SHARE = 0.1  # progress of a step that is worth a line before the interval is over
+_LEAST = 1.0  # seconds between two lines at least
+_REFRESH = 0.1  # seconds between two drawings of the bar, so that compute threads are not disturbed
 
 
 class Progress:
-    """Told by `update(step, done, total)` what is being done; total 0: nobody knows how much there is.
+    """Shows the progress that `update(step, done, total)` reports; total 0: unknown.
 
-    Inside the `with` block nothing else may be written to the terminal, but in `paused()` and by `say()`.
+    Inside the `with` block only `paused()` and `say()` may write to the terminal.
     """
 
     def __init__(self, live: bool = True, stream: TextIO | None = None, interval: float | None = None) -> None:
-        """live: whether a bar may be drawn where there is a terminal; a log that scrolls there forbids it.
-        stream: default stderr. interval: seconds between lines where there is no terminal."""
+        """Args:
+        live: Draw a bar if there is a terminal. False if a log scrolls there.
+        stream: The output; by default stderr.
+        interval: Seconds between lines without a terminal.
+        """
         self._given = sys.stderr if stream is None else stream
         self._stream = _duplicate(self._given)
         bar = live and self._stream.isatty()
@@ -40,7 +43,7 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For output of the command itself."""
+        """Pauses the bar for output of the command itself."""
         self._shown.stop()
         try:
             yield
@@ -62,7 +65,7 @@ class Progress:
 
 
 def _duplicate(stream: TextIO) -> TextIO:
-    """While llama_cpp loads a model in silence, the descriptors 1 and 2 are those of /dev/null."""
+    """Duplicates the stream: while llama_cpp loads a model silently, descriptors 1 and 2 are those of /dev/null."""
     try:
         return open(os.dup(stream.fileno()), "w", encoding=stream.encoding, errors="replace", buffering=1)
     except (OSError, ValueError):  # not a file
@@ -70,7 +73,7 @@ def _duplicate(stream: TextIO) -> TextIO:
 
 
 class PlainLines:
-    """Chooses when a line is due, and what the line says. clock: seconds."""
+    """Decides when a line is due, and its text. clock: returns seconds."""
 
     def __init__(self, interval: float = INTERVAL, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval = interval
@@ -81,7 +84,7 @@ class PlainLines:
         self._last_share = 0.0
 
     def update(self, step: str, done: int, total: int) -> str | None:
-        """The line that is due now, if one is."""
+        """Returns the line that is due now, or None."""
         if _begins_anew(done, total, self._done, self._total):
             self._began, self._last_share = self._clock(), 0.0
         self._step, self._done, self._total = step, done, total
@@ -89,7 +92,7 @@ class PlainLines:
         return self._line() if much and not self._silent else self.beat()
 
     def beat(self) -> str | None:
-        """The same while nothing new is known, so that a step that takes minutes is seen to live."""
+        """Returns the line that is due without news, so that a step of minutes shows signs of life."""
         return self._line() if self._clock() - self._last >= self._interval else None
 
     @property
@@ -112,7 +115,7 @@ class PlainLines:
 
 
 class _Lines:
-    """Prints them, from update() and from a thread that waits for the next one."""
+    """Prints lines from update(), and from a thread that waits for the next one."""
 
     def __init__(self, stream: TextIO, interval: float) -> None:
         self._stream = stream
@@ -148,7 +151,7 @@ class _Lines:
 
 
 class _Bar:
-    """`counting ━━━━━━━━━━╸━━━━━━━━━  52% 0:00:12`."""
+    """A bar such as `counting ━━━━━━━━━━╸━━━━━━━━━  52% 0:00:12`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -162,7 +165,7 @@ class _Bar:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         if self._progress is None:
-            # Step names are text, not markup. Once a second a picture shows that the command lives.
+            # Step names are text, not markup. The bar is drawn once a second as a sign of life.
             self._progress = Progress(
                 TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(),
                 TimeRemainingColumn(),
@@ -188,7 +191,7 @@ class _Bar:
 
 
 def _begins_anew(done: int, total: int, done_before: int, total_before: int) -> bool:
-    """Whether another piece of work has begun, whose pace is not known yet."""
+    """Whether another piece of work has begun, with an unknown speed."""
     return done < done_before or total != total_before
 
 

@@ -1,4 +1,4 @@
-"""Options of `pyorch run` that say how tokens are chosen."""
+"""Options of `pyorch run` for sampling."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pyorch.files import reading
 if TYPE_CHECKING:
     from pyorch.llama.model import Model
 
-N_TOKENS = 128  # that continue a prompt, where nobody says how many
+N_TOKENS = 128  # tokens that continue a prompt by default
 
-# Option: keyword of Model.generate() and chat(), its type, its default, what stands for the value, what it does.
+# Option: keyword of Model.generate() and chat(), its type, default, placeholder, and help.
 SAMPLING: dict[str, tuple[str, Callable[[str], float], float | None, str, str]] = {
     "temp": ("temperature", number(0), 0.8, "T", "temperature; 0 always takes the most probable token"),
-    "top-p": ("top_p", number(0, 1), 0.95, "P", "of the most probable tokens that together have probability P"),
-    "top-k": ("top_k", whole(0), 40, "K", "of the K most probable tokens"),
-    "min-p": ("min_p", number(0, 1), 0.05, "P", "of tokens at least P times as probable as the most probable one"),
+    "top-p": ("top_p", number(0, 1), 0.95, "P", "sample among the most probable tokens with the sum P"),
+    "top-k": ("top_k", whole(0), 40, "K", "sample among the K most probable tokens"),
+    "min-p": ("min_p", number(0, 1), 0.05, "P", "sample among tokens at least P times as probable as the first"),
     "repeat-penalty": ("repeat_penalty", number(above=0), 1.0, "X",
                        "factor of the logits of the last 64 tokens; 1: none"),
     "seed": ("seed", whole(), None, "N", "seed"),
@@ -37,13 +37,16 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
         said = "a random one" if default is None else f"{default:g}"
         group.add_argument(f"--{name}", type=read, default=default, metavar=metavar, help=f"{does} (default: {said})")
     form = group.add_mutually_exclusive_group()
-    form.add_argument("--grammar", metavar="GBNF", help="the text obeys this grammar of llama.cpp's kind, or @FILE")
-    form.add_argument("--json-schema", metavar="SCHEMA", help="the text is JSON that this schema allows, or @FILE")
+    form.add_argument("--grammar", metavar="GBNF", help="make the text obey this grammar in llama.cpp's form, or @FILE")
+    form.add_argument("--json-schema", metavar="SCHEMA", help="make the text JSON that this schema allows, or @FILE")
 
 
 def sampling(args: argparse.Namespace, model: Model) -> dict[str, Any]:
-    """Keywords for Model.generate() and Model.chat(), of what check_sampling() found good. PyorchError for a grammar or
-    schema that cannot be used."""
+    """Returns keywords for Model.generate() and Model.chat(), after check_sampling().
+
+    Raises:
+        PyorchError: The grammar or schema cannot be used.
+    """
     from pyorch.llama.schemas import compiled, grammar_of
 
     chosen: dict[str, Any] = {
@@ -58,8 +61,11 @@ def sampling(args: argparse.Namespace, model: Model) -> dict[str, Any]:
 
 
 def check_sampling(args: argparse.Namespace) -> None:
-    """Reads the files that are named. PyorchError for a file, grammar or schema that cannot be read, before a model is
-    loaded, which takes long."""
+    """Reads the named files, before a model is loaded, which takes long.
+
+    Raises:
+        PyorchError: A file, grammar or schema cannot be read.
+    """
     if args.grammar is not None:
         args.grammar = _text(args.grammar, "grammar")
     if args.json_schema is not None:
@@ -70,7 +76,11 @@ def check_sampling(args: argparse.Namespace) -> None:
 
 
 def _text(given: str, what: str) -> str:
-    """The option itself, or the text of the file that it names. PyorchError for no such file, or no text."""
+    """Returns the option itself, or the text of the file that it names.
+
+    Raises:
+        PyorchError: The file does not exist, or is not text.
+    """
     if given.startswith("@"):
         path = Path(given[1:])
         with reading(path):

@@ -19,18 +19,22 @@ from pyorch.settings.substitution import PRESETS, Substitution
 OPTIONS = options(Settings)
 
 _OF_A_DEVICE = ("vram_budget", "device_misses", "device_ahead")
-_HANGING = 23  # columns before what a line of a list goes on with
+_HANGING = 23  # columns of indentation of continued lines of a list
 
 
 def add_settings(
     parser: argparse.ArgumentParser, *wanted: str, lists: Collection[str] = (),
     defaults: Mapping[str, str] | None = None, without: Collection[str] = (), repeated: Collection[str] = (),
 ) -> None:
-    """Adds flags for groups of options, and single ones, by name. What is not given is None.
+    """Adds flags for groups of options, and for single ones by name. A flag that the user does not give is None.
 
-    lists: options that take several values, with commas between them; see listed(). defaults: what --help says of
-    options for which the command chooses, by name; "" is nothing. without: options that would do nothing here.
-    repeated: options that may be given several times; see one_by_one().
+    Args:
+        parser: The parser of a command.
+        wanted: Groups and names of options.
+        lists: Options that take several values with commas between them; see listed().
+        defaults: The default in --help, for options whose value the command chooses; "": none.
+        without: Options of the groups that the command does not take.
+        repeated: Options that may be given several times; see one_by_one().
     """
     groups = {*wanted, *((DEVICE,) if EXPERTS in wanted else ())}
     added = [name for name, option in OPTIONS.items()
@@ -40,7 +44,7 @@ def add_settings(
     for name in sorted(added, key=lambda name: GROUPS.index(OPTIONS[name].group)):
         option = OPTIONS[name]
         group = parser
-        # Behind what everybody wants to know. A group of a parser has no groups of its own.
+        # After the everyday options. An argument group cannot contain groups.
         if name not in _EVERYDAY and option.group in groups and isinstance(parser, argparse.ArgumentParser):
             group = titled.get(option.group) or titled.setdefault(
                 option.group, parser.add_argument_group(*_TITLES.get(option.group, (option.group,))))
@@ -56,7 +60,7 @@ _TITLES = {
 
 
 def _help_of_substitution() -> str:
-    """A line for each preset of --lossy, and for each setting: its plain name, the paper's symbol, what it does."""
+    """Returns a line for each preset of --lossy and each setting: its plain name, the paper's symbol, its effect."""
     lines = ["SETTINGS of --lossy are one of these words, behind which a colon and a number are its max_weight, as in "
              "heaviest:1.2, or KEY=VALUE,... of the keys below, or the word first and then what differs, as in "
              "heaviest,max_replaced=3:", ""]
@@ -71,7 +75,7 @@ def _help_of_substitution() -> str:
 
 
 def or_help(text: str) -> str:
-    """Of lossy settings: "help" lists what can be said, and ends the command as --help does."""
+    """Returns lossy settings; for "help" lists all settings and ends the command as --help does."""
     if text == "help":
         print(_help_of_substitution())
         raise SystemExit(0)
@@ -79,15 +83,16 @@ def or_help(text: str) -> str:
 
 
 def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:
-    """The options that were given, by name, as values: keywords of pyorch.load() and of Settings.
+    """Returns the values of the given options by name: keywords of pyorch.load() and of Settings.
 
-    Raises PyorchError for those that cannot mean anything, or would do nothing.
+    Raises:
+        PyorchError: An option has no valid value, or would have no effect.
     """
     values = {
         name: OPTIONS[name].parse(getattr(args, name), OPTIONS[name].long_flag) for name in args.settings_flags
         if name not in without and getattr(args, name) is not None
     }
-    if values.get("device") == NONE:  # what else is said of one, such as in a file of settings, is of no device
+    if values.get("device") == NONE:  # other options of a device, such as those of a settings file, have no effect
         values = {name: value for name, value in values.items() if name not in _OF_A_DEVICE}
     _check_lossy(values)
     if "substitution" in values and not values["substitution"].lossy:
@@ -97,11 +102,11 @@ def given_settings(args: argparse.Namespace, *without: str) -> dict[str, Any]:
     return values
 
 
-DEFAULT_DEVICE = "auto where there is a GPU, else none"  # of with_device()
+DEFAULT_DEVICE = "auto where there is a GPU, else none"  # the default of with_device()
 
 
 def with_device(values: dict[str, Any]) -> dict[str, Any]:
-    """Given settings of a command that uses a GPU unless it is told not to, or that llama.cpp keeps all experts."""
+    """Returns settings that use a GPU if there is one, unless the user chose a device or the budget "resident"."""
     from pyorch.runtime.devices import has_gpu
 
     if "device" in values or values.get("budget") == RESIDENT or not has_gpu():
@@ -110,7 +115,7 @@ def with_device(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_arguments(args: argparse.Namespace) -> list[str]:
-    """The options that were given, as the arguments with which another command is given them."""
+    """Returns the given options as arguments for another command."""
     arguments = []
     for name in args.settings_flags:
         value, option = getattr(args, name), OPTIONS[name]
@@ -121,13 +126,13 @@ def settings_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def listed(args: argparse.Namespace, name: str) -> tuple[Any, ...]:
-    """The values of an option that takes several, each once; () if it was not given."""
+    """Returns the values of an option that takes several, without duplicates; () if it was not given."""
     given = getattr(args, name)
     return tuple(dict.fromkeys(map(OPTIONS[name].parse, given.split(",")))) if given else ()
 
 
 def one_by_one(args: argparse.Namespace, name: str) -> list[argparse.Namespace]:
-    """The arguments with each value of an option that may be repeated; once without it, if it was not given."""
+    """Returns the arguments once for each value of a repeated option; once, if it was not given."""
     return [argparse.Namespace(**{**vars(args), name: value}) for value in getattr(args, name) or (None,)]
 
 
@@ -148,7 +153,7 @@ def _add(
 
 
 def _escaped(text: str) -> str:
-    """For argparse, which expands what follows a percent sign."""
+    """Escapes percent signs for argparse."""
     return text.replace("%", "%%")
 
 

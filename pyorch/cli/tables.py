@@ -1,7 +1,7 @@
-"""What commands print for people: lines, tables, and facts with a label each.
+"""Output of commands for people: lines, tables, and labelled facts.
 
-On a terminal they fit its width, and colours obey NO_COLOR. Into a pipe goes plain text, as wide as it is. Control
-characters of names are escaped.
+On a terminal they fit its width, and colours obey NO_COLOR. A pipe gets plain text without wrapping. Control characters
+of names are escaped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Facts:
 
 
 def show(parts: Iterable[str | Table | Facts], file: TextIO | None = None) -> None:
-    """Prints them, one under the other, to stdout or `file`."""
+    """Prints the parts, one below the other, to stdout or `file`."""
     file = sys.stdout if file is None else file
     for part in parts:
         if isinstance(part, str):
@@ -57,7 +57,7 @@ def _show_on_terminal(part: Table | Facts, file: TextIO) -> None:
     from rich.console import Console
 
     console = Console(file=file, highlight=False, markup=False, emoji=False)
-    if isinstance(part, Table) and part.title:  # that of a rich table breaks at the table's width
+    if isinstance(part, Table) and part.title:  # rich would wrap the title at the table's width
         console.print(part.title)
     if isinstance(part, Facts):
         console.print(_grid(part))
@@ -68,7 +68,7 @@ def _show_on_terminal(part: Table | Facts, file: TextIO) -> None:
 
 
 def _show_row_by_row(table: Table, console: Console) -> None:
-    """A number that is cut in two to fit a narrow column cannot be read."""
+    """Shows a table that is too wide row by row: a number split over two lines is unreadable."""
     from rich.padding import Padding
 
     for row in table.rows:

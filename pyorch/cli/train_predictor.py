@@ -1,4 +1,4 @@
-"""`pyorch train-predictor`: train an estimator of the next layer's experts on text that the model decodes."""
+"""`pyorch train-predictor`: trains an estimator of the next layer's experts on text that the model decodes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ EXAMPLE = "pyorch train-predictor olmoe.gguf --data prose.txt --tokens 1000000"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " The predictor is a small neural network, called estimator. The predictor hybrid uses it in those layers "
-        "where it is better than quasi-hidden."
+        " The estimator is a small neural network. The predictor hybrid uses it in the layers in which it is better "
+        "than quasi-hidden."
     )
     add_model_options(parser, CONTEXT)
     add_text_options(parser)
     parser.add_argument("--val-share", type=float, default=0.1, metavar="S",
-                        help="hold out this share of the requests; the recall on them says when to stop (default: "
+                        help="hold out this share of the requests; training stops by the recall on them (default: "
                              "%(default)s)")
     parser.add_argument("--latent", type=int, default=128, metavar="N",
                         help="width of the network (default: %(default)s)")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
                  is_own=partial(container.is_sidecar_of, kind=KIND),
                  by_default=args.output is args.predictor_file is None)
     for _ in read_documents(args.data):
-        pass  # a mistake in the last line is found now, not after hours
+        pass  # refuses a wrong last line now, before hours of training
     with ModelMap(args.model) as model_map:
         file = PredictorFile.read(source, model_map) if source.exists() else PredictorFile()
         if file.default_vectors is None:

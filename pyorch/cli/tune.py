@@ -1,4 +1,4 @@
-"""`pyorch tune`: find the fastest lossy setting that keeps the accuracy."""
+"""`pyorch tune`: finds the fastest lossy setting that keeps the accuracy."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ EXAMPLE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " All settings answer an eighth of the questions, the better half of them as many again, and so on; the speed "
-        "of the best is measured, and the winner written for `pyorch run --tuned`. The best of many settings is also "
-        "the luckiest one: it must keep the accuracy by two standard errors, and --held-out asks it other questions in "
-        "the end."
+        " All settings answer an eighth of the questions, the better half of them as many again, and so on. Then the "
+        "command measures the speed of the best settings, and writes the winner for `pyorch run --tuned`. Because the "
+        "best of many settings is also the luckiest, it must keep the accuracy by two standard errors. --held-out asks "
+        "the winner other questions at the end."
     )
     add_model_options(parser, defaults={"budget": ""})
     add_question_options(parser)
     parser.add_argument("--cache-rate", type=share, metavar="SHARE",
-                        help="tune for a cache with this share of the experts; this or --budget must be given")
+                        help="tune for a cache with this share of the experts; give this or --budget")
     parser.add_argument("--min-accuracy", type=share, metavar="SHARE",
                         help="the setting must keep this share of the accuracy (default: 0.95, unless --max-kl is "
                              "given)")
     parser.add_argument("--held-out", action="extend", nargs="+", default=[], metavar="FILE.jsonl",
-                        help="other questions, that no setting is chosen by: the winner answers them in the end, all "
-                             "of them whatever --limit says")
+                        help="other questions, which choose no setting; the winner answers all of them at the end, "
+                             "whatever --limit is")
     parser.add_argument("--max-kl", type=number(least=0), metavar="NATS",
                         help="the mean KL divergence from the lossless model, on the text of --data, must not be above "
                              "this")
@@ -46,25 +46,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="accuracy: the answer with the highest likelihood per character (acc_norm), or the "
                              "highest likelihood (acc) counts (default: acc_norm)")
     parser.add_argument("--buddies-file", metavar="FILE",
-                        help="lists of buddies (default: MODEL.buddies.gguf beside the model); what their trace "
-                             "selected most counts as resident, and without lists what a text selects that every "
-                             "machine has")
+                        help="lists of buddies (default: MODEL.buddies.gguf beside the model); experts that their "
+                             "trace selected most count as resident; without lists, those that a fixed text selects")
     parser.add_argument("--lever", action="append", default=[], dest="levers", metavar="SETTINGS",
-                        type=or_help, help="try these settings, with alternatives between bars: "
-                             "heaviest:0.9|1.2 stands for two; may be repeated; help lists all keys "
-                             "(default: some of leaving out, of cache-aware routing, and of buddies and ghosts where "
-                             "the model has some)")
+                        type=or_help, help="try these settings, with alternatives between bars: heaviest:0.9|1.2 is "
+                             "two; may be repeated; help lists all keys (default: omission, cache-aware routing, and "
+                             "buddies and ghosts if the model has them)")
     parser.add_argument("--candidates", type=whole(1), default=3, metavar="N",
                         help="measure the speed of the best N settings (default: 3)")
     parser.add_argument("--speed-tokens", type=whole(0), default=256, metavar="N",
-                        help="measure speed by decoding N tokens, three times by turns, of which the median counts; "
-                             "0: do not measure, choose by what would be read (default: 256)")
+                        help="measure speed by decoding N tokens in three alternating rounds; the median counts; "
+                             "0: do not measure, choose by bytes read (default: 256)")
     add_output_options(parser, "MODEL.tuned.json beside the model",
                        as_json="print the trials and the setting as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0. PyorchError if no setting reaches the goal."""
+    """Tunes and writes the setting.
+
+    Raises:
+        PyorchError: No setting reaches the goal.
+    """
     _check(args)
     check_readable(args.held_out)
 
@@ -139,7 +141,7 @@ def _unreached(tuning, goal) -> str:
 
 
 def _loses_more(tuned, min_accuracy: float) -> bool:
-    """Whether it keeps less than that of the accuracy on questions that it was not chosen by."""
+    """Whether the setting keeps less than that of the accuracy on held-out questions."""
     return bool(tuned.n_held_out) and tuned.held_out_accuracy < min_accuracy * tuned.held_out_original_accuracy
 
 
@@ -181,7 +183,7 @@ def _trials(tuning) -> list[dict[str, object]]:
 
 
 def _table(tuning, metric: str) -> Table:
-    """Without the columns that say nothing here."""
+    """Returns the table without empty columns."""
     titles = ("settings", "tried on", "accuracy", "kept", "KL", "reads/token", "tok/s", "")
     original = tuning.speeds.get(None)
     rows = [("lossless", "100%", _number(tuning.original.average(metric), ".3f"), "", "",
@@ -198,13 +200,13 @@ def _table(tuning, metric: str) -> Table:
 
 
 def _kept(row: dict) -> str:
-    """With one standard error. Of the same questions."""
+    """Formats the kept accuracy with one standard error, on the same questions."""
     original = row["original_accuracy"]
     return f"{row['accuracy'] / original:.1%} ±{row['error'] / original:.1%}" if original else ""
 
 
 def _absent(tuning) -> float:
-    """Experts that lossless decoding reads for a token with a static cache: seen while other settings were tried."""
+    """Returns the experts that lossless decoding reads for a token with a static cache, counted by other settings."""
     return max(trial.outcome.slots.per_token("absent") for trial in tuning.trials)
 
 

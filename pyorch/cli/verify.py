@@ -19,10 +19,10 @@ EXAMPLE = """pyorch verify olmoe.gguf --budget 20%,50% --tokens 64
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description += (
-        " The command compares every logit with that of the same model fully in memory. "
-        "The exit status is 0 if all bits are the same, and 1 if not, with lossy options too. With a device, the other "
-        "model is wholly there; where the processor computes some of the experts, its sums may differ in the last "
-        "bits, and the largest difference is printed."
+        " The command compares every logit with the logits of the same model fully in memory. "
+        "The exit status is 0 if all bits are equal, and 1 otherwise, also with lossy options. With a device, the "
+        "other model is completely on the device; if the processor computes some experts, sums may differ in the last "
+        "bits, and the command prints the largest difference."
     )
     add_model_options(parser, LOSSY, lists=("budget",), defaults={"budget": ",".join(map(str, VERIFY_BUDGETS))})
     parser.add_argument("--tokens", type=whole(0), default=32, metavar="N",
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 if every logit is bit-identical under every budget; 1 otherwise, also where that was asked for."""
+    """Returns 0 if every logit is bit-identical under every budget, otherwise 1, also with lossy options."""
     prompt = read_prompt(args.prompt, args.file)
 
     from pyorch.eval.verify import PROMPT, verify
