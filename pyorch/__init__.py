@@ -10,7 +10,7 @@ _libs.claim_llama_cpp()
 _libs.claim_gguf()
 _libs.choose_spin_count()
 
-TYPE_CHECKING = False  # typing alone would take as long as all that is imported here
+TYPE_CHECKING = False  # importing typing would take as long as all other imports here
 if TYPE_CHECKING:
     from pyorch.errors import BudgetError, DeviceError, ExpertReadError, FormatError, OutOfMemoryError, PyorchError
     from pyorch.llama.layer import LayerSettings
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from pyorch.runtime.model_map import ModelMap
     from pyorch.runtime.statistics import Stats
     from pyorch.settings.substitution import Substitution
-    from pyorch.signatures import load, manage  # what load and manage of _HOMES are to editors
+    from pyorch.signatures import load, manage  # editors see these in place of load and manage of _HOMES
 
 __version__: str
 
-# Where each name is: importing all of it takes a second, and the command line's --help needs none.
+# The module of each name. Importing all of them takes a second, and the command line's --help needs none.
 _HOMES = {
     "BudgetError": "errors",
     "DeviceError": "errors",

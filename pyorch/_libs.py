@@ -1,8 +1,8 @@
-"""Finds the shared libraries of this package, makes `llama_cpp` load the same ones, and says how their threads wait.
+"""Finds the shared libraries of this package, makes `llama_cpp` load the same ones, and sets how their threads wait.
 
-A process holds one ggml: the hooks that libpyorch registers must be those that libllama calls. The package `llama_cpp`
-that is imported with pyorch is the one beside the libraries: bindings of another release would call them wrongly.
-Little is imported here: it comes before all else, while Ctrl-C is not quiet yet (pyorch/starting.py).
+A process must have one ggml, because libllama calls the hooks that libpyorch registers. The package `llama_cpp` that
+pyorch imports is the one shipped with the libraries: bindings of another release would call them wrongly. This module
+imports little, because it runs first, while Ctrl-C still prints a traceback (pyorch/starting.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
 def lib_dir() -> Path:
-    """The directory that holds libllama, libpyorch, the packaged converter and the licences.
+    """Returns the directory of libllama, libpyorch, the packaged converter and the licences.
 
     PYORCH_LIB_DIR names another one, such as the `bin` of a build with a sanitizer.
     """
@@ -30,7 +30,7 @@ def lib_dir() -> Path:
 
 def _lib_dir() -> str:
     named = os.environ.get("PYORCH_LIB_DIR")
-    # In an editable install the package has two homes: the checkout and, for what was built, site-packages.
+    # An editable install has two folders: the checkout, and site-packages for built files.
     homes = [named] if named else [os.path.join(home, "lib") for home in sys.modules["pyorch"].__path__]
     for home in homes:
         if os.path.isfile(os.path.join(home, f"libllama{SUFFIX}")):
@@ -44,9 +44,10 @@ def _lib_dir() -> str:
 
 
 def claim_llama_cpp() -> None:
-    """Makes `import llama_cpp` bring the bindings beside the libraries of lib_dir(), which load those.
+    """Makes `import llama_cpp` load the bindings next to the libraries of lib_dir(), and these libraries.
 
-    Raises ImportError if `llama_cpp` was already imported and brought libraries of its own.
+    Raises:
+        ImportError: `llama_cpp` was already imported and loaded other libraries.
     """
     ours = _lib_dir()
     loaded = sys.modules.get("llama_cpp.llama_cpp")
@@ -64,17 +65,17 @@ def claim_llama_cpp() -> None:
 
 
 def claim_gguf() -> None:
-    """Makes `import gguf` bring llama.cpp's package of the same release as the libraries.
+    """Makes `import gguf` load llama.cpp's package of the same release as the libraries.
 
-    An installed package of another release may lack types of tensors that the libraries write. Where the program has
-    imported it before, it stays.
+    An installed package of another release may lack types of tensors that the libraries write. If the program has
+    already imported it, it stays.
     """
     homes = [_lib_dir(), *(os.path.join(home, "lib") for home in sys.modules["pyorch"].__path__)]
     sys.meta_path.insert(0, _Package("gguf", [os.path.join(home, "llama.cpp-converter/gguf-py") for home in homes]))
 
 
 class _Package:
-    """Finds a package in one of some directories, whatever other one is installed (an importlib.abc.MetaPathFinder)."""
+    """Finds a package in one of some directories before any installed one (an importlib.abc.MetaPathFinder)."""
 
     def __init__(self, name: str, directories: list[str]) -> None:
         self._name, self._directories = name, directories
@@ -87,31 +88,33 @@ class _Package:
         return PathFinder.find_spec(name, self._directories)
 
 
-# How long a compute thread that has no work spins before it sleeps: between two graphs, that is, for inside one the
-# threads meet at pyorch's own barrier (native/src/base/barrier.h). libgomp's own 300,000 rounds are milliseconds, in
-# which a busy process beside it takes a fifth of the speed.
+# Rounds that a compute thread without work spins before it sleeps, between two graphs. Inside a graph, threads meet at
+# pyorch's own barrier (native/src/base/barrier.h). libgomp's default of 300,000 rounds takes milliseconds, and with
+# another busy process costs a fifth of the speed.
 SPIN_COUNT = "1000"
 LIBGOMP_SPIN_COUNT = "300000"
 
-# With experts on a device each layer is several graphs, the processor's begin some tenths of a millisecond apart, and
-# many are computed by one thread: to wake the others each time took up to a third of a token's time, and 10,000 rounds
-# of 20 to 50 ns did not do (docs/measurements/devices.md).
+# With experts on a device each layer is several graphs. The processor's graphs start some tenths of a millisecond
+# apart, and one thread computes many of them. Waking the other threads each time took up to a third of a token's time;
+# 10,000 rounds of 20 to 50 ns were too few (docs/measurements/devices.md).
 DEVICE_SPIN_COUNT = "100000"
-_DEVICE_BACKENDS = ("cuda", "hip", "musa", "sycl", "vulkan")  # the last lies in a wheel, whatever the machine has
+_DEVICE_BACKENDS = ("cuda", "hip", "musa", "sycl", "vulkan")  # wheels contain vulkan on every machine
 
-chose_spin_count = False  # whether that in the environment is ours
+chose_spin_count = False  # whether this module set the value in the environment
 
 
 def spin_count() -> str:
-    """Of this build and machine: whether a device can be used is known before one is named."""
+    """Returns the spin count for this build and machine, which show whether a device could be used."""
     ours = _lib_dir()
     *built, vulkan = (os.path.exists(os.path.join(ours, f"libggml-{name}{SUFFIX}")) for name in _DEVICE_BACKENDS)
     return DEVICE_SPIN_COUNT if any(built) or (vulkan and has_gpu_driver()) else SPIN_COUNT
 
 
 def has_gpu_driver(root: str = "/") -> bool:
-    """Whether Linux has the driver of a GPU that may have memory of its own: of NVIDIA, also in WSL, or of AMD with as
-    much as no processor with graphics sets aside by itself. Others are not seen so: Intel's say it nowhere."""
+    """Whether Linux has the driver of a GPU that may have its own memory.
+
+    Detects NVIDIA, also in WSL, and AMD with more memory than integrated graphics reserve. Intel's driver does not say.
+    """
     if any(os.path.exists(os.path.join(root, node)) for node in ("dev/nvidia0", "dev/dxg")):
         return True
     from glob import glob
@@ -127,16 +130,16 @@ def has_gpu_driver(root: str = "/") -> bool:
 
 
 def choose_spin_count() -> None:
-    """Sets GOMP_SPINCOUNT for this process and its children, unless the user said how threads wait: then libgomp's
-    barrier is kept, too (PYORCH_BARRIER).
+    """Sets GOMP_SPINCOUNT for this process and its children, unless the user chose how threads wait.
 
-    libgomp reads it once, when it is loaded. RuntimeWarning where that is over. Other runtimes of OpenMP ignore it.
+    If the user did, libgomp's barrier stays in use too (PYORCH_BARRIER). libgomp reads the variable once, when it
+    loads; a RuntimeWarning says if that has already happened. Other OpenMP runtimes ignore it.
     """
     count = spin_count()
     if "OMP_WAIT_POLICY" in os.environ or os.environ.get("GOMP_SPINCOUNT", count) != count:
         os.environ["PYORCH_BARRIER"] = "openmp"
         return
-    if "GOMP_SPINCOUNT" in os.environ:  # of a process that started this one
+    if "GOMP_SPINCOUNT" in os.environ:  # set by the parent process
         return
     global chose_spin_count
     chose_spin_count = True
@@ -154,9 +157,9 @@ def choose_spin_count() -> None:
 
 
 def _loaded_libgomp() -> str:
-    """The libgomp that our libraries will share, "" if it is not loaded. Others give theirs another name."""
+    """Returns the loaded libgomp that our libraries will share, or "". Other packages rename theirs."""
     if os.path.isdir(os.path.join(_lib_dir(), "..", "..", "pyorch.libs")):
-        return ""  # a wheel for other machines brings its own
+        return ""  # a portable wheel contains its own
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
             paths = [line[line.index("/") :].rstrip("\n") for line in maps if "/libgomp.so.1" in line]

@@ -1,4 +1,4 @@
-"""What can go wrong, as sentences for the user.
+"""Errors, as sentences for the user.
 
 The command line prints one as `pyorch: error: ...` and exits with status 2.
 """
@@ -12,54 +12,54 @@ from collections.abc import Iterable
 
 
 class PyorchError(Exception):
-    """A sentence: what was wrong, with which value, and what would be right."""
+    """A sentence that says what was wrong, with which value, and what to do."""
 
 
 class BudgetError(PyorchError):
-    """The memory that was asked for, or that there is, does not do."""
+    """The requested or available memory is too small."""
 
 
 class OutOfMemoryError(PyorchError, MemoryError):
-    """The system has no memory for what was asked."""
+    """The system has no memory for the request."""
 
 
 class FormatError(PyorchError):
-    """A file is missing, damaged, or not what it should be."""
+    """A file is missing, damaged, or of the wrong kind."""
 
 
 class DeviceError(PyorchError, RuntimeError):
-    """A decode failed because the device that computes is lost. A RuntimeError too, as ExpertReadError is."""
+    """A decode failed because a computing device is lost. Also a RuntimeError, like ExpertReadError."""
 
 
 class ExpertReadError(PyorchError, RuntimeError):
     """A decode failed because an expert could not be read. The next decode may succeed.
 
-    A RuntimeError too, which is what llama_cpp raises for a failed decode.
+    Also a RuntimeError, which llama_cpp raises for a failed decode.
     """
 
 
 def one_line(sentence: str) -> str:
-    """A sentence for a terminal or a log.
+    """Returns a sentence for a terminal or a log, on one line.
 
-    A file may have line ends and terminal escapes in its name and in its metadata. They are written as `\\n` and
-    `\\x1b`, so a name cannot begin a line of its own, and the terminal does not obey it.
+    Names and metadata of files may have line ends and terminal escapes. They become `\\n` and `\\x1b`, so a name cannot
+    start a line of its own or control the terminal.
     """
     return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c for c in sentence)
 
 
 def because(error: Exception) -> str:
-    """What Python says of a text that it cannot read as a number, JSON or TOML, without its advice to programmers."""
+    """Returns Python's reason why a text is no number, JSON or TOML, without its advice to programmers."""
     said = str(error)
     return "a number in it has too many digits" if "set_int_max_str_digits" in said else said
 
 
 def short_numbers(sentence: str) -> str:
-    """A sentence in which no number fills the terminal."""
+    """Returns a sentence with long numbers shortened."""
     return re.sub(r"\d{100,}", lambda digits: f"{digits[0][:20]}... ({len(digits[0])} digits)", sentence)
 
 
 def without_folders(sentence: str, files: Iterable[str | os.PathLike]) -> str:
-    """A sentence for the users of a server, who are told the names of its files and not where these are.
+    """Returns a sentence for the users of a server, with names of files but without their folders.
 
     Args:
         files: Files in the folders to leave out.

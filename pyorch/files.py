@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-# Beyond the tensors a GGUF holds a vocabulary; what else writes to the disk needs something too.
+# A GGUF has a vocabulary in addition to its tensors, and other programs write to the disk too.
 SPARE_BYTES = 32 << 20
-FEW_BYTES = 1 << 20  # for what else writes to the disk, where the size of the file is known
+FEW_BYTES = 1 << 20  # for other programs, if the size of the file is known
 
 
 def docs_dir() -> Path | None:
-    """The directory of the documentation: of the installed package, or of the checkout."""
+    """Returns the directory of the documentation, of the installed package or of the checkout."""
     for home in map(Path, sys.modules["pyorch"].__path__):
         for found in (home / "docs", home.parent / "docs"):
             if (found / "quickstart.md").is_file():
@@ -39,7 +39,11 @@ def docs_dir() -> Path | None:
 
 
 def check_target(target: Path) -> None:
-    """Raises PyorchError if no file can be written at `target`."""
+    """Checks that a file can be written at `target`.
+
+    Raises:
+        PyorchError: It cannot.
+    """
     directory = target.parent
     if not directory.is_dir():
         what = "is a file: name another" if directory.exists() else "does not exist: create it first"
@@ -53,7 +57,11 @@ def check_target(target: Path) -> None:
 
 
 def make_directory(directory: Path, mode: int = 0o777) -> None:
-    """Makes a directory, with those that it lies in, unless it is there. PyorchError where it cannot be made."""
+    """Makes a directory and its parents if they do not exist.
+
+    Raises:
+        PyorchError: A directory cannot be made.
+    """
     try:
         directory.mkdir(mode, parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -65,7 +73,11 @@ def make_directory(directory: Path, mode: int = 0o777) -> None:
 
 @contextmanager
 def reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """FormatError where the file cannot be read inside, or is not UTF-8 text."""
+    """Turns errors of reading into sentences.
+
+    Raises:
+        FormatError: The block could not read the file, or it is not UTF-8 text.
+    """
     try:
         yield
     except OSError as error:
@@ -75,7 +87,11 @@ def reading(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """What a TOML file holds. FormatError for one that cannot be read."""
+    """Returns the content of a TOML file.
+
+    Raises:
+        FormatError: The file cannot be read.
+    """
     with reading(path):
         text = path.read_bytes().decode("utf-8-sig")
     try:
@@ -85,13 +101,17 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def forget(descriptor: int, offset: int = 0, n_bytes: int = 0) -> None:
-    """Asks the kernel to drop a part of a file from the page cache; 0 bytes: all of it from there."""
+    """Asks the kernel to drop a part of a file from the page cache; 0 bytes: from the offset to the end."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, offset, n_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def check_free_space(directory: Path, n_bytes: int, spare_bytes: int = SPARE_BYTES) -> None:
-    """Raises PyorchError if the disk under `directory` has no room for `n_bytes` and some spare."""
+    """Checks that the disk of `directory` has room for `n_bytes` and some spare.
+
+    Raises:
+        PyorchError: It has not.
+    """
     free, needed = shutil.disk_usage(directory).free, n_bytes + spare_bytes
     if free < needed:
         raise PyorchError(f"{directory} has {format_bytes(free)} free, what is to be written needs about "
@@ -100,10 +120,10 @@ def check_free_space(directory: Path, n_bytes: int, spare_bytes: int = SPARE_BYT
 
 @contextmanager
 def staging(target: Path) -> Iterator[Path]:
-    """A directory beside `target` for files in the making. It is gone afterwards, whatever happened.
+    """Yields a directory next to `target` for unfinished files, and removes it afterwards.
 
-    Nobody is left to remove the one of a process that was killed: the next staging() in the same place does, of
-    whatever target. A lock on the directory, which ends with its process, says that somebody still needs it.
+    If a process is killed, its directory remains. The next staging() in the same place removes it, for any target. A
+    lock on the directory, which ends with its process, marks a directory in use.
     """
     with terminable():
         _remove_abandoned(target.parent)
@@ -121,22 +141,22 @@ def staging(target: Path) -> Iterator[Path]:
 
 
 def staging_locks() -> tuple[int, ...]:
-    """Descriptors that a child inherits which writes into staging directories: they are held as long as it lives."""
+    """Returns descriptors for a child that writes into staging directories: the locks hold while the child lives."""
     return tuple(_locks)
 
 
 _locks: set[int] = set()
-_STAGING = re.compile(r"\..+\.[a-z0-9_]{8}\.part")  # as mkdtemp names them
+_STAGING = re.compile(r"\..+\.[a-z0-9_]{8}\.part")  # the names that mkdtemp makes
 
 
 def _make_staging(target: Path) -> tuple[Path, int]:
-    """A new directory and the descriptor that holds its lock."""
+    """Makes a directory and returns it with the descriptor that holds its lock."""
     while True:
         directory = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
         lock = os.open(directory, os.O_RDONLY)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
-        # Between its making and its lock another process may have taken it for abandoned.
+        # Before it was locked, another process may have removed the directory as abandoned.
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.stat(directory), os.fstat(lock)):
                 return directory, lock
@@ -162,9 +182,9 @@ def _remove_unless_held(directory: str) -> None:
 
 
 def publish(files: list[Path], directory: Path) -> list[Path]:
-    """Moves finished files of one staging directory into `directory`; they are on the disk before they have a name.
+    """Moves finished files of one staging directory into `directory`, after they are written to the disk.
 
-    The first is renamed last: a reader opens a split model by its first shard, and finds the others.
+    It renames the first file last: a reader opens a split model by its first shard, and finds the others.
     """
     for file in files:
         _sync(file)
@@ -176,24 +196,31 @@ def publish(files: list[Path], directory: Path) -> list[Path]:
 
 
 def replace(file: Path, target: Path) -> None:
-    """Gives a finished file its name, when it is on the disk."""
+    """Gives a finished file its name, after it is written to the disk."""
     _sync(file)
     os.replace(file, target)
     _sync(target.parent)
 
 
 def check_no_source(target: Path, sources: Iterable[str | Path], what: str = "the model itself") -> None:
-    """PyorchError where writing `target` would replace one of the files that are read for it. what: the files are."""
+    """Refuses to replace one of the files that are read for `target`. what: the role of these files.
+
+    Raises:
+        PyorchError: `target` is one of the sources.
+    """
     if target.exists() and any(target.samefile(source) for source in sources if os.path.exists(source)):
         raise PyorchError(f"{target} is {what}: name another file")
 
 
 @contextmanager
 def continued(target: Path) -> Iterator[tuple[Path, int]]:
-    """The file in which a long run makes `target`, and a descriptor of it: what an earlier run left there, or empty.
+    """Yields the file in which a long run makes `target`, and its descriptor; the file has an earlier run's content.
 
-    It stays where the run does not end by replace(), unless it is empty. A lock on it, which ends with its process,
-    keeps others out: PyorchError while somebody holds it. SIGTERM ends the run as Ctrl-C does.
+    The file stays if the run does not end with replace(), unless it is empty. A lock, which ends with its process,
+    excludes other processes. SIGTERM ends the run as Ctrl-C does.
+
+    Raises:
+        PyorchError: Another process holds the file, or it cannot be written.
     """
     part = target.with_name(f".{target.name}.part")
     while True:
@@ -214,10 +241,13 @@ def continued(target: Path) -> Iterator[tuple[Path, int]]:
 
 
 def take(descriptor: int, path: Path, target: Path) -> bool:
-    """Locks an open file, in which `target` is written, until it is closed or its process has ended.
+    """Locks an open file for `target` until the file is closed or its process ends.
 
-    False where path is another file by now: between its opening and its lock another process may have finished it.
-    PyorchError while somebody holds it.
+    Returns:
+        False if the path names another file by now, because another process finished this one before the lock.
+
+    Raises:
+        PyorchError: Another process holds the lock.
     """
     with contextlib.suppress(OSError):  # a file system without locks
         try:
@@ -230,7 +260,7 @@ def take(descriptor: int, path: Path, target: Path) -> bool:
 
 
 def discard(part: Path, target: Path) -> None:
-    """Removes what an ended run left of `target`, but not while another process writes it."""
+    """Removes the unfinished file of an ended run, unless another process writes it."""
     with contextlib.suppress(OSError, PyorchError):
         descriptor = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -241,7 +271,7 @@ def discard(part: Path, target: Path) -> None:
 
 
 def _remove_empty(part: Path, descriptor: int) -> None:
-    """Removes the file of a descriptor that has nothing in it, while it still has this name."""
+    """Removes an open empty file while it still has this name."""
     with contextlib.suppress(OSError):
         if os.fstat(descriptor).st_size == 0 and os.path.samestat(os.stat(part), os.fstat(descriptor)):
             part.unlink()
@@ -249,7 +279,11 @@ def _remove_empty(part: Path, descriptor: int) -> None:
 
 @contextmanager
 def writing(target: Path) -> Iterator[Path]:
-    """The file to write, which becomes `target` afterwards. PyorchError where the disk refuses."""
+    """Yields the file to write, which then becomes `target`.
+
+    Raises:
+        PyorchError: The file cannot be written.
+    """
     with staging(target) as directory:
         try:
             yield directory / target.name
@@ -259,7 +293,11 @@ def writing(target: Path) -> Iterator[Path]:
 
 
 def write_text(target: str | os.PathLike[str], text: str) -> None:
-    """Writes a small file. Raises PyorchError if it cannot."""
+    """Writes a small file.
+
+    Raises:
+        PyorchError: The file cannot be written.
+    """
     target = Path(target).absolute()
     check_target(target)
     with writing(target) as file:
@@ -275,18 +313,20 @@ def _sync(path: Path) -> None:
 
 
 def has_holes(paths: list[str]) -> bool:
-    """Whether files lack bytes, as a header of the right size does: they would be read faster than any disk. Blocks
-    alone do not tell: some file systems count none, and some compress."""
+    """Whether files have holes, as a header of the right size does. Reading them would measure no disk.
+
+    The number of blocks is not enough: some file systems report none, and some compress.
+    """
     return any(status.st_blocks * 512 < 0.9 * status.st_size and _is_hole(path, status.st_size // 2)
                for path, status in zip(paths, map(os.stat, paths)))
 
 
 def _is_hole(path: str, offset: int) -> bool:
-    """False where the file system does not say."""
+    """Whether there is a hole at the offset; False if the file system does not say."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA) > offset
     except OSError as error:
-        return error.errno == errno.ENXIO  # nothing behind it either
+        return error.errno == errno.ENXIO  # no data after it
     finally:
         os.close(descriptor)

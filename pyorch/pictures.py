@@ -1,4 +1,4 @@
-"""Pictures, as files that appear whole or not at all. Only here matplotlib is looked for, and a directory made."""
+"""Pictures, as files that appear complete or not at all. Only this module imports matplotlib and makes directories."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from pyorch.files import check_target, make_directory, publish, staging
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Picture = Callable[["type[Figure]"], "Figure"]  # draws with the class that it is given
+Picture = Callable[["type[Figure]"], "Figure"]  # draws with the given class
 
 DPI = 110
-PAGE_DPI = 70  # beside other pictures, on a page of docs/
+PAGE_DPI = 70  # for a page of docs/ with several pictures
 PRINT_DPI = 150
 
 
 def check(directory: Path | None = None) -> None:
-    """PyorchError without matplotlib, or where no files can be written into a directory, which is made if need be.
+    """Checks, before hours of measuring, that pictures can be written. Makes the directory if necessary.
 
-    Asked before anything is measured: what took long is not lost for a picture.
+    Raises:
+        PyorchError: matplotlib is missing, or the directory cannot be written.
     """
     _figure_class()
     if directory is None:
@@ -34,7 +35,11 @@ def check(directory: Path | None = None) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """PyorchError if no picture can be written at path; asked before anything is measured."""
+    """Checks, before hours of measuring, that a picture can be written at path.
+
+    Raises:
+        PyorchError: It cannot.
+    """
     check()
     check_target(path.absolute())
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
@@ -42,9 +47,10 @@ def check_plot(path: Path) -> None:
 
 
 def save(pictures: Mapping[str, Picture], directory: Path, dpi: int = DPI) -> list[Path]:
-    """Writes each to NAME.png in a directory, which is made if need be; returns their paths.
+    """Writes each picture to NAME.png in a directory, which is made if necessary, and returns the paths.
 
-    Raises PyorchError as check() does, or where the disk has no room: then no picture of these is there.
+    Raises:
+        PyorchError: matplotlib is missing, or a file cannot be written; then no picture remains.
     """
     check(directory)
     files = {f"{name}.png": picture for name, picture in pictures.items()}
@@ -52,13 +58,17 @@ def save(pictures: Mapping[str, Picture], directory: Path, dpi: int = DPI) -> li
 
 
 def save_as(picture: Picture, target: Path, dpi: int = DPI) -> None:
-    """Writes one to a file, whose suffix says how. PyorchError without matplotlib, or where it cannot be written."""
+    """Writes a picture to a file, in the format of its suffix.
+
+    Raises:
+        PyorchError: matplotlib is missing, or the file cannot be written.
+    """
     target = target.absolute()
     _write({target.name: picture}, target.parent, target, dpi)
 
 
 def _write(pictures: Mapping[str, Picture], directory: Path, what: Path, dpi: int) -> list[Path]:
-    """what: that is written, for its name in front of files in the making."""
+    """Writes pictures. what: the target, from which the names of unfinished files are made."""
     figure_class = _figure_class()
     with staging(what) as made:
         try:

@@ -1,4 +1,4 @@
-"""Ports that servers will listen on."""
+"""Ports for servers."""
 
 from __future__ import annotations
 
@@ -8,27 +8,31 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")  # of which connections are given one
-_FIRST = 20000  # Ray gives its workers those below
+_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")  # the ports that the kernel gives to connections
+_FIRST = 20000  # Ray's workers use lower ports
 _TRIED = 20
 
 
 @contextlib.contextmanager
 def held(host: str, port: int = 0) -> Iterator[int]:
-    """A port that can be listened on and that nobody else gets while the block runs: for 0 one that is free.
+    """Yields a port to listen on, reserved while the block runs. A server may listen on it after the block.
 
-    That is one which nobody is given without asking for it: any connection could have taken another before a server
-    listens there, which it may do only when the block is left.
+    For the port 0 it takes a free one outside the range from which the kernel gives ports to connections. Otherwise a
+    connection could take it before the server listens.
 
     Raises:
-        OSError: the host or the port cannot be listened on.
+        OSError: It is not possible to listen on the host or the port.
     """
     with _bound(host, port, again=True) if port else _any_free(host) as probe:
         yield probe.getsockname()[1]
 
 
 def free(host: str = "127.0.0.1") -> int:
-    """One that is free now. OSError where the host cannot be listened on."""
+    """Returns a port that is free now.
+
+    Raises:
+        OSError: It is not possible to listen on the host.
+    """
     with held(host) as port:
         return port
 
@@ -41,7 +45,7 @@ def _any_free(host: str) -> socket.socket:
 
 
 def _bound(host: str, port: int, again: bool = False) -> socket.socket:
-    """again: also where connections that ended a while ago still have the port, as llama-server listens."""
+    """Returns a bound socket. again: bind even if ended connections still hold the port, as llama-server does."""
     family, kind, protocol, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     probe = socket.socket(family, kind, protocol)
     try:

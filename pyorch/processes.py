@@ -1,4 +1,4 @@
-"""Processes of our own that are told what to do, and answer, over a connection. They end with their parent."""
+"""Child processes that receive requests and answer over a connection. They end with their parent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from typing import Any
 def started(
     command: Sequence[str], pass_fds: Iterable[int] = (), **options: Any
 ) -> tuple[subprocess.Popen, Connection]:
-    """A process whose last argument is the descriptor of its end of a connection, and our end of that.
+    """Starts a process whose last argument is the descriptor of its end of a connection.
 
-    Objects are sent as pickles. When one of the two ends, the other reads the end of the connection. options: of
-    Popen.
+    Objects are sent as pickles. When one process ends, the other reads the end of the connection.
+
+    Args:
+        command: The command without that argument.
+        pass_fds: Further descriptors that the process inherits.
+        options: Options of Popen.
+
+    Returns:
+        The process, and our end of the connection.
     """
     ours, theirs = Pipe()
     with theirs:
@@ -33,17 +40,17 @@ def started(
 
 
 def end_with(descriptor: int, seconds: float = 0.0) -> None:
-    """Ends this process when the other end of a connection or a pipe is closed, also by a signal that kills its owner.
+    """Ends this process when the other end of a connection or pipe closes, also if a signal kills its owner.
 
-    Whatever this process computes then is for nobody. What arrives at the descriptor is left to others.
+    Data at the descriptor stays for others.
 
     Args:
         descriptor: Our end.
-        seconds: The time in which this process may end in order by itself.
+        seconds: The time in which this process may end by itself.
     """
     def wait() -> None:
         closed = select.poll()
-        closed.register(descriptor, 0)  # the end of a connection is told unasked
+        closed.register(descriptor, 0)  # poll() reports the end of a connection without a request
         closed.poll()
         time.sleep(seconds)
         os._exit(1)

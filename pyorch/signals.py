@@ -1,4 +1,4 @@
-"""SIGTERM, which ends a program as Ctrl-C does: what it has begun is tidied up."""
+"""SIGTERM ends a program as Ctrl-C does, so that unfinished work is removed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from types import FrameType
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends the block, where it would end the process: what is below is left as by any exception.
+    """Makes SIGTERM raise SystemExit inside the block, so that cleanup runs as for any exception.
 
-    Only the main thread gets signals: elsewhere nothing changes, nor where somebody else heeds SIGTERM.
+    Only the main thread gets signals: in other threads, or with another handler of SIGTERM, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield

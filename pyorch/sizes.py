@@ -18,7 +18,7 @@ _NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*|%)\s*", re.IG
 
 
 def format_bytes(n: float, round_up: bool = False) -> str:
-    """A size for people, such as 214 MiB; rounded up where the number must suffice."""
+    """Returns a size for people, such as 214 MiB; rounded up if the number must suffice."""
     unit, name = next(((u, s) for u, s in ((GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")) if n >= 10 * u), (1, "bytes"))
     if unit == 1 or name == "KiB":
         unit, name = (KiB, "KiB") if n >= KiB else (1, "bytes")
@@ -30,20 +30,20 @@ def format_bytes(n: float, round_up: bool = False) -> str:
 
 
 def counted(n: int, noun: str) -> str:
-    """1 request, 2 requests."""
+    """Returns a number with its noun: 1 request, 2 requests."""
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def as_option(n: int) -> str:
-    """A size that suffices for n bytes, as an option takes it: 214MiB."""
+    """Returns a size of at least n bytes in the form of options: 214MiB."""
     return format_bytes(n, round_up=True).replace(" ", "").removesuffix("bytes").removesuffix("byte")
 
 
 @dataclass(frozen=True)
 class Amount:
-    """Bytes, or a share of a whole that is not known yet: one of the two is None. share: 0.4 is 40 %.
+    """A number of bytes, or a share of an unknown whole; one of them is None. The share 0.4 is 40 %.
 
-    text: as it was given.
+    text: the original text.
     """
 
     n_bytes: int | None = None
@@ -52,9 +52,10 @@ class Amount:
 
     @classmethod
     def parse(cls, text: Any) -> Amount:
-        """Of bytes as a number, or of text: a size such as "1.5GiB", "800MB" or "4096", or a share such as "40%".
+        """Parses a number of bytes, a size such as "1.5GiB", "800MB" or "4096", or a share such as "40%".
 
-        ValueError for what is neither.
+        Raises:
+            ValueError: The text is neither a size nor a share.
         """
         if isinstance(text, Integral) and not isinstance(text, bool):
             return cls(int(text))
@@ -67,7 +68,7 @@ class Amount:
                 raise ValueError(f"{text} is too large a number")
             return cls(share=float(number) / 100, text=text.strip())
         factor = _UNITS.get(unit.upper())
-        # A bare 0.4 may be meant as a share or as bytes: neither is assumed.
+        # A bare 0.4 could be a share or bytes, so it is refused.
         if factor is None or (unit == "" and "." in number):
             raise ValueError(f"{text!r} is neither a size nor a share")
         n_bytes = float(number) * factor
@@ -76,11 +77,11 @@ class Amount:
         return cls(round(n_bytes), text=text.strip())
 
     def of(self, whole: int) -> int:
-        """Bytes, where the whole has so many."""
+        """Returns the bytes of this amount, if the whole has this size."""
         return self.n_bytes if self.n_bytes is not None else math.ceil(self.share * whole)
 
     def __str__(self) -> str:
-        """What parse() reads."""
+        """Returns text that parse() reads."""
         if self.text:
             return self.text
         return str(self.n_bytes) if self.n_bytes is not None else f"{self.share * 100:.12g}%"

@@ -1,9 +1,9 @@
-"""What comes before the imports of a command: Ctrl-C, and how many threads numpy has.
+"""Runs before the imports of a command: handling of Ctrl-C, and numpy's number of threads.
 
 Ctrl-C while the program starts or ends is quiet, with exit status 130.
 
-A command spends its first tenths of a second on imports. An exception that a signal raises inside one comes out as a
-traceback, or as an ImportError of a package that was half there; nothing has begun yet that would have to be ended.
+A command spends its first tenths of a second on imports. An exception that a signal raises inside an import becomes a
+traceback, or an ImportError of a half-imported package. Nothing has started yet that would need cleanup.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ import signal
 from collections.abc import Sequence
 from types import FrameType
 
-INTERRUPTED = 130  # exit status, as of a program that the signal ends
+INTERRUPTED = 130  # exit status after the signal
 
 
 def begin() -> None:
-    """Called first by the program. Where SIGINT is ignored, as in the background of a script, it stays so."""
+    """Makes Ctrl-C quiet; the program calls this first. An ignored SIGINT, as in a background script, stays ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
 
 
 def limit_blas(argv: Sequence[str]) -> None:
-    """Has numpy's OpenBLAS compute on one thread, unless the user says otherwise. It reads this when numpy is imported.
+    """Limits numpy's OpenBLAS to one thread, unless the user chose a number. OpenBLAS reads it when numpy is imported.
 
-    Our matrices are small, and other threads compute beside numpy: threads of OpenBLAS would spin most of their time.
-    Not for the scripts of `pyorch exec`, which may have a --config FILE before it.
+    Our matrices are small, and other threads compute at the same time: threads of OpenBLAS would mostly spin. Scripts
+    of `pyorch exec` are exempt, also after --config FILE.
     """
     if "exec" not in argv[1:4]:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def give_back() -> None:
-    """From now on SIGINT raises KeyboardInterrupt wherever it comes, as in every program of Python."""
+    """Makes SIGINT raise KeyboardInterrupt again, as in every Python program."""
     if signal.getsignal(signal.SIGINT) is _interrupted:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end() -> None:
-    """Called when all is done and printed: what the interpreter still does is not worth a traceback."""
+    """Makes Ctrl-C quiet again, when all output is printed."""
     if signal.getsignal(signal.SIGINT) in (_interrupted, signal.default_int_handler):
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
 
@@ -51,8 +51,8 @@ def _interrupted(signum: int, frame: FrameType | None) -> None:
 
 
 def _imports_for_a_command(frame: FrameType | None) -> bool:
-    """Whether an import is under way that the program or a command itself asked for, not what it is doing."""
-    importing, modules = False, []  # modules: of the frames around the outermost import
+    """Whether an import is running that the program or a command itself requested."""
+    importing, modules = False, []  # modules: modules of the frames around the outermost import
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             importing, modules = True, []

@@ -1,1 +1,1 @@
-"""libpyorch: its C API by cffi, and what it lists."""
+"""libpyorch: its C API by cffi, and the choices that it lists."""

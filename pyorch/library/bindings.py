@@ -1,7 +1,7 @@
-"""The C API of libpyorch, as the headers that lie beside the library declare it.
+"""The C API of libpyorch, as the headers next to the library declare it.
 
-`lib` and `ffi` are cffi's (ABI mode). Functions that return a status go through check(), or call(), which gives their
-last argument.
+`lib` and `ffi` are cffi's (ABI mode). Call functions that return a status through check(), or through call(), which
+allocates their last argument.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ ABI = 8  # PYORCH_ABI of the headers that this package is written for
 
 
 def declared(library: str) -> Any:
-    """What the headers of a library declare, `ffi` and `numbers`: the build wrote that down
-    (native/cmake/declarations.py), for parsing them takes a tenth of a second."""
+    """Returns the declarations of a library's headers: `ffi` and `numbers`.
+
+    The build stored them (native/cmake/declarations.py), because parsing takes a tenth of a second.
+    """
     path = _libs.lib_dir() / f"{library}_declarations.py"
     if not path.is_file():
         raise ImportError(f"{path} is missing: {_TOGETHER}")
@@ -31,7 +33,11 @@ def declared(library: str) -> Any:
 
 
 def check_abi(path: str | os.PathLike[str]) -> None:
-    """ImportError for a library whose calls and structs are not those of this package."""
+    """Checks that the calls and structs of a library are the ones of this package.
+
+    Raises:
+        ImportError: They are not.
+    """
     library = ffi.dlopen(os.fspath(path))
     try:
         abi, version = library.pyorch_abi(), string(library.pyorch_version())
@@ -42,7 +48,7 @@ def check_abi(path: str | os.PathLike[str]) -> None:
 
 
 def string(pointer) -> str:
-    """A C string, "" for NULL."""
+    """Returns a C string; "" for NULL."""
     return ffi.string(pointer).decode("utf-8", "replace") if pointer else ""
 
 
@@ -62,21 +68,26 @@ _ERRORS: dict[int, type[PyorchError]] = {
 
 
 def check(status: int) -> None:
-    """Raises the PyorchError that a pyorch_status stands for; nothing for PYORCH_OK."""
+    """Raises the PyorchError of a pyorch_status, unless it is PYORCH_OK."""
     if status != lib.PYORCH_OK:
         raise _ERRORS.get(status, PyorchError)(string(lib.pyorch_last_error()))
 
 
 def call(function, *arguments, out: str):
-    """What a function that returns a status fills in, its last argument: a pointer to an `out`, such as
-    "pyorch_stats"."""
+    """Calls a function that returns a status, and returns its last argument.
+
+    Args:
+        function: The function of the library.
+        arguments: Its arguments except the last.
+        out: The type of the last argument, such as "pyorch_stats".
+    """
     value = ffi.new(f"{out} *")
     check(function(*arguments, value))
     return value
 
 
 class Number(NamedTuple):
-    """A field of a struct of counters. part: the line above its part of the struct. text: its comment."""
+    """A field of a struct of counters. part: the comment line above its part of the struct. text: its comment."""
 
     name: str
     part: str
@@ -84,15 +95,15 @@ class Number(NamedTuple):
 
 
 def numbers(struct: str) -> list[Number]:
-    """What a struct of counters has, such as "pyorch_stats", in the order of the header."""
+    """Returns the fields of a struct of counters, such as "pyorch_stats", in the order of the header."""
     return [Number(*field) for field in _declared.numbers[struct]]
 
 
-_pointed_to: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by the fields of a struct
+_pointed_to: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # keeps the targets of a struct's pointers alive
 
 
 def given(struct: str, **fields):
-    """A pointer to a struct for the library to read: its defaults, where the header has some, but for these fields."""
+    """Returns a pointer to a struct with the header's defaults, changed by `fields`."""
     defaults = getattr(lib, struct.replace("pyorch_", "pyorch_default_", 1), None)
     value = ffi.new(f"{struct} *") if defaults is None else ffi.new(f"{struct} *", defaults)
     for name, field in fields.items():
@@ -102,7 +113,7 @@ def given(struct: str, **fields):
 
 
 def array(kind: str, values):
-    """A pointer to the numbers of an array, contiguous and of a type of C such as "float"; NULL for None.
+    """Returns a pointer to a contiguous array with numbers of a C type such as "float"; NULL for None.
 
     An array of that type is not copied: the library may write into it.
     """
@@ -113,8 +124,8 @@ def array(kind: str, values):
 
 
 def decode_error() -> str:
-    """Why an engine failed the llama_decode that this thread made since it last called this, "" if none did.
+    """Returns why an engine failed this thread's llama_decode since the last call of this function; "" if none did.
 
-    Called before a decode and after it: what the second call returns is about that decode.
+    Call it before and after a decode: the second result is about that decode.
     """
     return string(lib.pyorch_decode_error())

@@ -1,6 +1,6 @@
-"""What can be chosen by name, as the library lists it: policies, predictors, and how lossy settings work.
+"""Choices by name, as the library lists them: policies, predictors, gating functions, and modes of lossy settings.
 
-Nothing here needs numpy or a model, so that help texts are made of it too.
+This module needs neither numpy nor a model, because help texts use it too.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ def _flags(prefix: str) -> dict[str, int]:
     return {name.removeprefix(prefix): getattr(lib, name) for name in dir(lib) if name.startswith(prefix)}
 
 
-# ROUTERS, STATES, ...: the library's PYORCH_NEEDS_*, of which pyorch.h says what they mean.
+# ROUTERS, STATES, ...: the library's PYORCH_NEEDS_*, which pyorch.h describes.
 Needs = cast(Any, enum.IntFlag)("Needs", _flags("PYORCH_NEEDS_"))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One of several, by name.
+    """One named choice.
 
-    value: in the C API. needs: without one of them it does nothing. uses: what makes it better. executable, of a
-    predictor: layers can compute with what it forecasts.
+    Attributes:
+        value: The number in the C API.
+        needs: It does nothing without these.
+        uses: It is better with these.
+        executable: Of a predictor: layers can compute with its forecasts.
     """
 
     name: str
@@ -41,7 +44,7 @@ class Choice:
 
 
 class Choices(dict[str, Choice]):
-    """All choices of one kind, by name, in the library's order. Some are for replays."""
+    """All choices of one kind, by name, in the library's order, including the ones for replays."""
 
     def __init__(self, what: str, choices: Iterable[Choice]) -> None:
         super().__init__((choice.name, choice) for choice in choices)
@@ -49,17 +52,17 @@ class Choices(dict[str, Choice]):
 
     @property
     def present(self) -> tuple[str, ...]:
-        """The names of those that are not for replays alone."""
+        """The names of choices that are not only for replays."""
         return tuple(name for name, choice in self.items() if not choice.needs & (Needs.FUTURE | Needs.REPLAY))
 
     @property
     def foreseeing(self) -> tuple[str, ...]:
-        """The names of those that need to know the future."""
+        """The names of choices that need to know the future."""
         return self.needing(Needs.FUTURE)
 
     @property
     def compared(self) -> tuple[str, ...]:
-        """The names of those that exist to be compared with."""
+        """The names of choices for comparison."""
         return self.needing(Needs.REPLAY)
 
     @property
@@ -67,17 +70,18 @@ class Choices(dict[str, Choice]):
         return tuple(name for name, choice in self.items() if choice.executable)
 
     def needing(self, needs: enum.IntFlag) -> tuple[str, ...]:
-        """The names of those that need one of these."""
+        """Returns the names of choices that need any of `needs`."""
         return tuple(name for name, choice in self.items() if choice.needs & needs)
 
     def named(self, value: int) -> str | None:
-        """The name of the choice with this value, None where there is none."""
+        """Returns the name of the choice with this value, or None."""
         return next((name for name, choice in self.items() if choice.value == value), None)
 
     def choose(self, name: str, in_replay: bool = False, also: tuple[str, ...] = ()) -> Choice:
-        """PyorchError for a name that is not known, or that is for replays alone where none asks.
+        """Returns a choice by name. also: other names that the error offers.
 
-        also: other names that the sentence offers.
+        Raises:
+            PyorchError: The name is unknown, or only a replay can use it.
         """
         choice = self.get(name)
         if choice is None:
@@ -90,7 +94,7 @@ class Choices(dict[str, Choice]):
         return choice
 
 
-LEARNED = "learned"  # the policy that learns, of which warm memory keeps what it learned
+LEARNED = "learned"  # the policy that learns; a warm start continues from its state
 
 
 @functools.cache
@@ -102,29 +106,29 @@ def _choices(what: str, which: int) -> Choices:
     return Choices(what, found)
 
 
-policies = functools.partial(_choices, "policy", lib.PYORCH_CHOICES_POLICY)  # which expert is evicted first
-predictors = functools.partial(_choices, "predictor", lib.PYORCH_CHOICES_PREDICTOR)  # of experts of later layers
-speculation = functools.partial(_choices, "speculation", lib.PYORCH_CHOICES_SPECULATE)  # where forecasts are computed
+policies = functools.partial(_choices, "policy", lib.PYORCH_CHOICES_POLICY)  # of eviction
+predictors = functools.partial(_choices, "predictor", lib.PYORCH_CHOICES_PREDICTOR)  # of later layers' experts
+speculation = functools.partial(_choices, "speculation", lib.PYORCH_CHOICES_SPECULATE)  # when forecasts are computed
 
-# How a router makes probabilities of its logits; the values are those of GGUF's expert_gating_func.
+# How a router turns logits into probabilities. The values are those of GGUF's expert_gating_func.
 gatings = functools.partial(_choices, "gating function", lib.PYORCH_CHOICES_GATING)
 
 
 def substitution(setting: str) -> Choices:
-    """Of a setting of substitution: its "mode", "order" or "miss"."""
+    """Returns the choices of a substitution setting: "mode", "order" or "miss"."""
     lists = {"mode": lib.PYORCH_CHOICES_SUBSTITUTE_MODE, "order": lib.PYORCH_CHOICES_SUBSTITUTE_ORDER,
              "miss": lib.PYORCH_CHOICES_ON_MISS}
     return _choices(f"substitution {setting}", lists[setting])
 
 
 def default_policy() -> str:
-    """The policy of an engine that was told nothing else."""
+    """Returns the default policy of an engine."""
     return policies().named(lib.pyorch_default_config.policy)
 
 
 @functools.cache
 def names() -> dict[str, str]:
-    """What stands between braces in help texts."""
+    """Returns the text for each name between braces in help texts."""
     return {
         "policies": listed(policies().present), "policy": default_policy(), "predictors": listed(predictors().present),
         "searching": listed(name for name in predictors().present if Needs.HISTORY & predictors()[name].needs),
@@ -133,11 +137,11 @@ def names() -> dict[str, str]:
 
 
 def with_names(text: str) -> str:
-    """A help text, with what the library knows in place of {policies} and the like."""
+    """Fills the library's names into a help text, in place of {policies} and the like."""
     return re.sub(r"\{(\w+)\}", lambda name: names().get(name[1], name[0]), text) if "{" in text else text
 
 
 def listed(names: Iterable[str], word: str = "or") -> str:
-    """Names as a sentence has them: "a, b or c"."""
+    """Returns names as a sentence has them: "a, b or c"."""
     *first, last = names
     return f"{', '.join(first)} {word} {last}" if first else last

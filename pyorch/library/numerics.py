@@ -1,9 +1,9 @@
-"""numpy, imported when something of it is first used: a server answers before it needs any of it.
+"""numpy, imported at its first use, so that a server answers before that import.
 
     from pyorch.library.numerics import np
 
-stands for `import numpy as np` in what a server imports before its model is loaded. Modules that use it while they are
-imported, such as for a dtype, take numpy itself.
+replaces `import numpy as np` in modules that a server imports before its model is loaded. Modules that use numpy during
+their own import, such as for a dtype, import numpy itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class _Numpy:
         import numpy
 
         value = getattr(numpy, name)
-        setattr(self, name, value)  # found at once from now on
+        setattr(self, name, value)  # later accesses find it directly
         return value
 
 
