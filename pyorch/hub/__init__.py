@@ -1,1 +1,1 @@
-"""Models on the Hugging Face hub, and what of them lies on this machine."""
+"""Models of the Hugging Face hub, and models on this machine."""

@@ -1,4 +1,4 @@
-"""What lies on this machine: in the hub's cache, and in folders."""
+"""Models on this machine: in the hub's cache, and in folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyorch.sidecars.container import default_path
 
 @dataclass(frozen=True)
 class Stored:
-    """A model, or a checkpoint. name: as commands take it; sidecars: by kind, those that lie beside it."""
+    """A model or a checkpoint. name: the name for commands. sidecars: files next to it, by kind."""
 
     name: str
     files: tuple[Path, ...]
@@ -33,7 +33,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Removal:
-    """What would go, and how much room that makes. hidden: what goes with it, of which only the cache knows."""
+    """Files to remove, and the space that this frees. hidden: related files of the cache's own."""
 
     name: str
     files: tuple[Path, ...]
@@ -49,14 +49,14 @@ class Removal:
 
 
 def directory() -> Path:
-    """Where huggingface_hub keeps what it fetches."""
+    """Returns the folder in which huggingface_hub stores downloads."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def in_cache(where: Path | None = None) -> list[Stored]:
-    """All models and checkpoints of the cache, by name; of each the newest state that is there."""
+    """Returns all models and checkpoints of the cache by name, each in its newest cached state."""
     found: dict[str, Stored] = {}
     for repo in _repositories(where):
         for revision in _newest_first(repo):
@@ -66,12 +66,16 @@ def in_cache(where: Path | None = None) -> list[Stored]:
 
 
 def listed() -> list[Stored]:
-    """What commands find by the beginning of its name: the models of the cache, and those in the current folder."""
+    """Returns the models that commands find by the beginning of a name: in the cache and the current folder."""
     return in_cache() + in_folder(Path(), below=False)
 
 
 def in_folder(folder: Path, below: bool = True) -> list[Stored]:
-    """The models in a folder, and in those below it. PyorchError for what is no folder."""
+    """Returns the models in a folder and the folders below it.
+
+    Raises:
+        PyorchError: There is no such folder.
+    """
     if not folder.is_dir():
         raise PyorchError(f"{folder} is no folder")
     sizes = {}
@@ -85,7 +89,11 @@ def in_folder(folder: Path, below: bool = True) -> list[Stored]:
 
 
 def model(reference: Reference, where: Path | None = None) -> Path:
-    """A model that was fetched before. PyorchError where none was."""
+    """Returns a downloaded model.
+
+    Raises:
+        PyorchError: The cache does not have it.
+    """
     refusal = None
     for revision, sizes in _revisions(reference, where):
         try:
@@ -96,7 +104,11 @@ def model(reference: Reference, where: Path | None = None) -> Path:
 
 
 def checkpoint(reference: Reference, where: Path | None = None) -> Path:
-    """A checkpoint that was fetched before. PyorchError where none was."""
+    """Returns a downloaded checkpoint.
+
+    Raises:
+        PyorchError: The cache does not have it.
+    """
     for revision, sizes in _revisions(reference, where):
         if "config.json" in sizes:
             return revision.snapshot_path
@@ -108,9 +120,10 @@ def _absent(reference: Reference) -> PyorchError:
 
 
 def removal(name: str, where: Path | None = None) -> Removal:
-    """Of a model of the cache, of all that the cache has of a repository, or of a file; with its sidecars.
+    """Returns the removal of a model of the cache, of a whole repository, or of a file, with its sidecars.
 
-    PyorchError where nothing has that name.
+    Raises:
+        PyorchError: There is no model of that name.
     """
     if not name.startswith(PREFIX):
         return _removal_of_file(Path(name))
@@ -127,8 +140,8 @@ def removal(name: str, where: Path | None = None) -> Removal:
             stored = _candidate(revision, choose(reference, sizes), reference.repo, sizes)
             pointers += [*stored.files, *stored.sidecars.values()]
     if not pointers:
-        choose(reference, _sizes(_newest_first(repo)[0]))  # says what there is
-    # Blobs of which another name stays are kept.
+        choose(reference, _sizes(_newest_first(repo)[0]))  # raises, with the names that exist
+    # Keeps blobs that have another name left.
     blobs = {Path(os.path.realpath(path)) for path in pointers}
     for revision in repo.revisions:
         blobs -= {file.blob_path for file in revision.files if file.file_path not in pointers}
@@ -147,7 +160,7 @@ def _removal_of_file(path: Path) -> Removal:
 
 
 def _repositories(where: Path | None) -> list:
-    """huggingface_hub's CachedRepoInfo of models."""
+    """Returns huggingface_hub's CachedRepoInfo of models."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -159,12 +172,12 @@ def _repositories(where: Path | None) -> list:
 
 
 def _newest_first(repo) -> list:
-    """CachedRevisionInfo: what the branch main is, then the others by age."""
+    """Returns the CachedRevisionInfo of a repository: the branch main, then the others by age."""
     return sorted(repo.revisions, key=lambda revision: ("main" in revision.refs, revision.last_modified), reverse=True)
 
 
 def _revisions(reference: Reference, where: Path | None) -> Iterator[tuple]:
-    """(CachedRevisionInfo, bytes by name), of those that the reference may mean."""
+    """Yields (CachedRevisionInfo, bytes by name) of the revisions that the reference can mean."""
     for repo in _repositories(where):
         if repo.repo_id == reference.repo:
             for revision in _newest_first(repo):
@@ -206,5 +219,5 @@ def size(path: Path) -> int:
 
 
 def _tree_bytes(directory: Path) -> int:
-    """Of all files below, each once."""
+    """Returns the bytes of all files below, each counted once."""
     return sum(size(path) for path in directory.rglob("*") if path.is_file() and not path.is_symlink())

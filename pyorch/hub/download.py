@@ -1,4 +1,4 @@
-"""What a name of the hub stands for, on this disk: fetched if it is not there yet, resumed if it was begun."""
+"""Downloads models and checkpoints of the hub, and resumes broken downloads."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ OnProgress = Callable[[str, int, int], None]  # "fetching ...", bytes, of
 OnNote = Callable[[str], None]  # a sentence
 
 _MAIN = "main"
-_SECONDS = 0.2  # between two looks at how much has come
+_SECONDS = 0.2  # between two reports of progress
 
-# Of a checkpoint, what the converter reads. Programs are none of it.
+# The files of a checkpoint that the converter reads. Programs are excluded.
 _CHECKPOINT = (".json", ".safetensors", ".model", ".txt", ".jinja")
 _PICKLED = (".bin",)
 
@@ -41,11 +41,11 @@ _PICKLED = (".bin",)
 @dataclass(frozen=True)
 class _File:
     n_bytes: int
-    blob: str  # its name in the cache
+    blob: str  # the name in the cache
 
 
 class Hub:
-    """A hub and the cache of what came from it. endpoint, directory: default those of huggingface_hub's environment."""
+    """A hub and its cache. endpoint, directory: by default those of huggingface_hub's environment."""
 
     def __init__(self, endpoint: str | None = None, directory: Path | None = None) -> None:
         self._api = huggingface_hub.HfApi(endpoint=endpoint)
@@ -53,10 +53,12 @@ class Hub:
         self._directory = Path(directory or constants.HF_HUB_CACHE)
 
     def model(self, reference: Reference, on_progress: OnProgress, on_note: OnNote) -> Path:
-        """The GGUF file to load, its other shards beside it.
+        """Returns the GGUF file to load; its other shards are in the same folder.
 
-        What lies in the cache is used where the hub cannot be reached, or must not be (HF_HUB_OFFLINE).
-        Raises PyorchError where there is no such model, or it does not come.
+        If the hub cannot be reached, or must not be (HF_HUB_OFFLINE), the cached file is used.
+
+        Raises:
+            PyorchError: There is no such model, or the download fails.
         """
         files = self._listing(reference, on_note)
         if files is None:
@@ -65,7 +67,11 @@ class Hub:
         return self._fetch(reference, {name: files[name] for name in chosen.files}, on_progress)[0]
 
     def checkpoint(self, reference: Reference, on_progress: OnProgress, on_note: OnNote) -> Path:
-        """The directory of a checkpoint, without programs that lie beside it. Raises as model() does."""
+        """Returns the directory of a checkpoint, without its programs.
+
+        Raises:
+            PyorchError: There is no such checkpoint, or the download fails.
+        """
         if not reference.whole:
             raise PyorchError(f"{reference} is one model of a repository, and a checkpoint is the whole of it: name "
                               f"hf:{reference.repo}")
@@ -79,7 +85,7 @@ class Hub:
         return self._fetch(reference, wanted, on_progress)[0].parent
 
     def _listing(self, reference: Reference, on_note: OnNote) -> dict[str, _File] | None:
-        """The files of the repository; None where only the cache can be asked."""
+        """Returns the files of the repository; None if only the cache can be asked."""
         with _failures(reference):
             try:
                 info = self._api.model_info(
@@ -114,19 +120,19 @@ class Hub:
                         reference.repo, name, revision=revision, cache_dir=self._directory, endpoint=self._endpoint))
                 paths.append(path)
                 done += file.n_bytes if name in missing else 0
-                # All are of one state of the repository, whatever is published meanwhile.
+                # All files are of one revision, even if the repository changes during the download.
                 revision = path.parents[name.count("/")].name
         return paths
 
 
 def _part(blobs: Path, file: _File) -> Path:
-    """Where huggingface_hub keeps a file that has not come whole."""
+    """Returns the path at which huggingface_hub keeps an incomplete file."""
     return blobs / f"{file.blob}.incomplete"
 
 
 @contextlib.contextmanager
 def _watched(part: Path, step: str, done: int, total: int, on_progress: OnProgress) -> Iterator[None]:
-    """Reports how much of a file has come, whoever of huggingface_hub's ways it comes."""
+    """Reports the bytes of a file during its download, for each of huggingface_hub's ways of downloading."""
     over = threading.Event()
 
     def watch() -> None:
@@ -148,7 +154,7 @@ def _watched(part: Path, step: str, done: int, total: int, on_progress: OnProgre
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without huggingface_hub's own bars and log."""
+    """Hides huggingface_hub's own bars and log."""
     from huggingface_hub.utils import disable_progress_bars, logging
 
     with warnings.catch_warnings():
@@ -160,7 +166,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _failures(reference: Reference) -> Iterator[None]:
-    """Makes sentences of what goes wrong."""
+    """Turns errors into sentences."""
     name = f"hf:{reference.repo}"
     try:
         yield
@@ -193,7 +199,7 @@ def _interrupted(reference: Reference, error: BaseException) -> str:
 
 
 def _unreachable(error: Exception) -> bool:
-    """Whether nobody answers, or the hub says that it cannot."""
+    """Whether the hub does not answer, or says that it cannot."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status >= 500
@@ -201,7 +207,7 @@ def _unreachable(error: Exception) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """The innermost cause, on one line."""
+    """Returns the innermost cause on one line."""
     seen = set()
     while id(error) not in seen:
         seen.add(id(error))

@@ -1,4 +1,4 @@
-"""hf:ORG/NAME[@REVISION][:QUANT|/FILE], and which of a repository's models that is."""
+"""Names such as hf:ORG/NAME[@REVISION][:QUANT|/FILE], and the model of a repository that they mean."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyorch.runtime.model_map import SIDECARS
 from pyorch.sizes import format_bytes
 
 PREFIX = "hf:"
-PREFERRED = "Q4_K_M"  # where a repository has several models and nobody says which, as llama.cpp has it
+PREFERRED = "Q4_K_M"  # if a repository has several models and the name does not say which; llama.cpp does the same
 
 _REFERENCE = re.compile(
     r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?::(?P<quant>[\w.-]+)|/(?P<file>[^/].*))?", re.ASCII)
@@ -23,7 +23,7 @@ _NO_MODEL = re.compile(r"(?:^|[-._/])(?:mmproj|imatrix)(?:$|[-._/])", re.IGNOREC
 
 @dataclass(frozen=True)
 class Reference:
-    """What the user named. revision, quant and file are "" where nothing was said of them."""
+    """A parsed name. revision, quant and file are "" if the name does not have them."""
 
     repo: str
     revision: str = ""
@@ -32,7 +32,11 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """PyorchError for what is no such name."""
+        """Parses a name.
+
+        Raises:
+            PyorchError: The text is no such name.
+        """
         match = _REFERENCE.fullmatch(text)
         if match is None:
             raise PyorchError(f"{text} names no model of the hub: write hf:ORG/NAME, and after it :Q4_K_M for a "
@@ -41,11 +45,11 @@ class Reference:
 
     @property
     def whole(self) -> bool:
-        """Whether no model of the repository is singled out."""
+        """Whether the name means the whole repository."""
         return not self.quant and not self.file
 
     def __str__(self) -> str:
-        """What parse() reads."""
+        """Returns text that parse() reads."""
         revision = f"@{self.revision}" if self.revision else ""
         model = f":{self.quant}" if self.quant else f"/{self.file}" if self.file else ""
         return f"{PREFIX}{self.repo}{revision}{model}"
@@ -53,7 +57,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model of a repository: its files in their order, and what of its name says how it is quantized."""
+    """A model of a repository: its files in their order, and the part of its name that says its quantization."""
 
     files: tuple[str, ...]
     quant: str
@@ -65,14 +69,18 @@ def is_reference(text: object) -> bool:
 
 
 def is_sidecar(path: str) -> bool:
-    """Whether a GGUF file has the name of one that pyorch makes beside a model."""
+    """Whether a GGUF file has the name of a sidecar that pyorch makes."""
     return path.removesuffix(".gguf").rpartition(".")[2] in SIDECARS
 
 
 def candidates(sizes: Mapping[str, int]) -> list[Candidate]:
-    """The models among the files of a repository, by name: GGUF files that are no sidecars, projectors or statistics.
+    """Returns the models among the files of a repository, without sidecars, projectors and statistics.
 
-    sizes: bytes, by path. PyorchError where a model lacks one of its shards.
+    Args:
+        sizes: Bytes by path.
+
+    Raises:
+        PyorchError: A model lacks one of its shards.
     """
     found: dict[str, list[str]] = {}
     for name in sorted(sizes):
@@ -85,14 +93,18 @@ def candidates(sizes: Mapping[str, int]) -> list[Candidate]:
     for stem, files in found.items():
         shard = _SHARD.match(files[0].removesuffix(".gguf"))
         if shard is not None and len(files) != int(shard["count"]):
-            continue  # not whole: nothing can load it
+            continue  # incomplete: it cannot be loaded
         quants = _QUANT.findall(stem)
         made.append(Candidate(tuple(files), quants[-1] if quants else "", sum(sizes[file] for file in files)))
     return made
 
 
 def choose(reference: Reference, sizes: Mapping[str, int]) -> Candidate:
-    """The model that is meant. PyorchError, with what there is, where none or more than one is."""
+    """Returns the model that a name means.
+
+    Raises:
+        PyorchError: No model matches, or several do; the sentence lists them.
+    """
     found = candidates(sizes)
     if not found:
         raise PyorchError(f"hf:{reference.repo} has no GGUF file; pyorch convert hf:{reference.repo} -o FILE makes one "
@@ -118,7 +130,7 @@ def choose(reference: Reference, sizes: Mapping[str, int]) -> Candidate:
 
 
 def name_of(repo: str, candidate: Candidate, beside: Iterable[Candidate]) -> str:
-    """How the user names a model: by its quantization, where no other one has the same."""
+    """Returns the user's name of a model: its quantization, unless another model has the same."""
     alone = candidate.quant and sum(one.quant == candidate.quant for one in beside) == 1
     return f"{PREFIX}{repo}:{candidate.quant}" if alone else f"{PREFIX}{repo}/{candidate.files[0]}"
 

@@ -1,9 +1,9 @@
-"""Models under a budget for lm-evaluation-harness: `import pyorch.lm_eval` makes it know the model "pyorch".
+"""Models under a budget for lm-evaluation-harness: `import pyorch.lm_eval` registers the model "pyorch".
 
     python -m pyorch.lm_eval --model pyorch --model_args model=olmoe.gguf,budget=40% --tasks arc_easy
 
-is lm_eval with that import before it. Nothing here loads llama.cpp: the model runs in a process of its own, because
-the harness may import torch (see pyorch.eval.answering).
+is lm_eval after that import. This package does not load llama.cpp: the model runs in its own process, because the
+harness may import torch (see pyorch.eval.answering).
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from pyorch.errors import PyorchError
 
 
 def register() -> None:
-    """Makes the harness know the model "pyorch". PyorchError where it is not installed, or not wholly."""
+    """Registers the model "pyorch" in the harness.
+
+    Raises:
+        PyorchError: The harness is not installed, or incomplete.
+    """
     try:
         from lm_eval.api.registry import model_registry
     except ModuleNotFoundError as error:
@@ -23,12 +27,12 @@ def register() -> None:
 
 
 def incomplete(error: ModuleNotFoundError) -> PyorchError:
-    """What to say of a module of the harness that is missing."""
+    """Returns the error for a missing module of the harness."""
     return PyorchError(f"lm-evaluation-harness is not complete here ({error}): pip install 'pyorch[lm-eval]'")
 
 
 def _is_sought() -> bool:
-    """Python looks for `python -m pyorch.lm_eval`: __main__ registers the model then, and says what is wrong."""
+    """Whether Python is starting `python -m pyorch.lm_eval`: then __main__ registers the model and reports errors."""
     return sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv
 
 

@@ -1,4 +1,4 @@
-"""lm_eval, which knows the model "pyorch"."""
+"""lm_eval with the model "pyorch"."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pyorch.lm_eval import incomplete, register
 
 
 def main() -> int:
-    """Runs lm_eval with the arguments of this process. 2 for a user's mistake, in a sentence."""
+    """Runs lm_eval with the arguments of this process. Returns 2 after a user's mistake, with a sentence."""
     try:
         register()
         try:
             from lm_eval.__main__ import cli_evaluate
-        except ModuleNotFoundError as error:  # a package that it needs
+        except ModuleNotFoundError as error:  # a package that the harness needs
             raise incomplete(error) from None
         cli_evaluate()
     except PyorchError as error:

@@ -26,21 +26,23 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
-_N_PARALLEL = 4  # texts that are generated at once with --batch_size auto
+_N_PARALLEL = 4  # texts generated at once with --batch_size auto
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 class PyorchLM(TemplateLM):
-    """A model under a budget, in a process of its own.
+    """A model under a budget, in its own process.
 
-    Log-likelihoods are those of `pyorch eval arc`: requests that follow each other with the same context share it, and
-    as many as fit are computed at once, whatever batch_size is. batch_size: texts that are generated at once, or auto.
+    Log-likelihoods equal those of `pyorch eval arc`: consecutive requests with the same context share it, and as many
+    as fit are computed at once, whatever batch_size is.
 
     Args:
-        model_args: see pyorch.eval.answering. device, max_batch_size: of the harness, without meaning here.
+        model_args: See pyorch.eval.answering.
+        batch_size: Texts to generate at once, or auto.
+        device: Given by the harness and ignored, as max_batch_size is.
 
     Raises:
-        PyorchError: an argument cannot mean anything, or the model cannot be loaded.
+        PyorchError: An argument is not valid, or the model cannot be loaded.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class PyorchLM(TemplateLM):
         facts = self._process.facts
         self._path, self._max_length, self._max_gen_toks, self._bos, self._eos, self._adds_bos, self._template = (
             facts[name] for name in ("path", "max_length", "max_gen_toks", "bos", "eos", "adds_bos", "template"))
-        self._is_chat = False  # texts come from the template, which writes special tokens by their names
+        self._is_chat = False  # texts come from the template, which writes special tokens by name
 
     @property
     def eot_token_id(self) -> int:
@@ -63,25 +65,25 @@ class PyorchLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Stands before a text that has no context."""
+        """The token before a text without a context."""
         return self._bos if self._bos is not None else self.eot_token_id
 
     @property
     def max_length(self) -> int:
-        """Tokens of a text, with what is generated."""
+        """Tokens of a text, including generated ones."""
         return self._max_length
 
     @property
     def max_gen_toks(self) -> int:
-        """Tokens that are generated, where a task does not say it."""
+        """Tokens to generate if a task does not say."""
         return self._max_gen_toks
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """As the model's tokenizer does it, with a token that begins a text where it adds one."""
+        """Tokenizes with the model's tokenizer, including its first token if it adds one."""
         return self._tokenize([string], add_special_tokens)[0]
 
     def _tokenize(self, texts: Sequence[str], add_special_tokens: bool | None = None) -> list[list[int]]:
-        # A template writes the token that begins a text itself.
+        # A template writes the first token of a text itself.
         wanted = not self._is_chat if add_special_tokens is None else add_special_tokens
         return list(self._process.ask("tokenize", list(texts), self._adds_bos and wanted, self._is_chat))
 
@@ -104,10 +106,10 @@ class PyorchLM(TemplateLM):
         return results
 
     def _truncated(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """The end of a text that is too long. What is judged loses its beginning last."""
+        """Returns the end of a text that is too long. The continuation is cut last."""
         if not continuation:
             raise PyorchError("a continuation has no token: it cannot be judged")
-        # Nothing is computed after the last token.
+        # The last token needs no computation after it.
         context = (context + continuation)[-(self._max_length + 1):][: -len(continuation)]
         if not context:
             raise PyorchError(f"a continuation has {len(continuation)} tokens, and max_length is {self._max_length}: "
@@ -115,7 +117,7 @@ class PyorchLM(TemplateLM):
         return context, continuation
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, in windows of max_length tokens."""
+        """Returns log-likelihoods of whole texts, in windows of max_length tokens."""
         texts = [request.args[0] for request in requests]
         windows = []
         for index, tokens in enumerate(self._tokenize(texts, add_special_tokens=False)):
@@ -145,7 +147,7 @@ class PyorchLM(TemplateLM):
         return results
 
     def _request(self, context: list[int], gen_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Fields of pyorch.eval.generation.Request."""
+        """Returns the fields of pyorch.eval.generation.Request."""
         wanted = normalize_gen_kwargs(gen_kwargs, self._max_gen_toks)
         known = {"do_sample", "until", "max_gen_toks", *_SAMPLING}
         if unknown := sorted(name for name, value in wanted.items() if name not in known and value is not None):
@@ -162,23 +164,23 @@ class PyorchLM(TemplateLM):
                 "stop": tuple(wanted["until"]), **sampling}
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """By the template in the model's file."""
+        """Formats a conversation with the template of the model's file."""
         self._is_chat = True
         (text,) = self._process.ask("render", chat_history, add_generation_prompt)
         return text
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template in the model's file; there is one at most."""
+        """Returns the template of the model's file, the only one."""
         return self._template if chat_template else None
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests: the file's name, and what its template is."""
+        """Returns the key of the harness's cache of requests: the name of the file and its template."""
         template = hashlib.sha256((self._template or "").encode()).hexdigest()[:16]
         return f"{Path(self._path).name}-{template}"
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the harness writes beside the results: what the budget was, and what was replaced."""
+        """Returns facts that the harness stores with the results: budget and replaced experts."""
         (stats,) = self._process.ask("stats")
         return stats
 
@@ -196,17 +198,21 @@ def _n_parallel(batch_size: int | str | None) -> int:
 
 
 class _Process:
-    """The process that has the model, and what is said to it. facts: see pyorch.eval.answering."""
+    """The process of the model, and its connection. facts: see pyorch.eval.answering."""
 
     def __init__(self, model_args: dict[str, Any]) -> None:
-        # It ends when our end of the connection does, with this process.
+        # It ends when our end of the connection closes, with this process.
         self._child, self._ours = started([sys.executable, "-m", "pyorch.eval.answering"])
         weakref.finalize(self, _end, self._ours, self._child, os.getpid())
         self._ours.send(model_args)
         self.facts: dict[str, Any] = self._receive()[1]
 
     def ask(self, name: str, *values: object) -> Iterator[Any]:
-        """The parts of an answer, as they come; all must be taken. PyorchError where there is none."""
+        """Yields the parts of an answer. The caller must take all of them.
+
+        Raises:
+            PyorchError: The process refused the request, or ended.
+        """
         self._ours.send((name, values))
         return self._parts()
 

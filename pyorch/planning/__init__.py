@@ -1,1 +1,1 @@
-"""How memory is divided between forms of experts: routing by rank, what a division costs, and which one is best."""
+"""The division of memory among forms of experts: routing by rank, the cost of a division, and the best one."""

@@ -1,4 +1,4 @@
-"""How many requests may be decoded together before their experts do not fit into the budget together."""
+"""The number of requests that can be decoded together with their experts in the budget."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 
 def distinct_experts(n_expert: int, n_used: int, n_requests: int) -> float:
-    """How many experts of a layer a step uses that computes one token of each request, on average.
+    """Returns the mean number of experts of a layer in a step that computes one token of each request.
 
-    Each token takes n_used of n_expert, all as likely: E (1 - (1 - k/E)^n). Routers that prefer some, and requests that
-    are alike, use fewer.
+    Each token uses n_used of n_expert experts, all equally likely: E (1 - (1 - k/E)^n). Routers that prefer some
+    experts, and similar requests, use fewer.
     """
     return n_expert * (1 - (1 - n_used / n_expert) ** n_requests)
 
 
 @dataclass(frozen=True)
 class Concurrency:
-    """Requests that a server computes together, and what their experts need.
+    """Requests that a server computes together, and their experts.
 
-    layers: experts of each layer, how many of them a token uses, and the bytes of one. n_slots: requests that are
-    computed together at most (-np).
+    layers: for each layer the number of experts, the number that a token uses, and the bytes of one. n_slots: the most
+    requests computed together (-np).
     """
 
     layers: tuple[tuple[int, int, int], ...]
@@ -28,22 +28,22 @@ class Concurrency:
 
     @classmethod
     def of(cls, layers: Iterable, n_slots: int) -> Concurrency:
-        """layers: of a ModelMap."""
+        """Makes one from the layers of a ModelMap."""
         return cls(tuple((layer.n_expert, layer.n_expert_used, layer.slot_bytes) for layer in layers), n_slots)
 
     def step_bytes(self, n_requests: int) -> float:
-        """Of the experts that a step of all layers uses."""
+        """Returns the bytes of the experts that a step uses in all layers."""
         return sum(distinct_experts(n_expert, n_used, n_requests) * size for n_expert, n_used, size in self.layers)
 
     def suitable(self, budget: int) -> int:
-        """The most requests, up to n_slots, whose experts fit into a budget together; at least 1.
+        """Returns the most requests, from 1 to n_slots, whose experts fit into a budget together.
 
-        A step of more reads experts that the step before had, and that had to go for others of the same step.
+        With more requests, a step reads experts again that it evicted for other requests of the step before.
         """
         return next((n for n in range(self.n_slots, 1, -1) if self.step_bytes(n) <= budget), 1)
 
     def advice(self, budget: int) -> str:
-        """A sentence where fewer slots suit a budget, else ""."""
+        """Returns a sentence if fewer slots suit a budget, otherwise ""."""
         suitable = self.suitable(budget)
         if suitable == self.n_slots:
             return ""

@@ -1,4 +1,4 @@
-"""How long a layer waits until all experts of a token can be computed with."""
+"""The time that a layer waits until all experts of a token can be computed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# The forms that experts are kept in, each in a pool of its own, in the order of ranks: whole; all planes, packed; the
+# The forms of experts, each with its own pool, in the order of ranks: whole; compressed (all planes, packed); the
 # packed planes of signs and mantissas (SM); the packed planes of exponents (E).
 POOLS = "FCSE"
-MISSED = len(POOLS)  # behind the pools: experts that are in none
+MISSED = len(POOLS)  # the index after the pools: experts in no pool
 
 
 @dataclass(frozen=True)
 class Delays:
-    """What it takes to recover one matrix of an expert, in seconds.
+    """The seconds to recover one matrix of an expert.
 
-    sm_read: to read its signs and mantissas (u); e_read: one shard of its exponents (v); decode: to decompress one
-    shard and to merge it with its signs and mantissas (c). n_workers: that decode at once (L); n_shards: of a matrix
-    (K); n_matrices: of an expert (n).
+    Attributes:
+        sm_read: Reads its signs and mantissas (u).
+        e_read: Reads one shard of its exponents (v).
+        decode: Decompresses one shard and merges it with its signs and mantissas (c).
+        n_workers: Workers that decode at once (L).
+        n_shards: Shards of a matrix (K).
+        n_matrices: Matrices of an expert (n).
     """
 
     sm_read: float
@@ -31,13 +35,14 @@ class Delays:
 
 
 def makespan(delays: Delays, hits: np.ndarray) -> np.ndarray:
-    """Seconds from a router's decision until its experts can be computed with, for counts of experts (Algorithm 3).
+    """Returns the seconds from a router's decision until its experts can be computed (Algorithm 3).
 
-    The longer of two: all reads, one after another; all decoding, divided among the workers, where a shard that is
-    read first takes them as long as its read, too.
+    This is the longer of two times: all reads, one after another; and all decoding divided among the workers, plus the
+    read of a shard that must be read before it is decoded.
 
     Args:
-        hits: [..., 5], numbers of a token's experts that are in each of POOLS, and in none.
+        delays: The times of one matrix.
+        hits: [..., 5], the numbers of a token's experts in each of POOLS, and in none.
     """
     hits = np.asarray(hits)
     full, compressed, sm, e, missed = np.moveaxis(hits, -1, 0)
@@ -49,7 +54,7 @@ def makespan(delays: Delays, hits: np.ndarray) -> np.ndarray:
 
 
 def hit_patterns(n_used: int, pools: Sequence[int]) -> np.ndarray:
-    """All ways in which n_used experts fall into some pools and into none: integer[n, 5], other pools 0."""
+    """Returns all ways in which n_used experts fall into some pools and into none: integer[n, 5], other pools 0."""
     if not pools:
         return np.array([[0] * MISSED + [n_used]])
     patterns = []

@@ -1,4 +1,4 @@
-"""The division of memory between forms of experts that makes layers wait least (ZipMoE, Algorithm 4)."""
+"""The division of memory among forms of experts with the shortest waits (ZipMoE, Algorithm 4)."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from pyorch.planning.makespan import MISSED, POOLS, Delays, hit_patterns, makesp
 from pyorch.planning.ranks import inclusion_of_batch, selection_probabilities, take_one
 
 STEP = 0.05
-LEAST_STEP = 0.01  # all divisions are in memory: 177 000 in such steps, and 1000 times as many in a tenth of it
+LEAST_STEP = 0.01  # all divisions are in memory: 177,000 in this step, and 1000 times as many in a tenth of it
 
-# So much longer divisions with other forms than whole experts count as, whether they were played or only expected: one
-# is taken where it gains more than that. Played with nothing read ahead they gain in a run what is expected of them;
-# reading ahead, the default, hides reads of whole experts behind computing, and hides no decoding where all cores
-# compute: a division of 0.89 of the waits decoded 1.20 times as fast without, and 0.91 times with it (docs/reference/
-# packs.md, Compared).
+# Divisions with other forms than whole experts count as this much longer, in a replay and by estimate; so one is taken
+# only if it gains more. In runs without prefetching they gain as much as replays show. Prefetching, the default, hides
+# reads of whole experts behind computing, but hides no decoding if all cores compute: a division with 0.89 of the waits
+# decoded 1.20 times as fast without prefetching, and 0.91 times with it (docs/measurements/packs.md).
 HANDICAP = 1.4
 
-_CHUNK = 1 << 20  # probabilities of patterns at once
+_CHUNK = 1 << 20  # probabilities of patterns computed at once
 _WHOLE = (1.0, 0.0, 0.0, 0.0)  # shares: all memory for whole experts
-_FINALIST_COST = 1.15  # of the best's: what finalists cost at most
-_APART = 0.15  # of the memory: by so much a pool of one finalist differs from that of another, at least
-_FIRST = 16  # candidates whose cost is computed to the end, so that others can be given up on the way
+_FINALIST_COST = 1.15  # largest cost of a finalist, relative to the best
+_APART = 0.15  # least difference of a pool between two finalists, as a share of the memory
+_FIRST = 16  # candidates whose full cost is computed first, so that others can be given up early
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What the experts of one layer cost.
+    """The costs of one layer's experts.
 
-    n_expert: in the layer. form_bytes: memory of one expert in each of POOLS, 0 for forms that there are not. delays:
-    of the packed experts. plain_read: seconds to read one expert as the model has it, which needs no decoding; None
-    where experts are in the pack only.
+    Attributes:
+        n_expert: Experts of the layer.
+        form_bytes: Memory of one expert in each of POOLS, 0 for forms that do not exist.
+        delays: The times to recover packed experts.
+        plain_read: Seconds to read one expert of the model, which needs no decoding. None if only the pack has them.
     """
 
     n_expert: int
@@ -45,12 +46,15 @@ class LayerCosts:
 
 @dataclass(frozen=True)
 class Split:
-    """A division of memory, and what is expected of it.
+    """A division of memory, with its expected cost.
 
-    shares: of the memory, for each of POOLS. compressed: experts are read packed; else as the model has them, and all
-    memory is for whole ones. capacities: int64[n_layers, 4], experts in each pool. hits: float64[n_layers, 5], of a
-    token's experts those in each pool and in none, on average. makespans: float64[n_layers], seconds that a layer of a
-    token waits on average (Algorithm 3). batch: tokens of as many sequences, for a token where it is more than one.
+    Attributes:
+        shares: The share of memory for each of POOLS.
+        compressed: Experts are read packed. Otherwise they are read as the model has them, all memory for whole ones.
+        capacities: int64[n_layers, 4], experts in each pool.
+        hits: float64[n_layers, 5], the mean number of a token's experts in each pool and in none.
+        makespans: float64[n_layers], mean seconds that a layer of a token waits (Algorithm 3).
+        batch: Tokens of different sequences computed together.
     """
 
     shares: tuple[float, ...]
@@ -73,12 +77,15 @@ class Split:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the search found.
+    """The result of the search.
 
-    best: of all. packed_best: of the divisions with packed experts. plain: all memory for whole experts, read as the
-    model has them; None where it has not. finalists: of the divisions with packed experts, some of the best that
-    differ. n_splits, n_evaluated: divisions there were, and those whose cost had to be computed to the end: others cost
-    more for certain.
+    Attributes:
+        best: The best division.
+        packed_best: The best division with packed experts.
+        plain: All memory for whole experts, read as the model has them. None if the model lacks them.
+        finalists: Some of the best divisions with packed experts, different from each other.
+        n_splits: The number of divisions.
+        n_evaluated: Divisions whose full cost was computed; all others certainly cost more.
     """
 
     best: Split
@@ -90,17 +97,18 @@ class Planned:
 
 
 class Planner:
-    """Of one model on one machine.
+    """Plans for one model on one machine.
 
     Args:
-        inclusion: float64[n_layers, n_expert], probabilities by rank (pyorch.planning.ranks), of a token.
-        n_used: experts of a token in a layer.
-        layers: one for each row of inclusion.
-        least_full: bytes that whole experts have in any case, whatever their share; others divide the rest.
-        batch: tokens that are decoded at once, of as many sequences. What several of them need is recovered once. They
-            need now more experts, now fewer; so the mean wait is taken to be that of mean hits, a bound from below.
+        inclusion: float64[n_layers, n_expert], a token's probabilities by rank (pyorch.planning.ranks).
+        n_used: Experts of a token in a layer.
+        layers: One for each row of `inclusion`.
+        least_full: Bytes reserved for whole experts; the shares divide the rest.
+        batch: Tokens of different sequences decoded together. An expert that several of them need is recovered once.
+            The number of their experts varies, so the makespan of mean hits is a lower bound of the mean wait.
 
-    Raises PyorchError for probabilities that cannot be.
+    Raises:
+        PyorchError: The probabilities are not valid.
     """
 
     def __init__(
@@ -115,22 +123,28 @@ class Planner:
         self, budget: int, pools: str = POOLS, step: float = STEP, reserved: int = 0, handicap: float = 1.0,
         n_finalists: int = 0,
     ) -> Planned:
-        """The best division of a budget in bytes between some of POOLS, in steps of a share of it.
-
-        reserved: bytes of it through which packed experts come, which are in no pool. handicap: what divisions are
-        taken to cost that have more than whole experts, as a share of what is expected. n_finalists: wanted at most.
+        """Returns the best division of a budget among some of POOLS.
 
         All candidates are ordered by a lower bound of their cost, the makespan of mean hits: makespan() is convex, so
-        the mean is no less (Jensen). Then layers are computed one after the other, and a candidate is given up when
-        what it costs so far and its bound for the other layers are more than the whole cost of another.
+        the mean is no less (Jensen). Then layers are computed one after the other. A candidate is given up when its
+        cost so far, plus its bound for the other layers, exceeds the full cost of another one.
 
-        Raises PyorchError for pools that are none, and a step that is not from LEAST_STEP to 1.
+        Args:
+            budget: Bytes.
+            pools: The pools to use.
+            step: The step of the shares.
+            reserved: Bytes of the budget through which packed experts are read, in no pool.
+            handicap: The factor of the cost of divisions that do not only have whole experts.
+            n_finalists: The largest number of finalists.
+
+        Raises:
+            PyorchError: The pools are unknown, or the step is not from LEAST_STEP to 1.
         """
         shares = _grid(pools, step)
         capacities = self._capacities(shares, budget - reserved)
         ends = self._ends(capacities)
         _, distinct = np.unique(ends.reshape(len(ends), -1), axis=0, return_index=True)
-        distinct = np.sort(distinct)  # of those that hold the same, the one with the most in the first pools
+        distinct = np.sort(distinct)  # of equal divisions, the one with most in the first pools
         shares, capacities, ends = shares[distinct], capacities[distinct], ends[distinct]
         bounds = self._bounds(ends)
         costs, makespans = bounds.sum(axis=1), bounds
@@ -159,7 +173,7 @@ class Planner:
                        len(ends), int(np.isfinite(costs).sum()))
 
     def cost(self, shares: Sequence[float], budget: int) -> Split:
-        """What a given division of a budget costs: shares for each of POOLS."""
+        """Returns a given division of a budget with its cost. shares: one for each of POOLS."""
         capacities = self._capacities(np.array([shares], np.float64), budget)
         ends = self._ends(capacities)
         makespans = self._bounds(ends)
@@ -169,7 +183,7 @@ class Planner:
         return Split(tuple(shares), True, capacities[0], mean_hits(self.inclusion, ends[0]), makespans[0], self.batch)
 
     def plain(self, budget: int) -> Split | None:
-        """All memory for whole experts, which are read as the model has them; None where it has not."""
+        """Returns the division with all memory for whole experts of the model; None if the model lacks them."""
         if any(layer.plain_read is None for layer in self.layers):
             return None
         capacities = self._capacities(np.array([_WHOLE]), budget)[0]
@@ -178,7 +192,7 @@ class Planner:
         return Split(_WHOLE, False, capacities, hits, reads * hits[:, -1], self.batch)
 
     def _bounds(self, ends: np.ndarray) -> np.ndarray:
-        """float64[n_splits, n_layers], the makespans of mean hits."""
+        """Returns float64[n_splits, n_layers], the makespans of mean hits."""
         return np.stack([makespan(layer.delays, hits) for layer, hits
                          in zip(self.layers, np.moveaxis(mean_hits(self.inclusion, ends), 1, 0))], axis=1)
 
@@ -186,9 +200,9 @@ class Planner:
         return hit_patterns(self.n_used, sorted({*pools, 0} if self.least_full else set(pools)))
 
     def _capacities(self, shares: np.ndarray, budget: int) -> np.ndarray:
-        """int64[n_splits, n_layers, 4]: experts, where layers have memory in proportion to all their whole experts.
+        """Returns int64[n_splits, n_layers, 4], experts. Each layer has memory in proportion to all its whole experts.
 
-        Memory for a form is divided among the layers that have it.
+        Memory for a form is divided among the layers that have this form.
         """
         sizes = np.array([layer.form_bytes for layer in self.layers], np.float64)
         n_expert = np.array([layer.n_expert for layer in self.layers])
@@ -199,9 +213,9 @@ class Planner:
         others = shares[:, 1:].sum(axis=1, keepdims=True)
         rest = np.divide(1 - full, others, out=np.zeros_like(full), where=others > 0)
         given = np.concatenate([np.where(others > 0, full, 1), rest * shares[:, 1:]], axis=1)
-        if self.batch > 1:  # what a layer needs at once comes and goes: no rank has it
+        if self.batch > 1:  # experts in use at one moment come in addition, and have no rank
             given[:, :1] = np.where(others > 0, np.maximum(0.0, full - self.least_full / budget), 1)
-        # A share of 7 experts of 0.999999999 is one of 7.
+        # A share of 7 experts of 0.999999999 is one expert.
         capacities = np.floor(given[:, None, :] * of_layer / sizes + 1e-9).astype(np.int64)
         return np.minimum(capacities, n_expert[:, None])
 
@@ -212,7 +226,7 @@ class Planner:
     def _exact(
         self, ends: np.ndarray, bounds: np.ndarray, patterns: np.ndarray, limit: float
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Mean costs of splits, inf of those that were found to cost more than the limit, and makespans by layer."""
+        """Returns mean costs of splits, inf for those above the limit, and makespans by layer."""
         makespans = bounds.copy()
         alive = np.flatnonzero(bounds.sum(axis=1) <= limit)
         rows = max(1, _CHUNK // len(patterns))
@@ -232,7 +246,7 @@ class Planner:
 
 
 def _apart(shares: np.ndarray, costs: np.ndarray, n: int) -> list[int]:
-    """Of shares [n_splits, 4] with costs that are known (others are inf), the best, each unlike those before."""
+    """Returns the best of shares [n_splits, 4] with finite costs, each different from the ones before."""
     chosen: list[int] = []
     for i in np.argsort(costs, kind="stable"):
         if len(chosen) == n or not np.isfinite(costs[i]):
@@ -243,31 +257,31 @@ def _apart(shares: np.ndarray, costs: np.ndarray, n: int) -> list[int]:
 
 
 def _grid(pools: str, step: float) -> np.ndarray:
-    """float64[n_splits, 4]: all shares of some pools, in steps, that are 1 in all; most for the first pools first."""
+    """Returns float64[n_splits, 4]: all shares of some pools in steps, with the sum 1, first pools first."""
     if not pools or set(pools) - set(POOLS) or len(set(pools)) < len(pools):
         raise PyorchError(f'pools "{pools}" are not understood: name some of {", ".join(POOLS)}, each once')
     if not LEAST_STEP <= step <= 1:
         raise PyorchError(f"a step of {step:g} is none of the memory: use one from {LEAST_STEP:g} to 1")
     n_steps = max(1, round(1 / step))
     active = sorted(map(POOLS.index, pools))
-    # The last pool takes what the others leave.
+    # The last pool gets the rest.
     patterns = hit_patterns(n_steps, active[:-1]).astype(np.float64)
     patterns[:, active[-1]] += patterns[:, -1]
     return patterns[::-1, :-1] / n_steps
 
 
-# How many of a token's experts are in each pool, where pools hold experts by rank
+# Numbers of a token's experts in each pool, if pools hold experts by rank.
 
 
 def interval_counts(q: np.ndarray, n_used: int) -> np.ndarray:
-    """How many experts independent draws take of each interval of ranks, up to n_used (Algorithm 2, of one layer).
+    """Returns how many experts independent draws take of each interval of ranks, up to n_used (Algorithm 2, one layer).
 
     Args:
         q: float64[n_expert], selection probabilities by rank.
 
     Returns:
         float64[n_expert + 1, n_expert + 1, n_used + 1]: at [i, j, h] the probability of h of the ranks i to j - 1.
-        Where j < i it is 0.
+        For j < i it is 0.
     """
     n_expert = len(q)
     counts = np.zeros((n_expert + 1, n_expert + 1, n_used + 1))
@@ -278,12 +292,12 @@ def interval_counts(q: np.ndarray, n_used: int) -> np.ndarray:
 
 
 def pattern_probabilities(counts: np.ndarray, ends: np.ndarray, patterns: np.ndarray) -> np.ndarray:
-    """Pr(pattern | n_used experts in all), float64[n_splits, n_patterns] (section 3.4).
+    """Returns Pr(pattern | n_used experts in all), float64[n_splits, n_patterns] (section 3.4).
 
     Args:
-        counts: of interval_counts().
-        ends: integer[n_splits, 4], the rank behind the last one of each pool; pools lie one behind the other.
-        patterns: of hit_patterns().
+        counts: The result of interval_counts().
+        ends: integer[n_splits, 4], the rank after the last one of each pool; pools follow each other.
+        patterns: The result of hit_patterns().
     """
     n_expert, n_used = counts.shape[1] - 1, counts.shape[2] - 1
     begins = np.concatenate([np.zeros((len(ends), 1), ends.dtype), ends], axis=1)
@@ -291,14 +305,14 @@ def pattern_probabilities(counts: np.ndarray, ends: np.ndarray, patterns: np.nda
     joint = None
     for pool in range(MISSED + 1):
         if not patterns[:, pool].any():
-            continue  # its interval is empty
+            continue  # the interval is empty
         of_pool = counts[begins[:, pool], ends[:, pool]][:, patterns[:, pool]]
         joint = of_pool if joint is None else joint * of_pool
     return joint / counts[0, n_expert, n_used]
 
 
 def mean_hits(inclusion: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Mean numbers of a token's experts in each pool and in none, float64[..., n_layers, 5].
+    """Returns the mean numbers of a token's experts in each pool and in none, float64[..., n_layers, 5].
 
     Args:
         inclusion: float64[n_layers, n_expert], by rank.
