@@ -19,7 +19,8 @@ from scripts import write_reference
 HOMES = (ROOT, ROOT / "docs", ROOT / "pyorch", ROOT / "native/include", ROOT / "native/src")
 
 # Pages for users, whose commands are run. The others say how figures were made, in hours and with gigabytes.
-RUN = ("quickstart.md", "how-to/advise.md", "how-to/python.md", "how-to/prepare.md", "measurements/lossy.md")
+RUN = ("quickstart.md", "how-to/advise.md", "how-to/packs.md", "how-to/prepare.md", "how-to/python.md",
+       "measurements/lossy.md")
 CHEAP = RUN[0]  # run always
 
 

@@ -10,7 +10,7 @@ from pyorch.sidecars.container import is_sidecar_of
 from pyorch.sizes import MiB
 from pyorch.traces.recorder import why_unrecordable
 
-# The share of bytes that the lossless codec leaves of experts in floats (docs/reference/packs.md). Quantized experts
+# The share of bytes that the lossless codec leaves of experts in floats (docs/measurements/packs.md). Quantized experts
 # shrink by 3 to 5 %, and decoding them costs as much time as that saves.
 CODED_SHARES = {"bf16": 0.70, "f16": 0.70, "f32": 0.85}
 NIBBLE_SHARE = 0.77  # of BF16 in nibbles, from which kernels compute: in memory, too
