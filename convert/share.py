@@ -1,5 +1,5 @@
 """Shares: a model for one of several servers, with its experts only: a slim model, and beside it a pack that lacks the
-experts of the others (docs/reference/cluster.md, docs/reference/packs.md).
+experts of the others (docs/how-to/cluster.md, docs/reference/packs.md).
 """
 
 from __future__ import annotations

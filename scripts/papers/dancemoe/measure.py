@@ -1,7 +1,7 @@
 """Measures a cluster of three servers on one machine: processes in network namespaces, with links of 500 Mbit/s.
 
 Needs Linux, root, ip, tc, nsenter and the extras `cluster` and `papers`. Makes its own namespaces, from which no packet
-leaves, and takes them away at the end, also after Ctrl-C or a crash. docs/reference/cluster.md shows what it found.
+leaves, and takes them away at the end, also after Ctrl-C or a crash. docs/measurements/cluster.md shows what it found.
 
     python scripts/make_bench_model.py small.gguf -o model.gguf --size 512MiB
     python -m scripts.papers.dancemoe.measure model.gguf -o build/cluster --prepare  # traces and plans

@@ -1,6 +1,6 @@
 """What users of a measured cluster ask: prompts of three tasks, when they arrive, and how long their answers take.
 
-docs/reference/cluster.md shows placements for the same tasks: Python, questions about a made-up world, and prose. Each
+docs/measurements/cluster.md shows placements for the same tasks: Python, questions about a made-up world, and prose. Each
 task has prompts that are known when experts are placed, and other prompts that users ask.
 """
 
