@@ -1,1 +1,1 @@
-"""Advice before a model is used: what this machine would make of it at each budget, and what would help."""
+"""Advice before a model is used: its estimated speed on this machine at each budget, and sidecars that would help."""

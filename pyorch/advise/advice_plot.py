@@ -18,19 +18,23 @@ _NAME = "advice"
 
 
 def draw(estimates: Sequence[Estimate], resident_rate: float, chosen: int, directory: Path) -> Path:
-    """Writes advice.png into a directory, which is made if need be; returns its path.
+    """Writes advice.png into a directory, which is made if necessary, and returns its path.
 
-    estimates: in the order of their budgets. resident_rate: tokens a second with all experts in memory. chosen: bytes
-    of the budget that is recommended.
+    Args:
+        estimates: In the order of their budgets.
+        resident_rate: Tokens a second with all experts in memory.
+        chosen: Bytes of the recommended budget.
+        directory: The directory.
 
-    Raises PyorchError without matplotlib, or where nothing can be written.
+    Raises:
+        PyorchError: matplotlib is missing, or the file cannot be written.
     """
     picture = partial(_advice, estimates=estimates, resident_rate=resident_rate, chosen=chosen)
     return pictures.save({_NAME: picture}, directory)[0]
 
 
 def picture_in(directory: Path) -> Path:
-    """The file that draw() writes into a directory."""
+    """Returns the path that draw() writes to."""
     return directory / f"{_NAME}.png"
 
 

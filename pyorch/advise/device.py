@@ -1,4 +1,4 @@
-"""Devices with experts in their memory: those of this machine, which are measured, or one that is said to be there."""
+"""Devices with experts in their memory: measured devices of this machine, or an assumed one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pyorch.settings.device import AUTO
 from pyorch.sizes import format_bytes
 from pyorch.traces.replay import token_bytes
 
-# Bytes a second of uploads over sixteen lanes, some four fifths of what the standards say.
+# Bytes a second of uploads over sixteen lanes, about four fifths of the standards' values.
 LINKS = {"pcie3": 12e9, "pcie4": 25e9, "pcie5": 50e9}
 TYPICAL_LINK = "pcie4"
-TYPICAL_BANDWIDTH = 250e9  # bytes of weights a second: two thirds of the 380 GB/s of a middling card's memory
-# What a layer takes beside its weights, assumed: 40 kernels are launched, and twice the host waits for the device, for
-# what the router chose and for rows that the processor computes.
+TYPICAL_BANDWIDTH = 250e9  # bytes of weights a second: two thirds of the 380 GB/s of a mid-range card's memory
+# Assumed time of a layer in addition to its weights: 40 kernels are launched, and the host waits for the device twice,
+# for the router's choice and for rows that the processor computes.
 LAUNCH_SECONDS = 5e-6
 TRIP_SECONDS = 25e-6
 LAYER_SECONDS = 40 * LAUNCH_SECONDS + 2 * TRIP_SECONDS
@@ -27,9 +27,13 @@ LAYER_SECONDS = 40 * LAUNCH_SECONDS + 2 * TRIP_SECONDS
 
 @dataclass(frozen=True)
 class DeviceSpeed:
-    """link: bytes a second of uploads. decode, prefill: how many times as fast as the processor it computes a token,
-    and a token of a prompt. how: "measured", "given" or "assumed". layer_seconds: what each layer takes beside that,
-    however many tokens it has.
+    """The speeds of a device.
+
+    Attributes:
+        link: Bytes a second of uploads.
+        decode: How many times as fast as the processor it computes a token. prefill: the same for a prompt's token.
+        how: "measured", "given" or "assumed".
+        layer_seconds: Additional time of each layer, independent of its tokens.
     """
 
     link: float
@@ -41,8 +45,13 @@ class DeviceSpeed:
 
 @dataclass(frozen=True)
 class Device:
-    """name: None: it need not be in this machine. free_bytes: of its memory, None where only that for experts is known.
-    number: of devices, for which this one stands. shares_memory: its memory is the processor's.
+    """A device.
+
+    Attributes:
+        name: None: it need not be in this machine.
+        free_bytes: Free memory, None if only the memory for experts is known.
+        number: The number of devices that this one stands for.
+        shares_memory: Its memory is the processor's.
     """
 
     name: str | None
@@ -54,22 +63,24 @@ class Device:
 
 
 def measured(setting: str, model_map: ModelMap, n_threads: int) -> Device:
-    """Those of this machine. Several are taken for one with the memory of all: a token goes through them one after
-    another, through as many layers of each as its free memory allows.
+    """Measures the devices of this machine. Several count as one with the memory of all.
 
-    PyorchError where there is none of a name, or it cannot be measured.
+    A token passes through them one after another, through as many layers of each as its free memory allows.
+
+    Raises:
+        PyorchError: A name has no device, or a device cannot be measured.
     """
     found = find_devices(setting)
     rates = [rates_of(device, model_map, n_threads) for device in found]
     _, processor, processor_more, _, _ = rates[0]
     sooner = [i for i, each in enumerate(rates) if each[3] > each[1]]
-    if setting == AUTO and sooner:  # whose like a model is loaded on
+    if setting == AUTO and sooner:  # a model would be loaded on these devices
         found, rates = [found[i] for i in sooner], [rates[i] for i in sooner]
     free_bytes = [device.free_bytes() for device in found]
     shares = [max(1, free) for free in free_bytes]
 
     def of_all(rate: int) -> float:
-        """One of the rates, in all layers."""
+        """Returns one of the rates for all layers."""
         return sum(shares) / sum(share / each[rate] for share, each in zip(shares, rates))
 
     speed = DeviceSpeed(of_all(0), of_all(3) / processor, of_all(4) / processor_more, "measured")
@@ -78,14 +89,20 @@ def measured(setting: str, model_map: ModelMap, n_threads: int) -> Device:
 
 
 def given(memory_bytes: int | None, link: float, bandwidth: float, model_map: ModelMap, compute: Compute) -> Device:
-    """One of such speeds: uploads, and weights with which it computes one token, in bytes a second. It is taken to gain
-    as much with prompts."""
+    """Returns a device with given speeds, in bytes a second: of uploads, and of weights to compute one token.
+
+    It is assumed to gain as much for prompts.
+    """
     speed = bandwidth * compute.decode_seconds / sum(token_bytes(model_map))
     return Device(None, memory_bytes, memory_bytes, DeviceSpeed(link, speed, speed, "given"))
 
 
 def rest_for_experts(device: Device, model_map: ModelMap, host_dense_bytes: int, n_context_bytes: int) -> int:
-    """What --vram-budget auto takes of it. PyorchError where the dense layers and the context do not fit beside."""
+    """Returns the bytes that --vram-budget auto leaves for experts.
+
+    Raises:
+        PyorchError: The dense layers and the context do not fit.
+    """
     info = model_map.info
     assert device.free_bytes is not None and device.total_bytes is not None
     needed = info.dense_bytes - host_dense_bytes + bias_bytes(model_map) + n_context_bytes

@@ -1,4 +1,4 @@
-"""What a budget gives, from a replay of the model's routing at the speed of this machine."""
+"""The estimated speed at a budget, from a replay of the model's routing with the speed of this machine."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from pyorch.settings.prefetch import AUTO, NONE, Prefetch
 from pyorch.sidecars.predictor import PredictorFile
 from pyorch.traces.replay import Replayed, ReplaySettings, replay
 
-# Of the time that a token waits for less where all experts of the next layers are known, what guesses save: where no
-# states were recorded, a replay cannot make them.
+# The share of a token's waits that guesses avoid, relative to perfect knowledge of the next layers. Without recorded
+# states a replay cannot make guesses.
 GUESSING = {"quasi-hidden": 0.5, "hybrid": 0.7}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one budget, and one of a device, if there is one. Rates in tokens a second, first_token in seconds from the
-    start of loading, sizes in bytes.
+    """The estimate for one budget, and one VRAM budget if there is a device.
 
-    on_device, in_memory, read: shares of all uses of experts, by where the expert is when it is needed; read: on the
-    disk. hit_rate: of in_memory, among those that the device does not have. stall: share of a decoded token's time in
-    which nothing can be computed, by the processor where it computes some.
+    Rates are in tokens a second, first_token in seconds from the start of loading, sizes in bytes.
+
+    Attributes:
+        on_device: Share of expert uses that find the expert on the device. in_memory, read: the same for host memory
+            and for the disk.
+        hit_rate: Share of in_memory among the uses that the device does not serve.
+        stall: Share of a decoded token's time in which nothing is computed, by the processor if it computes experts.
     """
 
     budget: str
@@ -42,10 +45,12 @@ class Estimate:
 
 
 class Estimator:
-    """Of one model on one machine.
+    """Estimates for one model on one machine.
 
-    bandwidth: bytes a second. n_prompt: tokens before the first one that is generated. speed: of the device that
-    estimates with a VRAM budget are about.
+    Attributes:
+        bandwidth: Bytes a second of the disk.
+        n_prompt: Tokens before the first generated one.
+        speed: The speed of the device, for estimates with a VRAM budget.
     """
 
     def __init__(
@@ -60,9 +65,16 @@ class Estimator:
     def estimate(
         self, budget: str, vram_budget: str | None = None, predictor: str = AUTO, bandwidth: float | None = None
     ) -> Estimate:
-        """As commands run by default, or with one predictor that is named, or from another disk.
+        """Returns the estimate for commands' defaults, or with a named predictor, or with another disk.
 
-        vram_budget: of the device; None: there is none. Raises BudgetError for a budget below the floor.
+        Args:
+            budget: The budget of host memory.
+            vram_budget: The budget of the device. None: there is no device.
+            predictor: The predictor.
+            bandwidth: Bytes a second of the disk. None: the measured one.
+
+        Raises:
+            BudgetError: The budget is below the floor.
         """
         settings = ReplaySettings(
             prefetch=Prefetch(NONE), budget=budget, read_bandwidth=bandwidth or self._bandwidth,
@@ -96,12 +108,12 @@ class Estimator:
         )
 
     def fastest_seconds(self, vram_budget: str | None) -> float:
-        """Of a decoded token for which nothing is waited, where it is computed fastest."""
+        """Returns the seconds of a decoded token without waits, on the faster of processor and device."""
         speed = 1.0 if vram_budget is None or self._speed is None else max(1.0, self._speed.decode)
         return self._compute.decode_seconds / speed + self._overhead(vram_budget)
 
     def _overhead(self, vram_budget: str | None) -> float:
-        """Seconds that a device takes for the layers of a ubatch beside its weights."""
+        """Returns the seconds that a device adds to the layers of a ubatch in addition to its weights."""
         layer_seconds = 0.0 if vram_budget is None or self._speed is None else self._speed.layer_seconds
         return layer_seconds * self._map.info.n_layers
 
@@ -109,7 +121,7 @@ class Estimator:
         return replay(self._map, self._routing.recording, settings, predictor_file=self._predictor_file)
 
     def _first_token(self, settings: ReplaySettings) -> float:
-        """Dense weights are read before anything is computed; a prompt's experts while it is, from an empty memory."""
+        """Dense weights are read before computing starts; a prompt's experts during it, from an empty memory."""
         settings = replace(settings, n_warm_tokens=self._n_prompt)
         prompt = replay(self._map, self._prompt, settings, predictor_file=self._predictor_file)
         *_, computed, _one_more_token = prompt.ubatch_ends

@@ -1,4 +1,4 @@
-"""What files beside a model would add: packs, predictors, buddies, maps."""
+"""The gain of sidecars: packs, predictors, buddies, maps."""
 
 from __future__ import annotations
 
@@ -13,14 +13,22 @@ from pyorch.traces.recorder import why_unrecordable
 # The share of bytes that the lossless codec leaves of experts in floats (docs/measurements/packs.md). Quantized experts
 # shrink by 3 to 5 %, and decoding them costs as much time as that saves.
 CODED_SHARES = {"bf16": 0.70, "f16": 0.70, "f32": 0.85}
-NIBBLE_SHARE = 0.77  # of BF16 in nibbles, from which kernels compute: in memory, too
-WORTH = 1.05  # so much faster are tokens with what is worth making
+NIBBLE_SHARE = 0.77  # of BF16 in nibbles, on disk and in memory, because kernels compute from it
+WORTH = 1.05  # least speed-up of a sidecar that is worth making
 
 
 @dataclass(frozen=True)
 class Gain:
-    """sidecar: its kind. there: whether it lies beside the model. decode_rate: tokens a second with it, None where
-    nothing can be said. at_most: the rate is a bound. lossy: it changes what is computed. why: in words."""
+    """The gain of a sidecar.
+
+    Attributes:
+        sidecar: Its kind.
+        there: It already exists.
+        decode_rate: Tokens a second with it, None if unknown.
+        at_most: The rate is an upper bound.
+        lossy: It changes the answers.
+        why: The reason in words.
+    """
 
     sidecar: str
     command: str
@@ -31,16 +39,16 @@ class Gain:
     why: str
 
     def helps(self, without: Estimate) -> bool:
-        """Whether it is missing, and would make tokens faster enough."""
+        """Whether the sidecar is missing and would speed up tokens enough."""
         return not self.there and (self.decode_rate or 0.0) >= WORTH * without.decode_rate
 
 
 def gains(
     model_map: ModelMap, estimator: Estimator, base: Estimate, bandwidth: float, repacking: float, n_threads: int,
 ) -> list[Gain]:
-    """At the budgets of an estimate, of a model with the experts' bytes as they are.
+    """Returns the gains at the budgets of an estimate, for a model with uncompressed experts.
 
-    repacking: as Machine.repacking().
+    repacking: the result of Machine.repacking().
     """
     fastest = estimator.fastest_seconds(base.vram_budget)
     there = {kind for kind, path in model_map.sidecars().items() if is_sidecar_of(path, model_map, kind)}
@@ -57,13 +65,13 @@ def gains(
     elif types <= CODED_SHARES.keys():
         share = max(CODED_SHARES[name] for name in types)
         packed = estimator.estimate(base.budget, base.vram_budget, bandwidth=bandwidth / share)
-        codec = "table" if "bf16" in types else "auto"  # which may choose nibble, of no use to a device
+        codec = "table" if "bf16" in types else "auto"  # auto may choose nibble, which a device cannot use
         found.append(Gain(
             "pack", f"pyorch pack {path} --codec {codec}", "experts" in there, packed.decode_rate, True, False,
             f"experts in floats are read in {share:.0%} of the bytes, where decoding keeps up",
         ))
     else:
-        # Threads repack while they would wait: what is left is time of a token.
+        # Threads repack while they would wait; the rest is time of a token.
         seconds = 1 / base.decode_rate
         saved = max(0.0, repacking * base.bytes_per_token / n_threads - base.stall * seconds)
         spared = (f"; for this processor alone, one spares {1e5 * repacking * MiB:.2g} ms of a core for each 100 MiB "

@@ -1,6 +1,6 @@
-"""What this machine does: how fast it reads experts, and how fast it computes a model of a given shape.
+"""The speed of this machine: how fast it reads experts, and how fast it computes a model of a given shape.
 
-Both are measured once and kept in the user's cache directory: the disk for each file system (pyorch.runtime.disk), the
+Both are measured once and stored in the user's cache directory: the disk for each file system (pyorch.runtime.disk),
 computing for each shape of a model and number of threads.
 """
 
@@ -24,28 +24,30 @@ from pyorch.runtime import disk, kept
 from pyorch.runtime.model_map import ModelMap, Role
 from pyorch.settings.settings import Settings
 
-OnProgress = Callable[[str, int, int], None]  # what is measured, done, total
+OnProgress = Callable[[str, int, int], None]  # (step, done, total)
 
 DISK_SECONDS = 3.0
 N_ROUNDS = 3
-SIMILAR = 0.25  # one round will do where it reads weights as fast, but for this share, as another shape was found to
+SIMILAR = 0.25  # one round is enough if weights are read as fast, within this share, as for another shape
 N_PROMPT, N_TOKENS = 256, 64
 MAX_DECODE_SECONDS = 4.0
 
-BUSY = 0.5  # load average, which our own work before raises too: with more, what is measured may be too little
+BUSY = 0.5  # load average above which a measurement may be too low; our own work raises it too
 
-QUIETER = 0.5  # of the load beside which computing was measured: then it is measured again
+QUIETER = 0.5  # a load below this share of the stored one repeats the measurement
 
-START_SECONDS = 1.0  # where computing is not measured
+START_SECONDS = 1.0  # if computing is not measured
 
-_VERSION = 2  # of what is kept
+_VERSION = 2  # of the stored format
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Seconds with all experts in memory, of a decoded token and of a token of a prompt. start_seconds: from the
-    beginning of loading until something can be computed, beside reading. load: average of the minute before this was
-    measured, 0 where it was not."""
+    """Seconds with all experts in memory, of a decoded token and of a token of a prompt.
+
+    start_seconds: from the start of loading until computing can start, without reading. load: the load average of the
+    minute before the measurement, 0 without one.
+    """
 
     decode_seconds: float
     prefill_seconds: float
@@ -55,22 +57,25 @@ class Compute:
 
 @dataclass(frozen=True)
 class Disk:
-    """bytes_per_second: of experts in random order. how: "measured" on the model, "kept" from before, measured on a
-    "probe" because the model's file has no bytes yet, or "given"."""
+    """The disk. bytes_per_second: for experts in random order.
+
+    how: "measured" on the model, "kept" from an earlier run, measured on a "probe" because the model's file has no
+    bytes yet, or "given".
+    """
 
     bytes_per_second: float
     how: str
 
 
 class _NotComputed(PyorchError):
-    """A process that should have computed a probe failed."""
+    """A process that computes a probe failed."""
 
 
 class Machine:
-    """Measures for one model.
+    """Measures this machine for one model. again: ignore stored results.
 
-    again: what was measured before does not count. Raises PyorchError where llama.cpp cannot compute a probe of the
-    model, or a probe cannot be written.
+    Raises:
+        PyorchError: llama.cpp cannot compute a probe of the model, or a probe cannot be written.
     """
 
     def __init__(self, model_map: ModelMap, n_threads: int, on_progress: OnProgress, again: bool = False) -> None:
@@ -96,7 +101,7 @@ class Machine:
         shape = read_shape(self._map)
         name = _name("compute", self._n_threads, shape.metadata, shape.tensors)
         load = os.getloadavg()[0]
-        # What was measured beside other work is measured again on a machine that is much quieter.
+        # A result of a busy machine is measured again on a much quieter one.
         if not self._again and (before := _read(name)) is not None and (
                 before.load <= BUSY or load > QUIETER * before.load):
             return before
@@ -123,8 +128,8 @@ class Machine:
     def _first_round(self, shape: Shape, directory: Path) -> dict[int, list[Measurement]]:
         """Measures the smallest two probes that llama.cpp can compute, by their numbers of blocks.
 
-        Of most models that are the first block with experts, and a few more. Some architectures need a block with
-        attention, a tensor that only a later block uses, or the number of blocks by which llama.cpp knows the model.
+        For most models these are the first block with experts, and a few more. Some architectures need a block with
+        attention, a tensor that only a later block uses, or the number of blocks by which llama.cpp recognizes them.
         """
         least = 0
         while True:
@@ -146,8 +151,7 @@ class Machine:
         self._on_progress("measuring how fast this machine computes", done, N_ROUNDS * n_probes)
 
     def repacking(self) -> float:
-        """Seconds of a core for each byte of experts that is brought into the order of the kernels, 0 where they
-        compute with it as it is in the model."""
+        """Returns the seconds of a core to repack one byte of experts; 0 if kernels compute with the model's order."""
         layer = self._map.layers[0]
         matrices = [bytearray(self._map.matrix_bytes(layer, role)) for role in range(len(layer.roles))]
         seconds = 0.0
@@ -172,7 +176,7 @@ class Machine:
 
 
 def _medians(measured: list[Measurement]) -> tuple[float, float, float]:
-    """Seconds of a decoded token, of a token of a prompt, and of the start."""
+    """Returns seconds of a decoded token, of a token of a prompt, and of the start."""
     return (
         statistics.median(one.decode.seconds_per_token for one in measured),
         statistics.median(one.prefill.seconds_per_token for one in measured),
@@ -181,7 +185,7 @@ def _medians(measured: list[Measurement]) -> tuple[float, float, float]:
 
 
 def extrapolated(shape: Shape, of_blocks: dict[int, tuple[float, float, float]]) -> Compute:
-    """Of all blocks, by how much longer more of them take, and by the weights that a token reads in them."""
+    """Extrapolates to all blocks, by the time of additional blocks and by the weights that a token reads in them."""
     small, large = min(of_blocks), max(of_blocks)
     first, second = sum(shape.active_bytes[:small]), sum(shape.active_bytes[:large])
     whole = sum(shape.active_bytes[: shape.moe_blocks[-1] + 1])
@@ -192,20 +196,20 @@ def extrapolated(shape: Shape, of_blocks: dict[int, tuple[float, float, float]])
         decode, prefill, start = (
             max(a + more * (b - a), b) for a, b in zip(of_blocks[small], of_blocks[large])
         )
-        start = of_blocks[small][2]  # the experts that probes bring in at once are no part of a start
+        start = of_blocks[small][2]  # a start does not load experts, as probes do
     return Compute(decode, prefill, start)
 
 
 @contextlib.contextmanager
 def _directory_for_probes(beside: Path | None):
-    """In a directory, or where temporary files belong, if that is not given or cannot be written to."""
+    """Yields a directory for probes, in `beside`, or among temporary files if that is not given or not writable."""
     where = beside if beside is not None and os.access(beside, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
     with files.staging(where / "pyorch-probe") as directory:
         yield directory
 
 
 def _name(kind: str, n_threads: int, *of_shape: object) -> str:
-    """Under which it is kept what this processor does, with a model of a shape."""
+    """Returns the name under which results of this processor for a shape are stored."""
     return kept.name_of(kind, (_VERSION, n_threads, kept.processor(), *of_shape))
 
 

@@ -1,4 +1,4 @@
-"""What memory leaves for experts, as the budget "auto" reckons it."""
+"""The memory left for experts, computed as for the budget "auto"."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _BUFFERS = 512 * MiB
 
 
 def context_bytes(model_map: ModelMap, n_ctx: int, n_threads: int) -> int:
-    """KV cache and compute buffers. Nothing is allocated."""
+    """Returns the bytes of KV cache and compute buffers, without allocating them."""
     params = llama.llama_context_default_params()
     params.n_ctx, params.n_threads, params.n_threads_batch = n_ctx, n_threads, n_threads
     params.n_batch = params.n_ubatch = min(n_ctx, WIDE_UBATCH)
-    logs.install()  # what llama.cpp says of sizes is read, and not shown
+    logs.install()  # pyorch reads llama.cpp's lines about sizes and does not show them
     logs.set_quiet(True)
     try:
         with measure.twin(model_map.path, llama.llama_model_default_params()) as twin:
@@ -29,6 +29,6 @@ def context_bytes(model_map: ModelMap, n_ctx: int, n_threads: int) -> int:
 
 
 def rest_for_experts(info: MapInfo, limit: MemoryLimit, dense_bytes: int, n_context_bytes: int) -> int | None:
-    """Bytes beside dense weights and context, at most those of all experts; None if not even the floor is left."""
+    """Returns the bytes left after dense weights and context, at most those of all experts; None below the floor."""
     rest = limit.rest_bytes(dense_bytes, n_context_bytes)
     return min(rest, info.slots_bytes) if rest >= info.floor_bytes else None

@@ -1,8 +1,8 @@
-"""A probe: a model of the same shape with its first blocks only, by which this machine's computing is measured.
+"""A probe: a model of the same shape with only its first blocks, by which this machine's computing is measured.
 
-It is made of the header alone, so it stands for a model of any size, also for one that was not downloaded yet. Kernels
-take as long for zeros as for other weights, so nearly all of the file is a hole; only what decides which experts a
-token takes is random: the routers, and the embeddings of the first tokens.
+It is made from the header alone, so it represents a model of any size, also one that is not downloaded yet. Kernels
+take as long for zeros as for other weights, so nearly all of the file is a hole. Only the routers and the embeddings of
+the first tokens are random, because they decide which experts a token uses.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import MiB
 
-N_TOKEN_IDS = 256  # those that have an embedding
+N_TOKEN_IDS = 256  # tokens with an embedding
 
-# Of the experts of a layer in a probe: many times a processor's cache for each token, and little to hold in memory.
+# Bytes of a probe's experts of a layer: many times a processor's cache for each token, and little memory.
 LAYER_BYTES = 128 * MiB
 
-_WIDE = 4  # layers with experts that the larger probe has more than the smaller one
+_WIDE = 4  # additional layers with experts of the larger probe
 _ALIGNMENT = 32
-# Blocks of zeros whose bytes are not zeros: a scale of 2^-127 would be slower than others.
+# Blocks of zeros with other bytes than zeros: a scale of 2^-127 would be slower than others.
 _NOTHING = {gguf.GGMLQuantizationType.MXFP4: b"\x7f" + bytes(16)}
 
-# Arrays whose elements are not those of layers; a model may have as many layers.
+# Arrays whose elements do not belong to layers, although a model may have as many layers.
 _NOT_BY_LAYER = ("rope.dimension_sections",)
 
 _LEFT_OUT = ("tokenizer.", "split.", "general.", "quantize.")
@@ -36,7 +36,7 @@ _LEFT_OUT = ("tokenizer.", "split.", "general.", "quantize.")
 
 @dataclass(frozen=True)
 class _Tensor:
-    """shape: as numpy has it, the slowest dimension first."""
+    """A tensor. shape: in numpy's order, the slowest dimension first."""
 
     name: str
     kind: gguf.GGMLQuantizationType
@@ -45,7 +45,7 @@ class _Tensor:
 
     @property
     def block(self) -> int | None:
-        """The number of its block, None outside of them."""
+        """The number of its block, None outside of blocks."""
         head, _, rest = self.name.partition(".")
         return int(rest.partition(".")[0]) if head == "blk" else None
 
@@ -57,9 +57,9 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the header says.
+    """The shape of a model, from its header.
 
-    metadata: key, value, type and type of elements. active_bytes: of weights that a decoded token reads, by block.
+    metadata: key, value, type and type of elements. active_bytes: weights that a decoded token reads, by block.
     """
 
     arch: str
@@ -72,14 +72,14 @@ class Shape:
 
     @property
     def token_bytes(self) -> float:
-        """Of all weights that a decoded token reads: those of the blocks, and the output matrix."""
+        """Bytes of all weights that a decoded token reads: of the blocks, and the output matrix."""
         tables = {tensor.name: tensor.n_bytes for tensor in self.tensors}
         return sum(self.active_bytes) + tables.get("output.weight", tables.get("token_embd.weight", 0))
 
     def sizes(self, least: int = 0) -> tuple[int, int]:
-        """Blocks of the smaller and of the larger probe; the same number if the model has no more.
+        """Returns the blocks of the smaller and the larger probe; equal if the model has no more.
 
-        least: blocks that a probe has in any case.
+        least: the fewest blocks of a probe.
         """
         first = next((i for i, il in enumerate(self.moe_blocks) if il + 1 >= least), len(self.moe_blocks) - 1)
         last = min(first + _WIDE, len(self.moe_blocks) - 1)
@@ -87,7 +87,7 @@ class Shape:
 
 
 def read_shape(model_map: ModelMap) -> Shape:
-    """Of a model with routed experts. Its weights are not read."""
+    """Reads the shape of a model with routed experts, without reading its weights."""
     arch = model_map.info.arch
     metadata, tensors = [], []
     for number, shard in enumerate(model_map.shards):
@@ -113,8 +113,14 @@ def read_shape(model_map: ModelMap) -> Shape:
 def write_probe(shape: Shape, path: Path, n_blocks: int, filled: bool = False) -> None:
     """Writes the model's first blocks as a GGUF without a tokenizer.
 
-    filled: experts are written, as zeros, and not left as holes: then the file shows how fast the disk is. PyorchError
-    where it cannot be written.
+    Args:
+        shape: The shape of the model.
+        path: The file to write.
+        n_blocks: The number of blocks.
+        filled: Write experts as zeros in place of holes, so that the file shows the speed of the disk.
+
+    Raises:
+        PyorchError: The file cannot be written.
     """
     n_expert = _experts_of_probe(shape, n_blocks)
     writer = gguf.GGUFWriter(path, shape.arch)
@@ -155,7 +161,7 @@ def _write_weights(path: Path, tensors: list[_Tensor], filled: bool) -> None:
 
 
 def _pieces(tensor: _Tensor, filled: bool) -> Iterator[bytes | memoryview]:
-    """What is written of a tensor, from its beginning; the rest is zeros anyway."""
+    """Yields the written part of a tensor, from its beginning; the rest is a hole."""
     random = np.random.default_rng(tensor.block or 0)
     if tensor.name == "token_embd.weight":
         rows = random.normal(0, 1, (min(N_TOKEN_IDS, tensor.shape[0]), tensor.shape[1])).astype(np.float32)
@@ -172,7 +178,7 @@ def _pieces(tensor: _Tensor, filled: bool) -> Iterator[bytes | memoryview]:
 
 
 def _of_probe(tensor: _Tensor, n_expert: int, n_kept: int) -> _Tensor:
-    """With fewer experts, and with types in which random numbers can be written."""
+    """Returns the tensor with fewer experts, and with a type in which random numbers can be written."""
     if tensor.is_of_experts and tensor.shape[0] == n_expert:
         tensor = replace(tensor, shape=(n_kept, *tensor.shape[1:]), n_bytes=tensor.n_bytes // n_expert * n_kept)
     if tensor.name == "token_embd.weight":
@@ -186,11 +192,13 @@ def _of_probe(tensor: _Tensor, n_expert: int, n_kept: int) -> _Tensor:
 
 
 def _experts_of_probe(shape: Shape, n_blocks: int) -> int:
-    """As many as a layer may have, and not so few that a token takes nearly all of them. Of a deep probe a layer has
-    fewer, so that all of them take no more memory than those of one with _WIDE + 1 layers."""
+    """Returns the experts of a probe's layer: enough that a token uses few of them.
+
+    Layers of a deep probe have fewer, so that all need no more memory than in a probe of _WIDE + 1 layers.
+    """
     groups = next((value for key, value, _, _ in shape.metadata if key == f"{shape.arch}.expert_group_count"), 0)
     if groups and int(groups) > 1:
-        return shape.n_expert  # of which each group has its part
+        return shape.n_expert  # every group needs its part
     largest = max(sum(tensor.n_bytes for tensor in shape.tensors if tensor.block == il and tensor.is_of_experts)
                   for il in shape.moe_blocks)
     n_layers = max(_WIDE + 1, sum(il < n_blocks for il in shape.moe_blocks))
@@ -199,7 +207,7 @@ def _experts_of_probe(shape: Shape, n_blocks: int) -> int:
 
 
 def _metadata_of_probe(shape: Shape, key: str, value: object, n_blocks: int, n_expert: int) -> object:
-    """None: the probe does not have it."""
+    """Returns the metadata of a probe for a key; None to leave the key out."""
     name = key.removeprefix(f"{shape.arch}.")
     if name in ("nextn_predict_layers", "vocab_size"):
         return None

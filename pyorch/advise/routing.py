@@ -1,4 +1,4 @@
-"""Which experts tokens take: of a trace, by the model's use counts, or as an assumption says."""
+"""The experts that tokens use: from a trace, from the model's use counts, or by an assumption."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from pyorch.traces.recording import Recording
 
 N_PROMPT, N_WARM, N_DECODED = 512, 32, 160
 
-# The assumption, for a model of which nothing is known. The popularity of an expert is 1 / (rank + _FLAT)^_STEEP; what
-# was used lately is _AGAIN times as likely for a while, by a half-life of _HALF_LIFE tokens. Chosen so that the policy
-# `learned` hits about as often as on the small trained model of the tests (docs/measurements/eviction.md).
+# The assumption for an unknown model. The popularity of an expert is 1 / (rank + _FLAT)^_STEEP; a recently used expert
+# is _AGAIN times as likely for a while, with a half-life of _HALF_LIFE tokens. Chosen so that the policy `learned` hits
+# about as often as on the small trained model of the tests (docs/measurements/eviction.md).
 _STEEP, _FLAT, _AGAIN, _HALF_LIFE = 0.8, 6.0, 4.7, 6.0
 
 
 @dataclass(frozen=True)
 class Routing:
-    """recording: one request, a prompt of N_PROMPT tokens and N_WARM + N_DECODED decoded ones. source: in words.
+    """A routing to replay. source: its origin in words.
 
-    observed: whether a model's routers decided it, in this order; else guesses of the runtime cannot be replayed.
+    recording: one request, a prompt of N_PROMPT tokens and N_WARM + N_DECODED decoded ones. observed: a model's routers
+    decided it, in this order; otherwise the runtime's guesses cannot be replayed.
     """
 
     recording: Recording
@@ -33,13 +34,18 @@ class Routing:
 
 
 def routing_of(model_map: ModelMap, trace: Trace | None) -> Routing:
-    """The best that is known. Raises FormatError for a trace of another model, PyorchError for one without tokens."""
+    """Returns the best known routing.
+
+    Raises:
+        FormatError: The trace belongs to another model.
+        PyorchError: The trace has no tokens.
+    """
     if trace is not None:
         recording = one_request(Recording.from_trace(trace, model_map), N_PROMPT, N_WARM + N_DECODED)
         return Routing(recording, f"{trace.path}, {len(trace)} tokens", True)
     try:
         uses = Sidecars(model_map).uses()
-    except FormatError:  # of a former model of this name, or damaged: what is assumed instead is said
+    except FormatError:  # damaged, or of a former model of this name; the source then names the assumption
         uses = None
     if uses is not None:
         return Routing(_made_up(model_map, _popularity_of(uses)),
@@ -50,7 +56,7 @@ def routing_of(model_map: ModelMap, trace: Trace | None) -> Routing:
 
 
 def one_request(recording: Recording, n_prompt: int, n_decoded: int) -> Recording:
-    """As long as is wanted, from the beginning again where there are fewer tokens."""
+    """Returns a request of the wanted length, repeated from the beginning if it has fewer tokens."""
     at = np.arange(n_prompt + n_decoded) % len(recording)
     return Recording(
         recording.layers, recording.n_expert, recording.experts[at], recording.weights[at],
@@ -61,7 +67,7 @@ def one_request(recording: Recording, n_prompt: int, n_decoded: int) -> Recordin
 
 
 def _made_up(model_map: ModelMap, popularity: np.ndarray | None) -> Recording:
-    """popularity: [n_layers, n_expert] of the layers that a decode passes; None: as assumed."""
+    """Makes up a routing. popularity: [n_layers, n_expert] of the executed layers; None: the assumption."""
     layers = model_map.decoded_layers
     n_expert, n_used = max(layer.n_expert for layer in layers), model_map.info.n_expert_used
     random = np.random.default_rng(0)
@@ -75,7 +81,7 @@ def _made_up(model_map: ModelMap, popularity: np.ndarray | None) -> Recording:
 
 
 def made_up_experts(random: np.random.Generator, popularity: np.ndarray, n_used: int, n_tokens: int) -> np.ndarray:
-    """uint16[n_tokens, n_layers, n_used]: drawn without replacement, by popularity and by what was used lately."""
+    """Returns uint16[n_tokens, n_layers, n_used], drawn without replacement by popularity and recent use."""
     fading = 0.5 ** (1 / _HALF_LIFE)
     log_popularity = np.log(popularity)
     lately = np.zeros(popularity.shape)
@@ -89,7 +95,7 @@ def made_up_experts(random: np.random.Generator, popularity: np.ndarray, n_used:
 
 
 def _popularity_of(uses: np.ndarray) -> np.ndarray:
-    """None of them 0: an expert that was not seen may come."""
+    """Returns popularities above 0, because an unseen expert may be used too."""
     return uses + 0.1 * uses.mean(axis=1, keepdims=True) + np.finfo(float).tiny
 
 

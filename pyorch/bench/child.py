@@ -1,9 +1,8 @@
-"""The measured process. Its only argument is the descriptor of a connection, over which it gets a Job and answers with
-a Measurement. When the other end is closed, this process ends.
+"""The measured process. Its argument is the descriptor of a connection: it receives a Job and answers a Measurement.
 
-The work: a cold prompt, then text decoded token by token (the text decides what comes next, so that
-experts are chosen as by real use), then the next part of the text as a second prompt. No sampling. Of several sequences
-each has a part of the text: their prompts come one after the other, then a token of each is decoded at once.
+It ends when the other end closes. The work is a cold prompt, then text decoded token by token, then the next part of
+the text as a second prompt. Nothing is sampled: the text decides the next token, so routing is as in real use. Each of
+several sequences has its own part of the text: their prompts run one after the other, then a token of each together.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import llama_cpp.llama_cpp as llama  # from the libraries that `import pyorch` has named
+import llama_cpp.llama_cpp as llama  # uses the libraries that `import pyorch` chose
 import numpy as np
 
 from pyorch.bench.job import ENGINE, Job, Measurement, Phase, Text
@@ -29,7 +28,7 @@ from pyorch.llama.managed import find
 from pyorch.processes import end_with
 from pyorch.settings.budget import Budget
 
-_WARM_UP = 0.25  # of the tokens to decode, before those that count
+_WARM_UP = 0.25  # tokens decoded before the measured ones, as a share of these
 
 
 def main() -> int:
@@ -70,7 +69,7 @@ def measure(job: Job) -> Measurement:
 
 
 class _Reader:
-    """Notes what is said of a text while it is decoded. seconds: that this took, which are nobody's work."""
+    """Records the model's predictions while text is decoded. seconds: the time that this took, which is not counted."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -80,7 +79,7 @@ class _Reader:
         self._bytes_read: list[int] = []
 
     def note(self, run: _Run, logits: np.ndarray, follows: int | None) -> None:
-        """After a token of the first sequence. follows: the next one, None for the last."""
+        """Records the logits after a token of the first sequence. follows: the next token, None after the last."""
         begin = time.perf_counter()
         self._most_probable.append(int(logits.argmax()))
         if follows is not None:
@@ -98,7 +97,7 @@ class _Reader:
 class _Run:
     """A loaded model and its sequences."""
 
-    reader: _Reader | None = None  # of the text that is decoded now
+    reader: _Reader | None = None  # of the text that is being decoded
 
     def __init__(self, model: int, context: Context, n_sequences: int) -> None:
         self._record = record = find(model)
@@ -126,9 +125,10 @@ class _Run:
         return len(tokens)
 
     def decode(self, texts: Sequence[Sequence[int]], max_seconds: float) -> int:
-        """Appends a text to each sequence, a token to all at once, until the texts or the time are used up.
+        """Appends a text to each sequence, one token to all at once, until the texts or the time end.
 
-        Returns the number of tokens.
+        Returns:
+            The number of tokens.
         """
         end = time.perf_counter() + max_seconds
         n = 0
@@ -148,7 +148,7 @@ class _Run:
         self._context.clear()
 
     def timed(self, work: Callable[[], int]) -> Phase:
-        """work() returns the number of tokens."""
+        """Times work(), which returns the number of tokens."""
         if self.engine is not None:
             self.engine.reset_stats()
         before, processor = _kernel_bytes_read(), time.process_time()
@@ -181,7 +181,7 @@ def _loaded(job: Job) -> Iterator[_Run]:
     with contextlib.ExitStack() as stack:
         if job.config.mode == ENGINE:
             settings = job.config.settings
-            if settings.budget != Budget.parse("100%"):  # else what was run before decides
+            if settings.budget != Budget.parse("100%"):  # otherwise earlier runs decide
                 settings = dataclasses.replace(settings, warm=False)
             stack.enter_context(interception.managing(settings))
         llama.llama_backend_init()
@@ -197,7 +197,7 @@ def _loaded(job: Job) -> Iterator[_Run]:
 
 
 def _kernel_bytes_read() -> int:
-    """Bytes that the kernel fetched from disk for this process, page faults included. 0 where it does not say."""
+    """Returns the bytes that the kernel read from disk for this process, page faults included; 0 if unknown."""
     try:
         lines = Path("/proc/self/io").read_text().splitlines()
     except OSError:
@@ -210,7 +210,7 @@ def _random_tokens(n: int) -> list[int]:
 
 
 def _parts(tokens: Sequence[int], *sizes: int) -> list[Sequence[int]]:
-    """Consecutive parts of the text."""
+    """Returns consecutive parts of the text."""
     if len(tokens) < sum(sizes):
         raise PyorchError(
             f"the text has {len(tokens)} tokens, but {sum(sizes)} are needed: give a longer one with --data"

@@ -1,4 +1,4 @@
-"""What one measured process is asked, and what it answers: plain data."""
+"""The request to a measured process, and its answer: plain data."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pyorch.runtime.statistics import Stats
 from pyorch.settings.device import NONE
 from pyorch.settings.settings import Settings
 
-# How the experts are kept.
-ENGINE = "engine"  # by pyorch, under a budget
-UNMANAGED = "unmanaged"  # by llama.cpp: pyorch is not loaded, its hooks are compiled in but not attached
+# Who manages the experts.
+ENGINE = "engine"  # pyorch, under a budget
+UNMANAGED = "unmanaged"  # llama.cpp: pyorch is not loaded; its hooks are compiled in but not attached
 
 
 @dataclass(frozen=True)
 class Config:
-    """One line of the table. settings: of an engine. limit_bytes 0: no memory limit. n_busy: processes beside it."""
+    """One line of the table. settings: of an engine. limit_bytes 0: no memory limit. n_busy: other busy processes."""
 
     label: str
     mode: str
     settings: Settings = Settings()
     limit_bytes: int = 0
-    preload: bool = False  # bring in all experts before anything is measured
-    repack: bool = True  # weights in the layout of the faster kernels, where there are any
+    preload: bool = False  # load all experts before measuring
+    repack: bool = True  # weights in the order of the faster kernels, if there are any
     n_busy: int = 0
 
     @property
@@ -38,8 +38,10 @@ class Config:
 class Job:
     """A configuration and the work to measure it with.
 
-    data: a text file; None: tokens at random, of the first 256. n_sequences: decoded at once, each after a prompt of
-    its own; n_prompt, n_tokens: of each of them.
+    Attributes:
+        data: A text file. None: random tokens among the first 256.
+        n_sequences: Sequences decoded together, each after its own prompt.
+        n_prompt: Tokens of the prompt of each sequence. n_tokens: tokens that each decodes.
     """
 
     model: str
@@ -54,14 +56,17 @@ class Job:
 
 @dataclass(frozen=True)
 class Phase:
-    """Prefill or decode. Without an engine hits and misses are 0, and the bytes are what the kernel read.
+    """Prefill or decode. Without an engine, hits and misses are 0, and bytes are those that the kernel read.
 
-    useful_bytes: of those read, what was used: all but what was read ahead in vain. changed_slots: expert
-    slots that were substituted, dropped, computed by ghosts, or forecast otherwise than the router chose.
-    device_hits, device_misses: uses of experts that found them on the device, and all others, which ask host memory;
-    device_computed: uses that it computed, the processor the others; device_bytes: uploaded. device_ahead,
-    device_ahead_hits: experts that forecasts ordered there, and those of them that their layer used.
-    processor_seconds: of all threads of the process, system calls included.
+    Attributes:
+        useful_bytes: Bytes read without those of wrong guesses.
+        changed_slots: Expert slots that were substituted, dropped, computed by ghosts, or predicted differently from
+            the router's choice.
+        device_hits: Uses of experts that the device has. device_misses: all others, which ask host memory.
+        device_computed: Uses that the device computed; the processor computed the others.
+        device_bytes: Bytes uploaded.
+        device_ahead: Experts uploaded by forecasts. device_ahead_hits: those of them that their layer used.
+        processor_seconds: Time of all threads of the process, system calls included.
     """
 
     n_tokens: int
@@ -82,24 +87,26 @@ class Phase:
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
+        """Tokens a second."""
         return self.n_tokens / self.seconds
 
     @property
     def seconds_per_token(self) -> float:
         return self.seconds / self.n_tokens
 
-    # As an engine's, of the same counters.
+    # The same formulas as an engine's, for the same counters.
     hit_rate, device_hit_rate = Stats.hit_rate, Stats.device_hit_rate
     device_computed_share, device_ahead_precision = Stats.device_computed_share, Stats.device_ahead_precision
 
 
 @dataclass(frozen=True)
 class Text:
-    """What a model said of the text that it decoded, and what it read for that, after each token of the first sequence.
+    """The model's predictions for the text that it decoded, and its reads, after each token of the first sequence.
 
-    most_probable: the token that it held to be the next one. log_likelihood: of the one that came, mean, in nats.
-    seconds, bytes_read: since the first of them.
+    Attributes:
+        most_probable: The token with the highest probability.
+        log_likelihood: Of the actual token, mean, in nats.
+        seconds: Since the first token. bytes_read: the same for reads.
     """
 
     most_probable: list[int]
@@ -110,13 +117,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What the process answers. All sizes in bytes.
+    """The answer of the process. Sizes are in bytes.
 
-    ttft_seconds: from the start of loading, with a cold page cache, to the logits after the prompt.
-    prefill, decode: later, in the steady state; tokens of all sequences. peak_memory_bytes: of the process (VmHWM).
-    planned_stall_seconds: that a decoded token waits as planned, with a compressed pack beside the model (pyorch plan);
-    nan where nobody planned. text: that was decoded. device_used_bytes: of the device's memory, by experts.
-    memory_bytes: resident in the process after the decode phase (VmRSS), 0 where the system does not report it.
+    Attributes:
+        ttft_seconds: From the start of loading, with a cold page cache, to the logits after the prompt.
+        prefill: Later, in the steady state, for the tokens of all sequences; decode too.
+        peak_memory_bytes: Peak of the process (VmHWM).
+        planned_stall_seconds: Planned wait of a decoded token with a compressed pack (pyorch plan); nan without a plan.
+        text: The decoded text.
+        device_used_bytes: Device memory of experts.
+        memory_bytes: Resident memory of the process after the decode phase (VmRSS), 0 if unknown.
     """
 
     load_seconds: float

@@ -1,4 +1,4 @@
-"""Which configurations a benchmark compares."""
+"""The configurations that a benchmark compares."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pyorch.settings.option import LOSSY, options
 from pyorch.settings.settings import Settings
 from pyorch.sizes import Amount, MiB, format_bytes
 
-# llama.cpp under the same memory limit; all resident, as it is by default; all resident, without repacked kernels
+# llama.cpp under the same memory limit; all resident with its defaults; all resident without repacked kernels
 BASELINES = ("mmap", "stock", "plain")
 
 _ALL = Settings(budget="100%")
@@ -29,17 +29,21 @@ RESIDENT_PLAIN = Config("all resident, plain kernels", ENGINE, _ALL, preload=Tru
 STOCK_PLAIN = Config("llama.cpp, all in memory, plain kernels", UNMANAGED, repack=False)
 
 
-LEAST_LIMIT = 16 * MiB  # of memory: Python alone takes as much
+LEAST_LIMIT = 16 * MiB  # the memory of Python alone
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the user asks for.
+    """The user's request.
 
-    settings: lossless ones, of all configurations. lossy: each that reads experts is measured with these, too.
-    budgets: () for those that suit. compared: options, by name, with the values that each budget is measured with.
-    memory_limit: a size, or a share of the file. baselines: of BASELINES. busy: each is measured beside so many busy
-    processes.
+    Attributes:
+        settings: Lossless settings of all configurations.
+        lossy: Settings with which each reading configuration is measured too.
+        budgets: (): pyorch chooses.
+        compared: Options by name, with the values to measure for each budget.
+        memory_limit: A size, or a share of the file.
+        baselines: Some of BASELINES.
+        busy: Numbers of busy processes with which each configuration is measured.
     """
 
     settings: Settings = Settings()
@@ -51,13 +55,17 @@ class Plan:
     busy: tuple[int, ...] = (0,)
 
     def combined(self) -> Iterator[Settings]:
-        """The settings with each combination of what is compared."""
+        """Yields the settings with each combination of the compared options."""
         for values in itertools.product(*self.compared.values()):
             yield replace(self.settings, **dict(zip(self.compared, values)))
 
 
 def read_limit(text: str | None) -> Amount | None:
-    """A memory limit, such as "1600MiB", or "40%" of the file. PyorchError for what is neither, or nothing at all."""
+    """Parses a memory limit, such as "1600MiB", or "40%" of the file. None for None.
+
+    Raises:
+        PyorchError: The text is no limit, or it is zero.
+    """
     if text is None:
         return None
     try:
@@ -71,7 +79,11 @@ def read_limit(text: str | None) -> Amount | None:
 
 
 def check(plan: Plan, info: MapInfo) -> None:
-    """Raises PyorchError for a plan that cannot be measured with this model."""
+    """Checks a plan for a model.
+
+    Raises:
+        PyorchError: The plan cannot be measured.
+    """
     for settings in plan.combined():
         check_prefetch(settings.prefetch, info.n_moe_layers)
         if settings.policy is not None:
@@ -97,7 +109,7 @@ def mmap_config(limit_bytes: int, limit: str) -> Config:
 
 
 def beside(n_busy: int, config: Config) -> Config:
-    """The same, beside busy processes."""
+    """Returns the configuration with busy processes."""
     if not n_busy:
         return config
     what = "one busy process" if n_busy == 1 else f"{n_busy} busy processes"
@@ -105,14 +117,16 @@ def beside(n_busy: int, config: Config) -> Config:
 
 
 def fits(info: MapInfo, n_models: int = 1) -> bool:
-    """Whether all experts of so many models can be resident, beside what else a process needs."""
+    """Whether all experts of n_models can be resident in addition to a process's other memory."""
     limit = memory.memory_limit()
     return n_models * (info.slots_bytes + info.dense_bytes) + limit.margin_bytes <= limit.free_bytes
 
 
 def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[Config, Config]]]:
-    """What is measured: the reference, which is all resident, first; and of these, pairs of a lossy or disturbed
-    configuration and the one that differs in nothing else."""
+    """Returns all configurations, starting with the reference (all resident); and pairs that differ in one thing.
+
+    A pair is a lossy or disturbed configuration, and the same one lossless or undisturbed.
+    """
     configs = [RESIDENT, *_budgets(plan, info)]
     if "mmap" in plan.baselines:
         configs.append(mmap_config(*limit_of(plan.memory_limit, info)))
@@ -121,7 +135,7 @@ def configurations(plan: Plan, info: MapInfo) -> tuple[list[Config], list[tuple[
     if "plain" in plan.baselines:
         configs += (RESIDENT_PLAIN, STOCK_PLAIN)
     lossy = _lossy_pairs(plan, configs)
-    # Behind the lossless one: what is compared is measured at nearly the same time.
+    # After the lossless one, so that both are measured at nearly the same time.
     configs = [row for config in configs for row in (config, *(changed for changed, base in lossy if base == config))]
     pairs = [(beside(n, one), beside(n, other)) for n in plan.busy for one, other in lossy]
     if 0 in plan.busy:
@@ -144,7 +158,7 @@ def _budgets(plan: Plan, info: MapInfo) -> list[Config]:
 
 
 def limit_of(memory_limit: Amount | None, info: MapInfo) -> tuple[int, str]:
-    """In bytes, and as it was asked for; 0 and "" for none."""
+    """Returns the limit in bytes, and as the user wrote it; 0 and "" without one."""
     return (0, "") if memory_limit is None else (memory_limit.of(info.file_bytes), str(memory_limit))
 
 
@@ -154,7 +168,7 @@ def _lossy_pairs(plan: Plan, configs: Sequence[Config]) -> list[tuple[Config, Co
 
 
 def _lossy(config: Config, settings: Settings) -> Config:
-    """As a lossless one, but for what is lossy in the settings."""
+    """Returns a lossless configuration with the lossy part of the settings."""
     names = [name for name, option in options(Settings).items() if option.group == LOSSY or name == "tuned"]
     change = {name: getattr(settings, name) for name in names}
     parts = ("speculating" if settings.speculate else None, settings.tuned or settings.substitution)

@@ -1,4 +1,4 @@
-"""What stands around a measured process: a memory limit (control groups of version 1 and 2), and busy processes."""
+"""The surroundings of a measured process: a memory limit (control groups 1 and 2), and busy processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from pyorch.errors import PyorchError
 
-_GROUP = "pyorch-bench-"  # then the number of the process that measures
+_GROUP = "pyorch-bench-"  # followed by the number of the measuring process
 V1_ROOT, V2_ROOT = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
 
-# Ctrl-C is for the benchmark, which ends them. They end by themselves, too, when it is gone, however it ended.
+# The benchmark handles Ctrl-C and ends them. They also end by themselves when the benchmark is gone.
 _PROGRAM = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -28,7 +28,7 @@ while os.getppid() == int(sys.argv[1]):
 
 @contextlib.contextmanager
 def busy_processes(n: int) -> Iterator[None]:
-    """n processes that compute without a pause, until the block is left."""
+    """Runs n processes that compute without a pause, until the block ends."""
     command = [sys.executable, "-S", "-E", "-c", _PROGRAM, str(os.getpid())]
     with contextlib.ExitStack() as stack:
         for _ in range(n):
@@ -40,7 +40,7 @@ def busy_processes(n: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MemoryGroup:
-    """A group that exists. Its memory includes the page cache that its processes fill."""
+    """An existing control group. Its memory includes the page cache that its processes fill."""
 
     directory: Path
     v1: bool
@@ -50,23 +50,24 @@ class MemoryGroup:
         (self.directory / "cgroup.procs").write_text(str(os.getpid()))
 
     def peak_bytes(self) -> int | None:
-        """The most that was ever charged; None where the kernel does not say."""
+        """Returns the highest memory use; None if the kernel does not report it."""
         try:
             return int((self.directory / ("memory.max_usage_in_bytes" if self.v1 else "memory.peak")).read_text())
         except (OSError, ValueError):
             return None
 
     def n_killed(self) -> int:
-        """Processes that the kernel killed because of the limit."""
+        """Returns the number of processes that the kernel killed because of the limit."""
         text = (self.directory / ("memory.oom_control" if self.v1 else "memory.events")).read_text()
         return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("oom_kill ")), 0)
 
 
 @contextlib.contextmanager
 def memory_group(limit_bytes: int) -> Iterator[MemoryGroup | None]:
-    """A new group with this limit, removed at the end; None for 0, which is no limit.
+    """Yields a new group with this limit, removed at the end; None for 0 (no limit).
 
-    Raises PyorchError where none can be made.
+    Raises:
+        PyorchError: No group can be made.
     """
     if not limit_bytes:
         yield None
@@ -101,7 +102,7 @@ def _create(limit_bytes: int) -> MemoryGroup:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Removes the groups of benchmarks that were killed. A group with processes stays."""
+    """Removes the groups of killed benchmarks. A group with processes stays."""
     for directory in parent.glob(f"{_GROUP}*"):
         pid = directory.name.removeprefix(_GROUP)
         if pid.isdecimal() and not os.path.isdir(f"/proc/{pid}"):
@@ -110,7 +111,7 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _parents() -> Iterator[tuple[Path, bool]]:
-    """Where a group may be made, and whether it is of version 1: beside the root first, then below our own."""
+    """Yields folders in which a group may be made, and whether each is version 1: near the root, then below our own."""
     own = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -122,13 +123,13 @@ def _parents() -> Iterator[tuple[Path, bool]]:
             yield V1_ROOT / path, True
     if (V2_ROOT / "cgroup.controllers").is_file():
         yield V2_ROOT, False
-        # A group with processes of its own cannot have groups with limits below it: beside it, then.
+        # A group with processes cannot have groups with limits below it, so a sibling is made.
         yield (V2_ROOT / own.get("", "")).parent, False
 
 
 def _forbid_swap(group: MemoryGroup, limit_bytes: int) -> None:
     name, value = ("memory.memsw.limit_in_bytes", limit_bytes) if group.v1 else ("memory.swap.max", 0)
-    with contextlib.suppress(OSError):  # the kernel may be built without
+    with contextlib.suppress(OSError):  # the kernel may lack this file
         (group.directory / name).write_text(str(value))
 
 
@@ -136,7 +137,7 @@ def _remove(group: MemoryGroup) -> None:
     if group.v1:
         with contextlib.suppress(OSError):
             (group.directory / "memory.force_empty").write_text("0")
-    # A process that has just ended may be listed for a moment.
+    # An ended process may still be listed for a moment.
     for _ in range(50):
         try:
             group.directory.rmdir()

@@ -1,7 +1,7 @@
-"""Runs configurations side by side: every round measures each of them once, in a process of its own.
+"""Runs configurations in alternation: every round measures each of them once, in its own process.
 
-These numbers drift with what else the machine does, so a run is compared with those of its own round, and
-with the disk's bandwidth measured just before and just after it.
+The numbers drift with other work on the machine. So a run is compared with runs of its own round, and with the disk's
+bandwidth measured just before and after it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from pyorch.sidecars import packs
 from pyorch.signals import terminable
 from pyorch.sizes import GiB
 
-OnProgress = Callable[[str, int, int], None]  # which measurement, done, total
+OnProgress = Callable[[str, int, int], None]  # (measurement, done, total)
 
-BANDWIDTH_SECONDS = 1.5  # for each time that the disk is measured
+BANDWIDTH_SECONDS = 1.5  # of each measurement of the disk
 
 
 @dataclass(frozen=True)
 class Run:
     """One configuration in one round.
 
-    failure: why there is no measurement, "" if there is one. peak_group_bytes: with page cache, None
-    without a memory limit. bandwidth: of the disk, bytes per second. busy_elsewhere: share of the
-    processors that others used meanwhile, nan where the system does not say.
+    Attributes:
+        failure: Why there is no measurement; "" if there is one.
+        peak_group_bytes: Peak memory with page cache, None without a memory limit.
+        bandwidth: Of the disk, bytes a second.
+        busy_elsewhere: Share of the processors that other processes used, nan if unknown.
     """
 
     config: Config
@@ -62,18 +64,28 @@ def run_rounds(
     job_for: Callable[[Config], Job], configs: Sequence[Config], n_rounds: int, on_progress: OnProgress,
     say: Callable[[str], None], done: Sequence[Run] = (), keep: Callable[[Run], None] = lambda run: None,
 ) -> Results:
-    """Measures every configuration n_rounds times. say: told what each measurement gave.
+    """Measures every configuration n_rounds times.
 
-    done: measured before, and not again. keep: told of each that is new.
+    If a configuration fails, its run says why.
 
-    A configuration that fails is reported; PyorchError if it is the very first, which nothing limits.
+    Args:
+        job_for: Makes the job of a configuration.
+        configs: The configurations; the first one is the reference.
+        n_rounds: The number of rounds.
+        on_progress: Receives progress.
+        say: Receives the result of each measurement as a line.
+        done: Earlier runs, which are not measured again.
+        keep: Receives each new run.
+
+    Raises:
+        PyorchError: The first configuration fails, although nothing limits it.
     """
     paths = model_files({job_for(config).model for config in configs})
     runs = list(done)
     bandwidths: list[disk.Bandwidth] = []
     with packs.open_model(job_for(configs[0]).model) as model_map:
         for i in range(n_rounds):
-            # There and back: what drifts in one direction favours no configuration.
+            # In alternating directions, so that drift favours no configuration.
             for config in configs if i % 2 == 0 else reversed(configs):
                 if any(run.config == config and run.round == i for run in done):
                     continue
@@ -95,7 +107,7 @@ def run_rounds(
 
 
 def model_files(models: Iterable[str]) -> list[str]:
-    """Files that experts are read from."""
+    """Returns the files from which experts are read."""
     paths: set[str] = set()
     for model in models:
         with packs.open_model(model) as model_map:
@@ -113,14 +125,14 @@ def _outcome(run: Run) -> str:
 
 
 def measure_once(job: Job) -> tuple[str, Measurement | None, int | None]:
-    """In a process of its own: why it failed, or what was measured; and the peak of its group."""
+    """Measures in a new process. Returns why it failed, or the measurement; and the peak of its group."""
     with (memory_group(job.config.limit_bytes) as group, terminable(), busy_processes(job.config.n_busy),
           tempfile.TemporaryFile() as log):
         process, connection = started(
             [sys.executable, "-m", "pyorch.bench.child"], stdout=log, stderr=log, env=environment(job.config),
             preexec_fn=group.join if group is not None else None)
         measurement = None
-        # Left by an exception, too, the second of these ends the process, and the first waits for that.
+        # The second one ends the process, also after an exception; the first one waits for that.
         with process, connection, contextlib.suppress(EOFError, OSError):
             connection.send(job)
             measurement = connection.recv()
@@ -138,13 +150,13 @@ def measure_once(job: Job) -> tuple[str, Measurement | None, int | None]:
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Of a measured process. How the threads of stock llama.cpp wait is up to the user and to libgomp, not to us."""
+    """Returns the environment of a measured process. The user and libgomp decide how stock llama.cpp's threads wait."""
     theirs = {"GOMP_SPINCOUNT": _libs.LIBGOMP_SPIN_COUNT} if config.mode == UNMANAGED and _libs.chose_spin_count else {}
     return {**os.environ, **theirs}
 
 
 class _Processors:
-    """Who uses the processors inside a `with` block: children of this process, or others."""
+    """Measures which processes use the processors inside a `with` block: children of this one, or others."""
 
     busy_elsewhere = float("nan")
 
@@ -159,7 +171,7 @@ class _Processors:
 
 
 def _busy_seconds() -> float:
-    """Processor time that the machine has spent on anything, stolen time included."""
+    """Returns the processor time of the whole machine, stolen time included."""
     try:
         user, nice, system, _idle, _iowait, irq, softirq, steal = map(
             int, Path("/proc/stat").read_text().split(None, 9)[1:9]
@@ -175,7 +187,11 @@ def _children_seconds() -> float:
 
 
 def check_limits(configs: Sequence[Config]) -> None:
-    """PyorchError if a configuration's memory limit cannot be set here, before anything is measured."""
+    """Checks, before measuring, that the memory limits of all configurations can be set.
+
+    Raises:
+        PyorchError: One cannot.
+    """
     for limit_bytes in {config.limit_bytes for config in configs if config.limit_bytes}:
         with memory_group(limit_bytes) as group:
             if group.n_killed():

@@ -1,4 +1,4 @@
-"""What the runs say: medians over rounds, and the fraction of the roofline that was reached."""
+"""The result of the runs: medians over rounds, and the reached share of the roofline."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from pyorch.bench.rounds import Results, Run
 
 
 def _median_of(value: Callable[[Measurement], float]) -> Any:
-    """A field with the median of this over the rounds."""
+    """Returns a field that holds the median of a value over the rounds."""
     return field(default=math.nan, metadata={"value": value})
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Medians of one configuration. Rates in tokens/s, sizes in bytes, nan where nothing was measured.
+    """Medians of one configuration. Rates in tokens/s, sizes in bytes, nan without a measurement.
 
-    A roofline is the time that cannot be beaten: max(time to compute with all experts resident, time to
-    read what was missed at the disk's peak bandwidth). The fraction is roofline / measured, of runs
-    and references of the same round.
+    A roofline is a lower bound of the time: max(time to compute with all experts resident, time to read missed bytes at
+    the disk's peak bandwidth). The share is roofline / measured, for runs and references of the same round.
     """
 
     config: Config
@@ -58,7 +57,7 @@ class Summary:
 
 
 def summarize(results: Results, config: Config, reference: Config | None) -> Summary:
-    """reference: the configuration with all experts resident, None without one."""
+    """Summarizes a configuration. reference: the configuration with all experts resident, or None."""
     runs = results.of(config)
     good = [run for run in runs if run.measurement is not None]
     medians = {one.name: _median(one.metadata["value"](run.measurement) for run in good)
@@ -72,12 +71,12 @@ def summarize(results: Results, config: Config, reference: Config | None) -> Sum
 
 
 def ratio(results: Results, config: Config, base: Config, value: Callable[[Measurement], float]) -> float:
-    """Median over rounds of a value of config, divided by that of base in the same round."""
+    """Returns the median over rounds of a value of config, divided by that of base in the same round."""
     return _median(ratios(results, config, base, value))
 
 
 def ratios(results: Results, config: Config, base: Config, value: Callable[[Measurement], float]) -> list[float]:
-    """Of all rounds that measured both."""
+    """Returns these ratios of all rounds that measured both."""
     of_base = {run.round: run.measurement for run in results.of(base)}
     pairs = [(run.measurement, of_base.get(run.round)) for run in results.of(config)]
     return [value(one) / value(other) for one, other in pairs if one is not None and other is not None]
@@ -85,10 +84,10 @@ def ratios(results: Results, config: Config, base: Config, value: Callable[[Meas
 
 @dataclass(frozen=True)
 class TextChange:
-    """What a configuration says of the text that it decodes, against another that says it of the same text.
+    """How a configuration's predictions of the decoded text differ from another one's.
 
-    agreement: the share of tokens after which both hold the same token to be the most probable. log_likelihood: of the
-    text, in nats per token; base_log_likelihood: the other's. Medians over rounds.
+    agreement: the share of tokens after which both predict the same most probable token. log_likelihood: of the text,
+    in nats per token; base_log_likelihood: the other one's. Medians over rounds.
     """
 
     agreement: float
@@ -97,14 +96,14 @@ class TextChange:
 
 
 def text_change(results: Results, config: Config, base: Config) -> TextChange | None:
-    """None where no round measured both."""
+    """Returns the comparison, or None if no round measured both."""
     of_base = {run.round: run.measurement for run in results.of(base)}
     pairs = [(run.measurement.text, of_base[run.round].text) for run in results.of(config)
              if run.measurement is not None and of_base.get(run.round) is not None]
     pairs = [(one, other) for one, other in pairs if one is not None and other is not None]
     if not pairs:
         return None
-    # One of them may have run out of time before the text ended.
+    # One of them may have run out of time earlier.
     same = [[a == b for a, b in zip(one.most_probable, other.most_probable)] for one, other in pairs]
     return TextChange(
         _median(sum(each) / len(each) for each in same),

@@ -1,4 +1,4 @@
-"""The report, for people; and a picture of what is read while text is decoded, as figure 8 of BuddyMoE."""
+"""The report for people, and a picture of reads while text is decoded, as figure 8 of BuddyMoE."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from pyorch.sizes import GiB, MiB, counted, format_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_DISTURBED = 0.1  # share of the processors that others may use before the numbers are doubted
+_DISTURBED = 0.1  # share of the processors used by others above which the report warns
 
 
 def machine() -> dict[str, str]:
-    """What the numbers depend on."""
+    """Returns facts of the machine that the numbers depend on."""
     try:
         total = int(re.search(r"^MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text(), re.MULTILINE)[1]) * 1024
         memory = format_bytes(total)
@@ -45,7 +45,7 @@ def machine() -> dict[str, str]:
 def header(
     model_map: ModelMap, n_prompt: int, n_tokens: int, n_rounds: int, n_threads: int
 ) -> list[tuple[str, str]]:
-    """Labels, and what was measured on what."""
+    """Returns labels and facts of the measured model and work."""
     info, facts = model_map.info, machine()
     layer = model_map.layers[0]
     types = "/".join(sorted({role.type for role in layer.roles}))
@@ -60,7 +60,7 @@ def header(
 
 
 def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Titles of columns, and rows."""
+    """Returns the titles of columns, and the rows."""
     columns: dict[str, Callable[[Summary], str]] = {
         "prefill tok/s": lambda summary: f"{summary.prefill_rate:.1f}",
         "decode tok/s": lambda summary: f"{summary.decode_rate:.2f}",
@@ -91,7 +91,7 @@ def table(summaries: Sequence[Summary]) -> tuple[tuple[str, ...], list[tuple[str
 def footer(
     results: Results, resident: Summary | None, summaries: Sequence[Summary], cached: bool = False
 ) -> list[tuple[str, str]]:
-    """Labels, and what the numbers of the table depend on. cached: the model fits into the processor's cache."""
+    """Returns labels and facts that the numbers depend on. cached: the model fits into the processor's cache."""
     rows = [("failed", f"{summary.config.label}: {summary.failure}") for summary in summaries if summary.failure]
     rows.append(("disk", speed(results.bandwidths)))
     if resident is not None and resident.n_rounds:
@@ -118,7 +118,7 @@ def footer(
 
 
 def speed(bandwidths: Sequence[Bandwidth]) -> str:
-    """The speed of a disk that was measured several times during a benchmark."""
+    """Returns the speed of a disk that was measured several times during a benchmark."""
     rates = sorted(bandwidth.bytes_per_second for bandwidth in bandwidths)
     best = max(bandwidths, key=lambda bandwidth: bandwidth.bytes_per_second)
     how = "direct" if best.direct else "buffered"
@@ -128,7 +128,7 @@ def speed(bandwidths: Sequence[Bandwidth]) -> str:
 
 
 def ratio_lines(results: Results, pairs: Sequence[tuple[Config, Config]]) -> list[str]:
-    """What substitution brings, or busy processes cost. pairs: configurations that differ in nothing else."""
+    """Returns the gain of substitution, or the cost of busy processes. pairs: they differ in one thing."""
     return [
         f"{one.label}: decode {ratio(results, one, other, lambda run: run.decode.rate):.2f}x {other.label}"
         + (_of_text(text_change(results, one, other)) if one.lossy else "")
@@ -144,7 +144,7 @@ def _of_text(change: TextChange | None) -> str:
 
 
 def _peak(summary: Summary) -> str:
-    """Of the group, page cache included, where there is a limit; else of the process."""
+    """Returns the peak of the group, page cache included, if there is a limit; otherwise of the process."""
     of_group = summary.peak_group_bytes
     return f"{(of_group if of_group == of_group else summary.peak_memory_bytes) / MiB:.0f}"
 
@@ -162,7 +162,11 @@ _BINS = 24
 
 
 def draw(results: Results, pairs: Sequence[tuple[Config, Config]], path: Path) -> None:
-    """Writes the picture, of the last round. PyorchError without matplotlib, or where it cannot be written."""
+    """Writes the picture of the last round.
+
+    Raises:
+        PyorchError: matplotlib is missing, or the file cannot be written.
+    """
     pictures.save_as(partial(_bandwidths, results=results, pairs=pairs), path, pictures.PRINT_DPI)
 
 
@@ -184,7 +188,7 @@ def _bandwidths(figure_class: type[Figure], results: Results, pairs: Sequence[tu
 
 
 def bandwidth(text: Text, n_bins: int = _BINS) -> tuple[np.ndarray, np.ndarray]:
-    """Over equal pieces of the time that decoding took: their middles, in seconds, and bytes read a second in each."""
+    """Divides the time of decoding into equal pieces. Returns their middles in seconds, and bytes read a second."""
     edges = np.linspace(0, text.seconds[-1], n_bins + 1)
     read = np.interp(edges, text.seconds, text.bytes_read)
     return (edges[1:] + edges[:-1]) / 2, np.diff(read) / np.diff(edges)
