@@ -1,1 +1,1 @@
-"""Files beside a model: buddies, predictors, histories."""
+"""Sidecars: the files that pyorch writes for a model, such as buddies, predictors and expert maps."""

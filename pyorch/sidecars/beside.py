@@ -1,6 +1,6 @@
-"""What lies beside a model: its sidecars, each read once, when something first asks for it.
+"""The sidecars of a model, each read once, at its first use.
 
-What reads a kind is imported then, too: a server without sidecars need not wait for it, nor for numpy.
+The reader of a kind is imported at that moment: a server without sidecars does not wait for it, nor for numpy.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 
 class Sidecars:
-    """Of one model. Whatever is read raises FormatError where it is damaged or another model's; who asks may go on
-    without it (_usable_predictor in pyorch.llama.apply, _kept in pyorch.llama.survey).
+    """The sidecars of one model.
+
+    Every reader raises FormatError if the file is damaged or belongs to another model. Some callers go on without it
+    (_usable_predictor in pyorch.llama.apply, _kept in pyorch.llama.survey).
     """
 
     def __init__(self, model_map: ModelMap) -> None:
@@ -30,7 +32,7 @@ class Sidecars:
         self._paths = model_map.sidecars()
 
     def _read(self, kind: str, cls: str) -> Any:
-        """By the class of pyorch.sidecars that reads a kind; None where there is no such file."""
+        """Reads a sidecar with its class of pyorch.sidecars; None if there is no file."""
         path = self._paths.get(kind)
         if path is None:
             return None
@@ -38,33 +40,33 @@ class Sidecars:
 
     @cached_property
     def predictor(self) -> PredictorFile:
-        """What predictors are made with; without a file, nothing."""
+        """The data of predictors; empty without a file."""
         from pyorch.sidecars.predictor import PredictorFile
 
         return self._read("predictor", "PredictorFile") or PredictorFile()
 
     @cached_property
     def buddies(self) -> Buddies | None:
-        """The buddy lists, None where there are none."""
+        """The buddy lists, or None."""
         return self._read("buddies", "Buddies")
 
     @cached_property
     def ghosts(self) -> Ghosts | None:
-        """What estimates the outputs of absent experts, None where there is nothing."""
+        """The estimates of absent experts' outputs, or None."""
         return self._read("ghosts", "Ghosts")
 
     @cached_property
     def plan(self) -> Plan | None:
-        """How memory is divided between forms of experts, None where nobody planned it."""
+        """The division of memory among forms of experts, or None."""
         from pyorch.sidecars.plan import default_path, read_plan
 
         path = default_path(self.map.path)
         return read_plan(path, self.map) if path.is_file() else None
 
     def inclusion(self) -> np.ndarray | None:
-        """How often a token needs experts by rank, float64[n_layers, n_expert] of the layers that a decode passes.
+        """How often a token needs experts by rank, float64[n_layers, n_expert] of the executed layers.
 
-        By the uses beside the expert maps; None without them, or where they never used a layer.
+        It comes from the use counts in the expert maps; None without them, or if a layer was never used.
         """
         from pyorch.planning.ranks import inclusion_of_counts
 
@@ -72,8 +74,10 @@ class Sidecars:
         return inclusion_of_counts(counts, self.map.info.n_expert_used) if counts is not None else None
 
     def uses(self) -> np.ndarray | None:
-        """What ranks of experts begin with, of the same layers by expert (Engine.set_uses): by the trace of the plan,
-        else beside the expert maps. None without either."""
+        """Use counts from which ranks of experts start, by expert (Engine.set_uses).
+
+        They come from the plan's trace, else from the expert maps. None without either.
+        """
         from pyorch.planning.ranks import fading_uses
 
         counts = self._uses if self.plan is None or not self.plan.uses else np.array(self.plan.uses)
@@ -89,7 +93,7 @@ class Sidecars:
         return counts if (counts.sum(axis=1) > 0).all() else None
 
     def new_maps(self, distance: int) -> ExpertMaps:
-        """The expert maps, an empty store where there are none. Read anew: an engine adds to its own."""
+        """Returns the expert maps, or an empty store. Reads them each time: an engine adds to its own copy."""
         from pyorch.sidecars.history import ExpertMaps
 
         path = self._paths.get("maps")

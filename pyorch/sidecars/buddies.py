@@ -1,7 +1,7 @@
-"""Buddy lists: for each expert, the experts of its layer that may stand in for it (BuddyMoE, section 3).
+"""Buddy lists: for each expert, the experts of its layer that can replace it (BuddyMoE, section 3).
 
-`pyorch buddies` makes them (pyorch.convert.buddies) and writes the sidecar model.buddies.gguf; here they are
-read, checked and shortened.
+`pyorch buddies` (pyorch.convert.buddies) writes the sidecar model.buddies.gguf. This module reads, checks and shortens
+it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ KIND = "buddies"
 VERSION = 1
 N_PERCENTILES = 101  # 0 to 100
 
-# q is stored in float32: a prefix that reaches alpha but for the rounding reaches it.
+# q is stored in float32, so a sum of q may miss alpha by rounding; it then counts as reached.
 _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
 class LayerBuddies:
-    """The buddies of the experts of one layer, the most similar first. Rows are the replaced experts."""
+    """The buddies of the experts of one layer, the most similar first. A row belongs to the replaced expert."""
 
     il: int
     ids: np.ndarray  # int32[n_expert, k_max], -1 after the end of a list
@@ -37,20 +37,20 @@ class LayerBuddies:
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64[n_expert]: how many buddies each expert has."""
+        """int64[n_expert]: the number of buddies of each expert."""
         return (self.ids >= 0).sum(axis=1)
 
     def prefix_lengths(self, cft_alpha: float) -> np.ndarray:
-        """int64[n_expert]: the fewest buddies whose q sums up to cft_alpha, all where it never does (eq. 5).
+        """Returns int64[n_expert]: the fewest buddies whose q sums up to cft_alpha, or all (eq. 5).
 
-        At least 1 where there is a buddy at all.
+        It is at least 1 for an expert with any buddy.
         """
         reached = np.cumsum(self.q, axis=1, dtype=np.float64) >= cft_alpha - _ROUNDING
         wanted = np.where(reached.any(axis=1), reached.argmax(axis=1) + 1, self.ids.shape[1])
         return np.minimum(np.maximum(wanted, 1), self.lengths)
 
     def cut(self, cft_alpha: float, k: int | None = None) -> LayerBuddies:
-        """The lists that cft_alpha gives (eq. 6), of at most k buddies."""
+        """Returns the lists for cft_alpha (eq. 6), with at most k buddies."""
         width = self.ids.shape[1] if k is None else min(k, self.ids.shape[1])
         kept = np.arange(width) < self.prefix_lengths(cft_alpha)[:, None]
         return dataclasses.replace(
@@ -62,9 +62,9 @@ class LayerBuddies:
 
 @dataclass(frozen=True)
 class Buddies:
-    """The buddies of a model: its layers with routed experts, by their il.
+    """The buddies of a model, by the il of its layers with routed experts.
 
-    As they are made, the lists hold up to k_max buddies whatever alpha is; LayerBuddies.cut() gives those that count.
+    The stored lists hold up to k_max buddies for every alpha; LayerBuddies.cut() shortens them.
     """
 
     layers: dict[int, LayerBuddies]
@@ -77,7 +77,11 @@ class Buddies:
         return {il: layer.activations for il, layer in self.layers.items()}
 
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
-        """Writes the sidecar, whole or not at all. Raises PyorchError if it cannot be written."""
+        """Writes the sidecar, completely or not at all.
+
+        Raises:
+            PyorchError: It cannot be written.
+        """
         arrays = {f"blk.{il}.{name}": getattr(layer, name) for il, layer in self.layers.items() for name in _ARRAYS}
         metadata = {"layers": list(self.layers), "alpha": [float(self.alpha[il]) for il in self.layers],
                     "n_tokens": self.n_tokens}
@@ -85,7 +89,11 @@ class Buddies:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> Buddies:
-        """Reads and checks a sidecar. Raises FormatError, also for lists that cannot be this model's."""
+        """Reads and checks a sidecar.
+
+        Raises:
+            FormatError: It is damaged, or its lists cannot belong to this model.
+        """
         file = container.Sidecar(path, KIND, VERSION, model_map)
         file.check_layers(model_map.layers)
         alpha, n_tokens = (file.metadata.get(name) for name in ("alpha", "n_tokens"))
@@ -101,7 +109,11 @@ _ARRAYS = ("ids", "q", "activations", "tae_percentiles", "margin_percentiles")
 
 
 def _layer(file: container.Sidecar, il: int, n_expert: int) -> LayerBuddies:
-    """FormatError for arrays of other shapes, and for the first expert whose list cannot be."""
+    """Reads one layer.
+
+    Raises:
+        FormatError: An array has another shape, or a list is impossible; the sentence names the first such expert.
+    """
     ids = file.of_layer(il, "ids", np.int32, n_expert, None)
 
     def floats(name: str, *shape: int, nan: bool = False) -> np.ndarray:

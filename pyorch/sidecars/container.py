@@ -1,8 +1,7 @@
-"""Sidecars: the GGUF files that pyorch adds beside a model, such as model.buddies.gguf.
+"""The format of sidecars: GGUF files such as model.buddies.gguf.
 
-A sidecar says what it is (its kind), how it is written (a version) and which model it belongs to (a
-fingerprint); one that does not fit is refused. Arrays are tensors, with a checksum each; metadata of one kind has keys
-of its own.
+A sidecar has a kind, the version of its format, and the fingerprint of its model; pyorch refuses one that does not fit.
+Arrays are tensors, each with a checksum. Metadata have keys that begin with the kind.
 """
 
 from __future__ import annotations
@@ -22,46 +21,49 @@ from pyorch.runtime.model_map import SIDECARS, LayerInfo, ModelMap, beside
 if TYPE_CHECKING:
     import gguf
 
-Metadata = dict[str, Any]  # str, int, float, bool, or a list of one of them: whoever reads it checks which
+Metadata = dict[str, Any]  # str, int, float, bool, or a list of one of these types; readers check the type
 
 _ARCH = "pyorch"  # general.architecture: llama.cpp refuses it by this name
 _KIND = "pyorch.sidecar.kind"
 _VERSION = "pyorch.sidecar.version"
 _FINGERPRINT = "pyorch.sidecar.fingerprint"
-_CHECKSUMS = "pyorch.sidecar.checksums"  # of the arrays, in their order; files of before have none
+_CHECKSUMS = "pyorch.sidecar.checksums"  # of the arrays, in their order; old files have none
 
-# Of a model whose experts are in its pack only: the fingerprint that it had as a whole.
+# The key in a model whose experts are only in its pack: its fingerprint before they were removed.
 SLIM = "pyorch.slim"
 
-# Of one expert of each layer. Tells apart two quantizations of a model that have the same types.
+# Bytes of one expert of each layer. They distinguish two quantizations with the same types.
 _SAMPLE_BYTES = 4096
-_ROLES = ("gate_up", "up", "gate", "down")  # in which a fingerprint goes through them, whatever the map's order is
+_ROLES = ("gate_up", "up", "gate", "down")  # the order in a fingerprint, independent of the map's order
 
 _COPIED_BYTES = 64 << 20
 
-# Of a sidecar: new_writer() puts kind and fingerprint first.
+# The beginning of a sidecar has kind and fingerprint: new_writer() puts them first.
 _BEGIN_BYTES = 4096
 _STRING = (8).to_bytes(4, "little")  # the type of a value, in a GGUF
 
-# What GGUFReader raises for text that is not UTF-8, types of another version, and what else cannot be.
+# Errors of GGUFReader for text that is not UTF-8, types of another version, and other damage.
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError)
 
 
 def default_path(model: str | os.PathLike[str], kind: str) -> Path:
-    """Where the sidecar of a model lies: model.KIND.gguf beside it, where ModelMap.sidecars() looks."""
+    """Returns the path of a model's sidecar, model.KIND.gguf, at which ModelMap.sidecars() looks."""
     assert kind in SIDECARS, kind
     return beside(model, f"{kind}.gguf")
 
 
 def fingerprint(model_map: ModelMap) -> str:
-    """Which model this is, as 64 hexadecimal digits; equal for a model, its copy in shards and its slim one.
+    """Returns the identity of a model, 64 hexadecimal digits; equal for a model, its copy in shards and its slim one.
 
-    SHA-256 over the architecture, the names, types and sizes of the routed experts' tensors, the routers'
-    weights and the first bytes of an expert of each layer. Raises FormatError if they cannot be read.
+    It is the SHA-256 of the architecture, the names, types and sizes of the routed experts' tensors, the routers'
+    weights and the first bytes of an expert of each layer.
+
+    Raises:
+        FormatError: The model cannot be read.
     """
     if model_map.info.slim:
         return model_map.metadata(SLIM, str, "")
-    import hashlib  # loads OpenSSL, see new_writer()
+    import hashlib  # loads OpenSSL; see new_writer()
 
     digest = hashlib.sha256(model_map.info.arch.encode())
     for layer in model_map.layers:
@@ -74,7 +76,11 @@ def fingerprint(model_map: ModelMap) -> str:
 
 
 def refuse_sidecar(model_map: ModelMap) -> None:
-    """FormatError where a sidecar was given in the place of its model."""
+    """Refuses a sidecar in place of its model.
+
+    Raises:
+        FormatError: The file is a sidecar.
+    """
     if model_map.info.arch == _ARCH:
         kind = model_map.metadata(_KIND, str, "")
         what = "the pack of a model" if kind == "experts" else f"a sidecar of a model ({kind})"
@@ -85,13 +91,18 @@ def write(
     path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap,
     metadata: Metadata, arrays: dict[str, np.ndarray],
 ) -> None:
-    """Writes a sidecar. The file appears whole or not at all.
+    """Writes a sidecar, completely or not at all.
 
     Args:
-        metadata: lists hold one type of element. Keys are stored with the kind before them.
-        arrays: not empty; float16, float32, float64, int8, int16, int32 or int64.
+        path: The file to write.
+        kind: Its kind.
+        version: The version of the kind's format.
+        model_map: The model.
+        metadata: Lists hold one type of element. Keys are stored with the kind in front.
+        arrays: Not empty; float16, float32, float64, int8, int16, int32 or int64.
 
-    Raises PyorchError if the file cannot be written.
+    Raises:
+        PyorchError: The file cannot be written.
     """
     import gguf
 
@@ -113,8 +124,8 @@ def write(
 def new_writer(
     path: str | os.PathLike[str] | None, kind: str, version: int, model_map: ModelMap, metadata: Metadata
 ) -> gguf.GGUFWriter:
-    """A writer that knows whose sidecar it writes, and has nothing written yet. path: None: it is given a file."""
-    import gguf  # takes a tenth of a second, here and below, which a server without sidecars need not wait for
+    """Returns a writer with kind, version and fingerprint, which has written nothing yet. path: None: set later."""
+    import gguf  # takes a tenth of a second, here and below, for which a server without sidecars need not wait
 
     writer = gguf.GGUFWriter(path, _ARCH)
     writer.add_string(_KIND, kind)
@@ -128,15 +139,20 @@ def new_writer(
 def read(
     path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap, until: str = ""
 ) -> tuple[Metadata, dict[str, np.ndarray]]:
-    """The metadata and the arrays that write() was given. The arrays are read-only.
+    """Returns the metadata and the arrays that write() received. The arrays are read-only.
 
-    They are of a copy in memory: nobody ends this process by cutting off the file. Only a file of more than
+    They are a copy in memory, so that truncating the file cannot end this process. Only a file of more than
     _COPIED_BYTES is mapped.
 
-    until: the first of the arrays that are not looked at, such as gigabytes of experts: it and those behind it may be
-    zeros.
+    Args:
+        path: The file.
+        kind: The expected kind.
+        version: The expected version.
+        model_map: The model.
+        until: The first array that is not needed, such as gigabytes of experts: this array and later ones may be zeros.
 
-    Raises FormatError: no such file, not a sidecar, of another kind, version or model, damaged or cut off.
+    Raises:
+        FormatError: There is no such file; or it is no sidecar, of another kind, version or model, damaged or cut off.
     """
     path = Path(path)
     prefix = f"{kind}."
@@ -160,8 +176,10 @@ def read(
 
 
 def is_sidecar_of(path: str | os.PathLike[str], model_map: ModelMap | None, kind: str) -> bool:
-    """Whether a file begins as a sidecar of this kind and this model does: of any version, whole or damaged behind its
-    beginning. None: of any model."""
+    """Whether a file begins as a sidecar of this kind and this model, of any version, whole or damaged later.
+
+    model_map: None: of any model.
+    """
     try:
         with open(path, "rb") as file:
             begin = file.read(_BEGIN_BYTES)
@@ -174,19 +192,19 @@ def is_sidecar_of(path: str | os.PathLike[str], model_map: ModelMap | None, kind
 
 
 def _text(text: str) -> bytes:
-    """As a GGUF holds it."""
+    """Encodes text as a GGUF does."""
     content = text.encode()
     return len(content).to_bytes(8, "little") + content
 
 
 def checksum(array: np.ndarray) -> int:
-    """XXH3 of a contiguous array's bytes: 64 bits, which find any damage and guard against no forger."""
+    """Returns the XXH3 of a contiguous array's bytes. Its 64 bits find damage, but do not stop a forger."""
     data = ffi.from_buffer(array)
     return lib.pyorch_checksum(data, len(data))
 
 
 class Sidecar:
-    """What a sidecar holds, see read(): each thing as it has to be, or a FormatError that says what is wrong."""
+    """The content of a sidecar, see read(). Accessors check it, and raise FormatError with the reason."""
 
     def __init__(self, path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap) -> None:
         self.path = os.fspath(path)
@@ -194,18 +212,18 @@ class Sidecar:
         self._kind, self._map = kind, model_map
 
     def check(self, fits: bool | np.bool_, what: str) -> None:
-        """FormatError, which says what is wrong, unless it fits."""
+        """Raises FormatError with the reason `what`, unless `fits`."""
         if not fits:
             raise FormatError(f"{self.path}: {what}: make it again")
 
     def check_layers(self, layers: Sequence[LayerInfo]) -> None:
-        """FormatError where it is of other layers than these."""
+        """Raises FormatError if the sidecar has other layers."""
         self.check(self.metadata.get("layers") == [layer.il for layer in layers],
                    f"it has {self._kind} for other layers than the {len(layers)} of {self._map.path} with routed "
                    "experts")
 
     def of_layer(self, il: int, name: str, dtype: Any, *shape: int | None, nan: bool = False) -> np.ndarray:
-        """An array of a layer, of this type and shape, None for any size. nan: some of it may be no number."""
+        """Returns an array of a layer with this type and shape; None: any size. nan: it may contain NaN."""
         found = self.arrays.get(f"blk.{il}.{name}")
         self.check(found is not None and found.dtype == dtype, f"layer {il} has no {name} of type {np.dtype(dtype)}")
         self.check(found.ndim == len(shape) and all(n in (None, m) for m, n in zip(found.shape, shape)),
@@ -215,10 +233,10 @@ class Sidecar:
 
 
 def _contents(path: Path, prefixes: tuple[str, ...], until: str) -> tuple[Metadata, dict[str, np.ndarray]]:
-    """The metadata whose keys begin so, and all arrays; see read()."""
+    """Returns the metadata with these prefixes, and all arrays; see read()."""
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise FormatError(f"{path} is no file")  # a pipe would be waited for
+            raise FormatError(f"{path} is no file")  # reading a pipe would block
         with path.open("rb") as file:
             magic = file.read(4)
     except FileNotFoundError:
@@ -228,7 +246,7 @@ def _contents(path: Path, prefixes: tuple[str, ...], until: str) -> tuple[Metada
     if magic != b"GGUF":
         raise FormatError(f"{path} is not a sidecar of pyorch: it does not begin with GGUF")
     try:
-        # First by the library: a count that the file cannot hold would keep GGUFReader going for hours.
+        # The library first: GGUFReader would loop for hours over a count that the file cannot hold.
         with ModelMap(path) as checked:
             n_bytes = _offset(checked, until)
         if n_bytes is None and path.stat().st_size <= _COPIED_BYTES:
@@ -241,7 +259,7 @@ def _contents(path: Path, prefixes: tuple[str, ...], until: str) -> tuple[Metada
 
 
 def _offset(of_file: ModelMap, tensor: str) -> int | None:
-    """Where a tensor begins; None if there is none of that name."""
+    """Returns the offset of a tensor, or None."""
     try:
         return of_file.tensor_range(tensor).offset if tensor else None
     except PyorchError:
@@ -249,7 +267,7 @@ def _offset(of_file: ModelMap, tensor: str) -> int | None:
 
 
 def _reader(path: Path, n_bytes: int | None) -> gguf.GGUFReader:
-    """Of a file, or of a copy in memory of its first bytes, with zeros behind them. Raises what GGUFReader does."""
+    """Returns a reader of a file, or of a copy of its first bytes followed by zeros. Raises GGUFReader's errors."""
     import gguf
 
     if n_bytes is None or not hasattr(os, "memfd_create") or not os.path.isdir("/proc/self/fd"):
@@ -270,7 +288,7 @@ def _reader(path: Path, n_bytes: int | None) -> gguf.GGUFReader:
 
 @functools.cache
 def _tensor() -> type[np.ndarray]:
-    """Of arrays that Python writes, and says why it cannot: the error of numpy's own tofile() has no reason."""
+    """Returns the class of arrays that Python writes: numpy's own tofile() does not say why it failed."""
 
     class Tensor(np.ndarray):
         def tofile(self, fid: Any, sep: str = "", format: str = "%s") -> None:
@@ -282,7 +300,7 @@ def _tensor() -> type[np.ndarray]:
 def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
     import gguf
 
-    # Integers and floats as wide as Python's: what is read equals what was written.
+    # Integers and floats as wide as Python's, so that read() returns the written values.
     if isinstance(value, list):
         writer.add_key_value(key, value, gguf.GGUFValueType.ARRAY, _value_type(value[0]))
     else:

@@ -1,5 +1,7 @@
-"""What eviction knows of a model, to begin with the next time: which experts were resident, and what the policy
-`learned` had learned. A file of the cache directory (pyorch.llama.warm)."""
+"""The state of eviction for the next start: resident experts, and the state of the policy `learned`.
+
+It is a file of the cache directory (pyorch.llama.warm).
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,22 @@ _RESIDENT = "resident"
 
 @dataclass(frozen=True)
 class Kept:
-    """learned: as Engine.learned() gives it; nothing of another policy. resident: int32[n, 2] of il and expert, the
-    most used first."""
+    """The stored state.
+
+    learned: the result of Engine.learned(); empty for another policy. resident: int32[n, 2] of il and expert, the most
+    used first.
+    """
 
     path: str
     learned: Mapping[str, np.ndarray]
     resident: np.ndarray
 
     def tell(self, engine: Engine) -> None:
-        """The engine goes on from what was learned. FormatError for what cannot have been."""
+        """Restores the learned state of an engine.
+
+        Raises:
+            FormatError: The state is not valid.
+        """
         try:
             engine.set_learned(self.learned)
         except PyorchError as error:
@@ -38,7 +47,7 @@ class Kept:
 
 
 def resident(engine: Engine, model_map: ModelMap) -> np.ndarray:
-    """Of now, as Kept has it."""
+    """Returns the resident experts of this moment, as Kept has them."""
     snapshot = engine.snapshot()
     layers, experts = np.nonzero(snapshot.flags & lib.PYORCH_RESIDENT)
     order = np.argsort(-snapshot.uses[layers, experts].astype(np.int64), kind="stable")
@@ -49,7 +58,11 @@ def resident(engine: Engine, model_map: ModelMap) -> np.ndarray:
 def write(
     path: str | os.PathLike[str], engine: Engine, model_map: ModelMap, learned: Mapping[str, np.ndarray]
 ) -> None:
-    """Writes the file, whole or not at all. PyorchError if it cannot be written, or there is nothing to write."""
+    """Writes the file, completely or not at all.
+
+    Raises:
+        PyorchError: It cannot be written, or there is nothing to write.
+    """
     experts = resident(engine, model_map)
     arrays = {name: values for name, values in (*learned.items(), (_RESIDENT, experts)) if len(values)}
     if not arrays:
@@ -58,7 +71,11 @@ def write(
 
 
 def read(path: str | os.PathLike[str], model_map: ModelMap) -> Kept:
-    """FormatError for a file that is damaged or another model's."""
+    """Reads the file.
+
+    Raises:
+        FormatError: It is damaged, or belongs to another model.
+    """
     path = os.fspath(path)
     _, arrays = container.read(path, KIND, VERSION, model_map)
     experts = arrays.get(_RESIDENT, np.empty((0, 2), np.int32))

@@ -1,6 +1,6 @@
-"""Ghosts: what estimates the output of an absent expert, in the sidecar model.ghosts.gguf.
+"""Ghosts: estimates of absent experts' outputs, in the sidecar model.ghosts.gguf.
 
-`pyorch ghosts` fits them (pyorch.convert.ghosts) and writes the file; here they are read, checked and given to an
+`pyorch ghosts` (pyorch.convert.ghosts) fits and writes them. This module reads and checks them, and passes them to an
 engine.
 """
 
@@ -21,34 +21,35 @@ VERSION = 1
 
 
 def row_bytes(n: int) -> int:
-    """Of so many numbers in an engine (CompactMatrix of native/src/prediction): 8 bits each, and a scale of 16 bits for
-    32 of them; 16 bits where they are no whole blocks."""
+    """Returns the bytes of a row of n numbers in an engine (CompactMatrix of native/src/prediction).
+
+    Each number has 8 bits, and 32 numbers share a scale of 16 bits. A row that is no whole blocks has 16 bits a number.
+    """
     return n // 32 * 34 if n % 32 == 0 else 2 * n
 
 
 @dataclass(frozen=True)
 class LayerGhosts:
-    """The ghosts of one layer: of the router's input x, an expert gives about mean + up^T (down x), of its own rows.
+    """The ghosts of one layer: for the router's input x, an expert's output is about mean + up^T (down x).
 
-    Rows of down and up are those of expert 0, then those of expert 1, and so on. Those of a file stay as it has them,
-    in float16: an engine makes a copy of its own.
+    down and up contain the rows of expert 0, then those of expert 1, and so on. They stay in the file's float16; an
+    engine makes its own copy.
     """
 
     rank: np.ndarray  # int32[n_expert], -1: the expert has no ghost
     mean: np.ndarray  # float32 or float16[n_expert, n_out], as are down and up
     down: np.ndarray  # [sum of the ranks, n_in]
     up: np.ndarray  # [sum of the ranks, n_out]
-    error: np.ndarray  # float32[n_expert], the mean square of what the ghost misses, on inputs that it was not fitted
-    #                    on, as a share of the layer's mean squared output; of an expert that has the whole weight of
-    #                    a token
-    energy: np.ndarray  # float32[n_expert], the mean square of the expert's output, likewise
+    error: np.ndarray  # float32[n_expert], mean square of the ghost's error on inputs outside of the fit, as a share of
+    #                    the layer's mean squared output, for an expert with the whole weight of a token
+    energy: np.ndarray  # float32[n_expert], mean square of the expert's output, relative to the same
 
 
 @dataclass(frozen=True)
 class Ghosts:
-    """The ghosts of a model: its layers with routed experts, by their il. n_inputs: that they were fitted on.
+    """The ghosts of a model, by the il of its layers with routed experts. n_inputs: the inputs of the fit.
 
-    sacred: so many of a token's experts, those of the highest weight, they were not fitted to stand for.
+    sacred: they were fitted not to replace this many of a token's heaviest experts.
     """
 
     layers: dict[int, LayerGhosts]
@@ -57,18 +58,25 @@ class Ghosts:
 
     @property
     def n_bytes(self) -> int:
-        """Of memory, in an engine."""
+        """Bytes of memory in an engine."""
         return sum(len(part) * row_bytes(part.shape[1]) for layer in self.layers.values()
                    for part in (layer.mean, layer.down, layer.up))
 
     def apply(self, engine: Engine, il: int) -> None:
-        """Gives those of a layer to an engine, which uses them where a substitution says so. PyorchError for
-        others'."""
+        """Passes the ghosts of a layer to an engine, which uses them if a substitution says so.
+
+        Raises:
+            PyorchError: They do not fit the engine's layer.
+        """
         layer = self.layers[il]
         engine.set_ghosts(il, layer.rank, layer.mean, layer.down, layer.up)
 
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
-        """Writes the sidecar, whole or not at all. Raises PyorchError if it cannot be written."""
+        """Writes the sidecar, completely or not at all.
+
+        Raises:
+            PyorchError: It cannot be written.
+        """
         arrays = {}
         for il, layer in self.layers.items():
             for name, dtype in _ARRAYS.items():
@@ -81,7 +89,11 @@ class Ghosts:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> Ghosts:
-        """Reads and checks a sidecar. Raises FormatError, also for ghosts that cannot be this model's."""
+        """Reads and checks a sidecar.
+
+        Raises:
+            FormatError: It is damaged, or cannot belong to this model.
+        """
         file = container.Sidecar(path, KIND, VERSION, model_map)
         file.check_layers(model_map.layers)
         fitted = [file.metadata.get(name) for name in ("n_inputs", "sacred")]

@@ -1,4 +1,4 @@
-"""Expert maps: what routers decided in past iterations, for the predictor that searches them.
+"""Expert maps: routers' decisions of past iterations, for the predictor that searches them.
 
 An iteration is one token on its way through all layers: the output of the embedding layer and the distribution of
 each router (FineMoE, section 4.1). `pyorch maps` makes them of a trace and writes the sidecar model.maps.gguf.
@@ -25,24 +25,25 @@ CAPACITY, DISTANCE = 1000, 3
 
 @dataclass(frozen=True)
 class Contents:
-    """A copy of a store. Layers are those of the store, in its order."""
+    """A copy of a store, with its layers in its order."""
 
-    embeddings: np.ndarray  # float32[n, n_embd]; 0 where none was given
+    embeddings: np.ndarray  # float32[n, n_embd]; 0 for an iteration without one
     maps: np.ndarray  # float32[n, n_layers, n_expert]
     uses: np.ndarray  # float32[n_layers, n_expert]
 
 
 class ExpertMaps:
-    """A store of past iterations, which an engine may share and add to.
+    """A store of past iterations, which an engine may share and extend.
 
     Args:
-        n_expert: of the widest layer; the rows of others end with zeros.
-        n_embd: 0: without embeddings.
-        capacity: iterations. Into a full store a new one comes in place of the most redundant one (FineMoE,
-            section 4.4).
-        distance: of prefetching, in layers: the share d / L of the embeddings' likeness in redundancy.
+        n_layers: Layers of a map.
+        n_expert: Experts of the widest layer; rows of others end with zeros.
+        n_embd: Numbers of an embedding; 0: no embeddings.
+        capacity: Iterations. In a full store a new one replaces the most redundant one (FineMoE, section 4.4).
+        distance: Prefetch distance in layers: redundancy weighs the embeddings' similarity by d / L.
 
-    Raises PyorchError for sizes below 1.
+    Raises:
+        PyorchError: A size is below 1.
     """
 
     def __init__(
@@ -52,18 +53,22 @@ class ExpertMaps:
         self.handle = ffi.gc(made, lib.pyorch_history_free)
         self.n_layers, self.n_expert, self.n_embd = n_layers, n_expert, n_embd
         self.capacity, self.distance = capacity, distance
-        # float32: how often what the store was made of used each expert. Engines add nothing to it.
+        # float32: uses of each expert in the trace of the store. Engines do not change it.
         self.uses = np.zeros((n_layers, n_expert), np.float32)
 
     @classmethod
     def for_model(cls, model_map: ModelMap, capacity: int = CAPACITY, distance: int = DISTANCE) -> ExpertMaps:
-        """An empty one for the layers that a decode passes. PyorchError for a model without routed experts."""
+        """Returns an empty store for the executed layers.
+
+        Raises:
+            PyorchError: The model has no routed experts.
+        """
         layers = _layers(model_map)
         n_expert = max(layer.n_expert for layer in layers)
         return cls(len(layers), n_expert, _n_embd(model_map), capacity, distance)
 
     def __bool__(self) -> bool:
-        """Whether there is anything in the store."""
+        """Whether the store has any iteration."""
         return self.n_maps > 0 or bool(self.uses.any())
 
     @property
@@ -75,7 +80,8 @@ class ExpertMaps:
     def add(self, map: np.ndarray, embedding: np.ndarray | None = None) -> None:
         """Adds an iteration: [n_layers, n_expert], each row a distribution, and [n_embd].
 
-        Raises PyorchError for other shapes, and values that are not finite.
+        Raises:
+            PyorchError: A shape differs, or a value is not finite.
         """
         map = _floats("map", map, (self.n_layers, self.n_expert))
         embedding = ffi.NULL if embedding is None else _floats("embedding", embedding, (self.n_embd,))
@@ -89,7 +95,11 @@ class ExpertMaps:
         return Contents(embeddings, maps, self.uses)
 
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
-        """Writes the sidecar, whole or not at all. PyorchError if nothing is in the store, or it cannot be written."""
+        """Writes the sidecar, completely or not at all.
+
+        Raises:
+            PyorchError: The store is empty, or the file cannot be written.
+        """
         contents = self.export()
         arrays = {name: values for name, values in vars(contents).items()
                   if values.size and (name != "uses" or values.any())}
@@ -102,7 +112,11 @@ class ExpertMaps:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> ExpertMaps:
-        """Reads and checks a sidecar. FormatError also for contents that cannot be this model's."""
+        """Reads and checks a sidecar.
+
+        Raises:
+            FormatError: It is damaged, or cannot belong to this model.
+        """
         file = container.Sidecar(path, KIND, VERSION, model_map)
         file.check_layers(_layers(model_map))
         sizes = [file.metadata.get(name) for name in ("capacity", "distance")]
@@ -129,7 +143,7 @@ class ExpertMaps:
                 store.add(map, embedding)
         except PyorchError as error:
             raise FormatError(f"{file.path}: {error}") from None
-        name = "uses" if "uses" in file.arrays else "requests"  # of each request, in earlier files
+        name = "uses" if "uses" in file.arrays else "requests"  # old files have the uses of each request
         if name == "uses":
             file.arrays[name] = file.arrays[name][None]
         store.uses += checked(name, len(file.arrays.get(name, ())), *shape).sum(axis=0)
@@ -137,10 +151,13 @@ class ExpertMaps:
 
 
 def token_embeddings(model_map: ModelMap, tokens: np.ndarray) -> np.ndarray:
-    """float32[n, n_embd]: the rows of the token table, which are the outputs of the embedding layer up to a factor.
+    """Returns float32[n, n_embd]: rows of the token table, the outputs of the embedding layer up to a factor.
 
-    Only these rows are read. Raises PyorchError for a token that does not exist, or a table that cannot be
-    dequantized; FormatError if it cannot be read.
+    It reads only these rows.
+
+    Raises:
+        PyorchError: A token does not exist, or the table cannot be dequantized.
+        FormatError: The table cannot be read.
     """
     import gguf  # see pyorch.sidecars.container.new_writer
 
@@ -183,7 +200,11 @@ def _n_embd(model_map: ModelMap) -> int:
 
 
 def _floats(name: str, values: np.ndarray, shape: tuple[int, ...]):
-    """A pointer to them. PyorchError for another shape."""
+    """Returns a pointer to floats.
+
+    Raises:
+        PyorchError: They have another shape.
+    """
     if np.shape(values) != shape:
         raise PyorchError(f"{name} has the shape {list(np.shape(values))}, the store needs {list(shape)}")
     return array("float", values)

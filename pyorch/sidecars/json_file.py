@@ -1,4 +1,4 @@
-"""Sidecars that people may read: JSON with a kind, a version and the fingerprint of the model that they are for."""
+"""Sidecars in JSON, which people may read, with a kind, a version and the fingerprint of their model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ def write(
     path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap, fields: dict[str, Any],
     indent: int | None = None,
 ) -> None:
-    """Writes it, whole or not at all. PyorchError where it cannot."""
+    """Writes a sidecar, completely or not at all.
+
+    Raises:
+        PyorchError: It cannot be written.
+    """
     value = {
         "kind": kind, "version": version, "model": Path(model_map.path).name,
         "fingerprint": container.fingerprint(model_map), **fields,
@@ -28,11 +32,17 @@ def write(
 def read(
     path: str | os.PathLike[str], kind: str, version: int, model_map: ModelMap, command: str
 ) -> dict[str, Any]:
-    """What was written for this model; its fields are not looked at.
+    """Returns the fields of a sidecar of this model, unchecked.
 
-    kind: "pyorch" and what it is. command: of pyorch, that makes it.
+    Args:
+        path: The file.
+        kind: "pyorch" and the kind.
+        version: The expected version.
+        model_map: The model.
+        command: The command of pyorch that makes the file.
 
-    Raises FormatError: no such file, of another kind, version or model.
+    Raises:
+        FormatError: There is no such file, or it has another kind, version or model.
     """
     value = read_any(path, kind, version, command)
     if value.get("fingerprint") != container.fingerprint(model_map):
@@ -42,7 +52,7 @@ def read(
 
 
 def is_written_for(path: str | os.PathLike[str], model_map: ModelMap | None, kind: str) -> bool:
-    """Whether a file is JSON of this kind, of any version, and for this model; None: for any model."""
+    """Whether a file is JSON of this kind, of any version, for this model; model_map None: for any model."""
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -52,7 +62,7 @@ def is_written_for(path: str | os.PathLike[str], model_map: ModelMap | None, kin
 
 
 def read_any(path: str | os.PathLike[str], kind: str, version: int, command: str) -> dict[str, Any]:
-    """The same, for whatever model."""
+    """Returns the fields of a sidecar of any model. Raises the errors of read()."""
     path = Path(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))

@@ -21,31 +21,31 @@ from pyorch.sidecars import container
 
 KIND = "experts"
 VERSION = 1
-PAGE = 4096  # what records begin at
-ALIGNMENT = 64  # what matrices in a record begin at
+PAGE = 4096  # alignment of records
+ALIGNMENT = 64  # alignment of matrices in a record
 
-# From this size of the largest expert on, both regions of a compressed record begin at a page: they may be read around
-# the page cache (region_alignment() in native/src/model/pack.cpp).
+# If the largest expert has this size, both regions of a compressed record begin at a page, so that they can be read
+# past the page cache (region_alignment() in native/src/model/pack.cpp).
 ALIGNED_BYTES = 120 * 1024
-LAYOUTS = "layouts"  # metadata: of every matrix of every layer, PLAIN or Role.layout
-PLAIN = "plain"  # as matrices lie in the model
+LAYOUTS = "layouts"  # metadata: for every matrix of every layer, PLAIN or Role.layout
+PLAIN = "plain"  # the order of the model
 
-# Metadata of packs with other matrices than those that are stored as they are: of every one of every layer, with what.
+# Metadata of packs with codecs: the codec of every matrix of every layer.
 CODECS = "codecs"
 
-# Metadata of a pack with a share of the experts, for one of several servers: which. It lies beside a slim model only.
+# Metadata of a pack with a share of the experts, for one of several servers. It belongs to a slim model only.
 SHARE = "share"
 
-NOWHERE = -1  # the offset of the chunks of the others
+NOWHERE = -1  # the offset of chunks of experts that the pack lacks
 
-# A row of the tensor blk.N.index: a chunk, which is a matrix of an expert or, for codecs that take it apart, a plane of
-# one. expert, role: whose. codec: in pyorch.library.codecs.NAMES. offset: in the tensor blk.N.experts. stored, raw:
-# bytes in the pack, and of what it stands for. checksum: XXH3 with 64 bits of what is stored.
+# A row of the tensor blk.N.index: a chunk, which is a matrix of an expert, or a plane of one. expert, role: its owner.
+# codec: index in pyorch.library.codecs.NAMES. offset: in the tensor blk.N.experts. stored, raw: bytes in the pack, and
+# after decoding. checksum: XXH3 with 64 bits of the stored bytes.
 CHUNK = np.dtype([(name, np.int64) for name in ("expert", "role", "plane", "codec", "offset", "stored", "raw")]
                  + [("checksum", np.uint64)])
 
 
-# Codecs of matrices that kernels compute from as they are stored: a layer with no others is not recovered.
+# Codecs of matrices from which kernels compute directly: a layer with only these needs no recovery.
 IN_SLOTS = (codecs.NAMES.index(codecs.STORED), codecs.NAMES.index(codecs.NIBBLE))
 
 
@@ -58,7 +58,7 @@ def index_name(il: int) -> str:
 
 
 def role_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where in a record the matrices of an expert begin, which are so many bytes, and how long a record is."""
+    """Returns the offsets of matrices of these sizes in a record, and the size of the record."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(-(-end // ALIGNMENT) * ALIGNMENT)
@@ -67,7 +67,11 @@ def role_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def read(path: str | os.PathLike[str], model_map: ModelMap) -> tuple[container.Metadata, dict[str, np.ndarray]]:
-    """As container.read(), without the experts. FormatError for what is no pack of this model, or is damaged."""
+    """Reads a pack without its experts, as container.read() does.
+
+    Raises:
+        FormatError: It is no pack of this model, or damaged.
+    """
     until = data_name(model_map.layers[0].il) if model_map.layers else ""
     metadata, arrays = container.read(path, KIND, VERSION, model_map, until)
     if not isinstance(metadata.get(CODECS, []), list):
@@ -77,14 +81,18 @@ def read(path: str | os.PathLike[str], model_map: ModelMap) -> tuple[container.M
 
 @dataclass(frozen=True)
 class Contents:
-    """Of an attached pack. codecs: that matrices are stored with, () if all are as they are; stored_bytes: of all."""
+    """An attached pack. codecs: codecs of its matrices, () if none is encoded. stored_bytes: bytes of all experts."""
 
     codecs: tuple[str, ...]
     stored_bytes: int
 
 
 def contents(model_map: ModelMap) -> Contents | None:
-    """None without an attached pack. FormatError if it is damaged."""
+    """Returns the content of the attached pack, or None.
+
+    Raises:
+        FormatError: The pack is damaged.
+    """
     if model_map.pack is None:
         return None
     metadata, arrays = read(model_map.pack, model_map)
@@ -95,8 +103,13 @@ def contents(model_map: ModelMap) -> Contents | None:
 
 
 def is_native(model_map: ModelMap) -> bool:
-    """Whether the attached pack has experts in the order of one processor's kernels, or as nibbles, which only kernels
-    of that order multiply. FormatError if it is damaged."""
+    """Whether the attached pack has experts in the order of one processor's kernels, or as nibbles.
+
+    Only kernels of that order multiply nibbles.
+
+    Raises:
+        FormatError: The pack is damaged.
+    """
     if model_map.pack is None:
         return False
     metadata, _ = read(model_map.pack, model_map)
@@ -113,15 +126,18 @@ def _is_plain(metadata: Mapping[str, Any]) -> bool:
 
 
 def share_digest(share: Mapping[int, np.ndarray]) -> str:
-    """Which experts these are. share: by layer (il), bool[n_expert]."""
+    """Returns a digest of a share of the experts. share: by layer (il), bool[n_expert]."""
     import hashlib  # see container.fingerprint()
 
     return hashlib.sha256(b"".join(np.packbits(share[il]).tobytes() for il in sorted(share))).hexdigest()
 
 
 def share_of(model_map: ModelMap) -> dict[int, np.ndarray] | None:
-    """By layer (il), bool[n_expert]: the experts that the attached pack has; None for a model that has all. FormatError
-    if the pack is damaged."""
+    """Returns the experts of the attached pack by layer (il), bool[n_expert]; None for a model with all experts.
+
+    Raises:
+        FormatError: The pack is damaged.
+    """
     if model_map.pack is None or not model_map.info.slim:
         return None
     metadata, arrays = read(model_map.pack, model_map)
@@ -131,8 +147,11 @@ def share_of(model_map: ModelMap) -> dict[int, np.ndarray] | None:
 
 
 def open_model(path: str | os.PathLike[str], share: bool = False) -> ModelMap:
-    """The map of a model, and of a slim one with the pack that has its experts. FormatError if that is no good.
-    share: see require()."""
+    """Opens a model, and the pack of a slim model. share: see require().
+
+    Raises:
+        FormatError: The model or its pack is damaged or missing.
+    """
     model_map = ModelMap(path)
     container.refuse_sidecar(model_map)
     if model_map.info.slim:
@@ -141,9 +160,17 @@ def open_model(path: str | os.PathLike[str], share: bool = False) -> ModelMap:
 
 
 def require(model_map: ModelMap, plain: bool = False, share: bool = False, stock: bool = False) -> None:
-    """Attaches the pack beside a slim model. FormatError if there is none, or it is refused.
+    """Attaches the pack of a slim model.
 
-    plain, stock: see attach(). share: it need not have all experts."""
+    Args:
+        model_map: The model.
+        plain: See attach().
+        share: The pack may lack experts.
+        stock: See attach().
+
+    Raises:
+        FormatError: There is no pack, or it is refused.
+    """
     refusal = attach(model_map, plain, stock)
     if model_map.pack is None:
         raise FormatError(f"{model_map.path} is slim, its experts are in its pack: "
@@ -154,12 +181,15 @@ def require(model_map: ModelMap, plain: bool = False, share: bool = False, stock
 
 
 def attach(model_map: ModelMap, plain: bool = False, stock: bool = False) -> str:
-    """Has engines of a model read its experts from the pack beside it, if one lies there.
+    """Lets engines of a model read experts from its pack, if there is one.
 
-    plain: they are to compute with experts as they lie in the model: a pack that has them repacked is refused. stock:
-    with llama.cpp's kernels alone: a pack of nibbles is refused.
+    Args:
+        model_map: The model.
+        plain: Experts must have the order of the model: a repacked pack is refused.
+        stock: Only llama.cpp's kernels compute: a pack of nibbles is refused.
 
-    Returns why one that lies there is not used; "" otherwise.
+    Returns:
+        Why an existing pack is not used; otherwise "".
     """
     path = model_map.sidecars().get(KIND)
     if path is None or model_map.pack is not None or not model_map.layers:
@@ -180,23 +210,25 @@ def attach(model_map: ModelMap, plain: bool = False, stock: bool = False) -> str
 
 
 def beside_whole(path: Path, arrays: Mapping[str, np.ndarray], model_map: ModelMap) -> str:
-    """Why the pack of a share is not used beside a model with all experts."""
+    """Returns why the pack of a share is not used with a model that has all experts."""
     held = _held(path, arrays, model_map)
     n_lacking, n_experts = sum(int((~row).sum()) for row in held.values()), sum(map(len, held.values()))
     return (f"{path} has a share of the experts, without {n_lacking} of {n_experts}, and belongs beside the slim model "
             "that was written with it")
 
 
-# How large the parts of compressed experts are, by the index of the pack that a model has attached
+# Sizes of the parts of compressed experts, from the index of the attached pack.
 
 
 @dataclass(frozen=True)
 class PartSizes:
-    """Of an expert of a layer, in bytes: its exponents (E), and all the rest (SM). Without planes it is all SM.
+    """Bytes of an expert's exponents (E) and of all else (SM). An expert without planes is all SM.
 
-    e_bytes, sm_bytes: that are read, the mean over experts; e_memory, sm_memory: that a slot has, for the largest of
-    the layers whose experts are as large (give_part_slots() in native/src/model/form.cpp), in whole pages. n_shards:
-    that exponents of a matrix are in, the most of any.
+    Attributes:
+        e_bytes: Bytes to read, the mean over experts. sm_bytes: the same for SM.
+        e_memory: Bytes of a slot in whole pages, for the largest of all layers with equally large experts
+            (give_part_slots() in native/src/model/form.cpp). sm_memory: the same for SM.
+        n_shards: The most shards of any matrix's exponents.
     """
 
     e_bytes: float
@@ -207,9 +239,10 @@ class PartSizes:
 
 
 def part_sizes(model_map: ModelMap) -> dict[int, PartSizes] | None:
-    """By layer, of those whose experts are compressed; None for a model without a pack, or where none are.
+    """Returns sizes by layer, for layers with compressed experts; None without such layers.
 
-    FormatError if the pack is damaged.
+    Raises:
+        FormatError: The pack is damaged.
     """
     if model_map.pack is None:
         return None
@@ -219,7 +252,7 @@ def part_sizes(model_map: ModelMap) -> dict[int, PartSizes] | None:
         chunks = np.ascontiguousarray(arrays[index_name(layer.il)]).view(CHUNK).ravel()
         if np.isin(chunks["codec"], IN_SLOTS).all() and not chunks["plane"].any():
             continue
-        # Planes above 0 are shards of exponents; the last one of a matrix, and what is whole, is of the other part.
+        # Planes above 0 are shards of exponents. The last plane of a matrix, and whole matrices, belong to SM.
         matrix = chunks["expert"] * len(layer.roles) + chunks["role"]
         last = np.zeros(layer.n_expert * len(layer.roles), np.int64)
         np.maximum.at(last, matrix, chunks["plane"])
@@ -232,7 +265,11 @@ def part_sizes(model_map: ModelMap) -> dict[int, PartSizes] | None:
 
 
 def required_part_sizes(model_map: ModelMap) -> dict[int, PartSizes]:
-    """The same. FormatError without a compressed pack, or for one that is damaged."""
+    """Returns part_sizes().
+
+    Raises:
+        FormatError: There is no compressed pack, or it is damaged.
+    """
     parts = part_sizes(model_map)
     if parts is None:
         beside = ""
@@ -246,7 +283,11 @@ def required_part_sizes(model_map: ModelMap) -> dict[int, PartSizes]:
 
 
 def require_compressed(model_map: ModelMap) -> None:
-    """Attaches the compressed pack beside a model. FormatError if there is none, or it is refused."""
+    """Attaches the compressed pack of a model.
+
+    Raises:
+        FormatError: There is none, or it is refused.
+    """
     if not model_map.layers:
         raise FormatError(f"{model_map.path} is a dense model: it has no experts that could be packed")
     refusal = attach(model_map)
@@ -256,7 +297,7 @@ def require_compressed(model_map: ModelMap) -> None:
 
 
 def _slots(il: int, sizes: dict[int, PartSizes], model_map: ModelMap) -> PartSizes:
-    """Layers whose experts are as large have slots of one size."""
+    """Returns the sizes with slots of one size for all layers with equally large experts."""
     expert_bytes = model_map.layer(il).expert_bytes
     alike = [size for other, size in sizes.items() if model_map.layer(other).expert_bytes == expert_bytes]
     return replace(sizes[il], e_memory=max(size.e_memory for size in alike),

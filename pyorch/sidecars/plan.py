@@ -1,7 +1,7 @@
-"""Plans: how memory is divided between the forms of experts of a compressed pack, in MODEL.plan.json beside the model.
+"""Plans: the division of memory among forms of a compressed pack's experts, in the file MODEL.plan.json.
 
-`pyorch plan` makes one. A plan keeps what it was made of, routing by rank and the machine's speeds, so that it serves
-other budgets, too.
+`pyorch plan` makes one. A plan stores its inputs too, routing by rank and the machine's speeds, so that it also serves
+other budgets.
 """
 
 from __future__ import annotations
@@ -36,15 +36,22 @@ class Machine:
 
 @dataclass(frozen=True)
 class Plan:
-    """A division of memory, and what it was made of.
+    """A division of memory, and its inputs.
 
-    budget: bytes; batch: sequences that are decoded at once; pools: those of F, C, S and E that were allowed; step: of
-    the search. shares: of the budget for each of F, C, S and E; compressed: experts are read from the pack, else from
-    the model. hits: of the experts of a token, or of the batch, in a layer, the mean in each pool and in none;
-    makespan_ms: that these tokens wait for, both as expected. handicap: see
-    Planner.plan(). codecs: of the pack that it was made for. n_tokens: of the trace; inclusion: [n_layers][n_expert],
-    of the layers that a decode passes, by rank (pyorch.planning.ranks); uses: of the same, by expert, how often the
-    trace uses it; () without a trace.
+    Attributes:
+        budget: Bytes.
+        batch: Sequences decoded together.
+        pools: The allowed ones of F, C, S and E.
+        step: The step of the search.
+        shares: Shares of the budget for F, C, S and E.
+        compressed: Experts are read from the pack; otherwise from the model.
+        hits: Mean number of a token's (or batch's) experts of a layer in each pool and in none, as expected.
+        makespan_ms: Expected wait of these tokens.
+        handicap: See Planner.plan().
+        codecs: Codecs of the pack.
+        n_tokens: Tokens of the trace.
+        inclusion: [n_layers][n_expert] of the executed layers, by rank (pyorch.planning.ranks).
+        uses: The same by expert: uses in the trace; () without a trace.
     """
 
     budget: int
@@ -69,12 +76,16 @@ class Plan:
 
 
 def default_path(model: str | os.PathLike[str]) -> Path:
-    """model.plan.json beside the model."""
+    """Returns the path model.plan.json next to the model."""
     return beside(model, "plan.json")
 
 
 def layer_costs(model_map: ModelMap, machine: Machine) -> list[LayerCosts]:
-    """What experts of each layer that a decode passes cost. FormatError without a compressed pack."""
+    """Returns the costs of experts of each executed layer.
+
+    Raises:
+        FormatError: There is no compressed pack.
+    """
     parts = required_part_sizes(model_map)
     costs = []
     for layer in model_map.decoded_layers:
@@ -97,10 +108,14 @@ def layer_costs(model_map: ModelMap, machine: Machine) -> list[LayerCosts]:
 
 
 def new_planner(model_map: ModelMap, inclusion: np.ndarray, machine: Machine, batch: int = 1) -> Planner:
-    """Of divisions of a model's memory. FormatError without a compressed pack, PyorchError as Planner raises it.
+    """Returns a planner for a model's memory.
 
-    Whole experts get in any case what those of two tokens in the largest layer need, and one; of a batch, what its
-    tokens need together, as Table::widen() of native/src/residency gives it.
+    Whole experts get at least the memory for two tokens in the largest layer and one expert more; for a batch, the
+    memory for its tokens together, as Table::widen() of native/src/residency reserves it.
+
+    Raises:
+        FormatError: There is no compressed pack.
+        PyorchError: The inclusion probabilities are not valid.
     """
     least_full = Reserve.of(model_map).least_full
     if batch > 1:
@@ -113,10 +128,11 @@ def new_planner(model_map: ModelMap, inclusion: np.ndarray, machine: Machine, ba
 
 @dataclass(frozen=True)
 class Reserve:
-    """The memory through which compressed experts come, as the runtime reserves it (residency/pools.cpp).
+    """The memory through which compressed experts are read, as the runtime reserves it (residency/pools.cpp).
 
-    each: bytes of one; least, most: how many there are at once. least_full: bytes that whole experts have in any case,
-    which go before more than the least.
+    Attributes:
+        each: Bytes of one. least, most: the number of them.
+        least_full: Bytes that whole experts always have, before there are more than the least.
     """
 
     each: int
@@ -126,25 +142,37 @@ class Reserve:
 
     @classmethod
     def of(cls, model_map: ModelMap) -> Reserve:
-        """FormatError without a compressed pack."""
+        """Returns the reserve of a model.
+
+        Raises:
+            FormatError: There is no compressed pack.
+        """
         each = max(part.e_memory + part.sm_memory for part in required_part_sizes(model_map).values())
         least = 2
         return cls(each, least, model_map.info.n_expert_used + 2, model_map.info.floor_bytes - least * each)
 
     def bytes(self, budget: int) -> int:
-        """Of a budget."""
+        """Returns the reserved bytes of a budget."""
         n = min(budget // (16 * self.each), (budget - self.least_full) // self.each)
         return self.each * min(max(n, self.least), self.most)
 
 
 def write_plan(path: str | os.PathLike[str], plan: Plan, model_map: ModelMap) -> None:
-    """Writes the plan, whole or not at all. PyorchError where it cannot."""
+    """Writes the plan, completely or not at all.
+
+    Raises:
+        PyorchError: It cannot be written.
+    """
     fields = asdict(plan) | {"inclusion": [[float(f"{f:.6g}") for f in row] for row in plan.inclusion]}
     json_file.write(path, KIND, VERSION, model_map, fields)
 
 
 def read_plan(path: str | os.PathLike[str], model_map: ModelMap) -> Plan:
-    """Raises FormatError: no such file, no plan, of another version or model, or damaged."""
+    """Reads a plan.
+
+    Raises:
+        FormatError: There is no such file, or it is no plan, damaged, or of another version or model.
+    """
     plan = _checked(json_file.read(path, KIND, VERSION, model_map, command="plan"), model_map)
     if plan is None:
         raise FormatError(f"{path} is damaged: plan again")
@@ -152,9 +180,9 @@ def read_plan(path: str | os.PathLike[str], model_map: ModelMap) -> Plan:
 
 
 def _checked(value: dict, model_map: ModelMap) -> Plan | None:
-    """None where a field is missing or cannot be."""
+    """Returns the plan, or None if a field is missing or not valid."""
     layers = model_map.decoded_layers
-    value = {"batch": 1, **value}  # older ones are for one sequence
+    value = {"batch": 1, **value}  # older plans are for one sequence
     try:
         machine = Machine(**value["machine"])
         inclusion = np.array(value["inclusion"], np.float64)
@@ -189,7 +217,11 @@ def _checked(value: dict, model_map: ModelMap) -> Plan | None:
 
 
 def _restored(inclusion: np.ndarray, n_used: int) -> np.ndarray:
-    """Rows with the sum that they had before their digits were cut. ValueError for what no plan has."""
+    """Returns rows with the sum that they had before rounding.
+
+    Raises:
+        ValueError: No plan has such rows.
+    """
     sums = inclusion.sum(axis=1, keepdims=True)
     if inclusion.min() < 0 or inclusion.max() > 1 or np.abs(sums - n_used).max() > 1e-3 * n_used:
         raise ValueError(inclusion)

@@ -1,6 +1,6 @@
-"""The sidecar model.predictor.gguf: what predictions of experts are made with, used wherever the model is loaded.
+"""The sidecar model.predictor.gguf: the data of predictors.
 
-`pyorch calibrate` measures the default vectors and writes it, `pyorch train-predictor` adds an estimator.
+`pyorch calibrate` measures the default vectors and writes it; `pyorch train-predictor` adds an estimator.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class DefaultVectors:
-    """What each expert gives on average (Speculating Experts, section 3.1), by il of its layer.
+    """The mean outputs of experts (Speculating Experts, section 3.1), by il of the layer.
 
-    vectors: float32[n_expert, n_embd], the mean output of each expert over the tokens that selected it, before the
-    weight; 0 for one that none selected. counts: how many did, int64[n_expert].
+    Attributes:
+        vectors: float32[n_expert, n_embd], mean output of each expert over the tokens that selected it, before the
+            weight; 0 for an expert without tokens.
+        counts: int64[n_expert], the number of these tokens.
     """
 
     vectors: dict[int, np.ndarray]
@@ -34,9 +36,9 @@ class DefaultVectors:
 
 @dataclass(frozen=True)
 class Estimator:
-    """The network of pyorch_estimator: corrects the router logits of the layer after each of n_layers layers.
+    """The network of pyorch_estimator, which corrects the router logits of the layer after each of n_layers layers.
 
-    All float32. Weights are [n_out, n_in], those of the head [n_layers, n_expert, n_latent].
+    All arrays are float32. Weights are [n_out, n_in]; the head is [n_layers, n_expert, n_latent].
     """
 
     in_weight: np.ndarray
@@ -52,7 +54,7 @@ class Estimator:
     head_bias: np.ndarray
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What the arrays' shapes have to be, by the first two dimensions of some."""
+        """Returns the required shapes of the arrays, from the first two dimensions of some."""
         (n_latent, n_embd), n_hidden = self.in_weight.shape, len(self.up_bias)
         n_layers, n_expert = self.head_bias.shape
         return {
@@ -73,12 +75,14 @@ class Estimator:
 
 @dataclass(frozen=True)
 class PredictorFile:
-    """What a sidecar holds; parts that it does not hold are None.
+    """The content of a sidecar. Missing parts are None.
 
-    hybrid: by il, whether the estimator guesses the layer better than quasi-hidden states. distance: layers ahead
-    that pay. curve: float32[n, 2] of the estimator's training: the tokens that it had been trained on, each use
-    counted, and its recall on those that were held out, the mean of the layers. compute_ms: of a decoded token, beside
-    the waits for experts, on the machine that calibrated.
+    Attributes:
+        hybrid: By il, whether the estimator predicts the layer better than quasi-hidden states.
+        distance: The best prefetch distance in layers.
+        curve: float32[n, 2] of the estimator's training: tokens trained on, each use counted, and recall on held-out
+            tokens, the mean of the layers.
+        compute_ms: Time of a decoded token without waits for experts, on the machine that calibrated.
     """
 
     default_vectors: DefaultVectors | None = None
@@ -89,7 +93,11 @@ class PredictorFile:
     compute_ms: float | None = None
 
     def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
-        """Writes the sidecar, whole or not at all. PyorchError if it cannot be written."""
+        """Writes the sidecar, completely or not at all.
+
+        Raises:
+            PyorchError: It cannot be written.
+        """
         metadata: container.Metadata = {}
         arrays: dict[str, np.ndarray] = {}
         if self.default_vectors is not None:
@@ -110,7 +118,11 @@ class PredictorFile:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], model_map: ModelMap) -> PredictorFile:
-        """Raises FormatError for a sidecar that is damaged, or of another model or version."""
+        """Reads a sidecar.
+
+        Raises:
+            FormatError: It is damaged, or of another model or version.
+        """
         file = container.Sidecar(path, KIND, VERSION, model_map)
         for name, values in file.arrays.items():
             file.check(np.isfinite(values).all(), f"{name} does not hold numbers only")
@@ -133,7 +145,11 @@ class PredictorFile:
                    distance, curve, compute_ms)
 
     def apply(self, engine: Engine) -> None:
-        """Gives the engine what predictors are made with. PyorchError if it does not fit."""
+        """Passes the data of predictors to the engine.
+
+        Raises:
+            PyorchError: They do not fit.
+        """
         if self.default_vectors is not None:
             for il, vectors in self.default_vectors.vectors.items():
                 engine.set_default_vectors(il, vectors)

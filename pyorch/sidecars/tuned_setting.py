@@ -1,4 +1,4 @@
-"""Tuned settings: what `pyorch tune` found for a model, which `run` and `serve` take with --tuned."""
+"""Tuned settings: the result of `pyorch tune` for a model, which `run` and `serve` use with --tuned."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from pyorch.settings.substitution import Substitution
 from pyorch.sidecars import json_file
 
 KIND = "pyorch tuned setting"
-VERSION = 3  # before, heaviest, ghosts and buddies were other settings
+VERSION = 3  # in earlier versions heaviest, ghosts and buddies were other settings
 
 
 @dataclass(frozen=True)
 class TunedSetting:
-    """A setting, what it was tuned for, and what was measured then.
+    """A setting, its goal, and the measurements of the tuning.
 
-    settings: for Substitution.parse(). budget: a share of the experts such as "50%", or a size; cache_rate: the
-    share that it is. accuracy and original_accuracy: averages of `metric` over the files of the tuning questions,
-    None where only the KL divergence, in nats, was asked for; speeds in tokens per second and bytes_read_per_token,
-    of experts, at the budget, None where not measured. held_out_...: of n_held_out other questions, with the standard
-    error of the difference between the two accuracies; None where there were none.
+    Attributes:
+        settings: For Substitution.parse().
+        budget: A share of the experts such as "50%", or a size. cache_rate: the same as a share.
+        accuracy: Mean of `metric` over the files of tuning questions; None if only the KL divergence, in nats, was a
+            goal. original_accuracy: the same of the lossless model.
+        held_out_...: The same for n_held_out other questions, with the standard error of the difference; None without
+            such questions.
+
+    Speeds are in tokens a second and bytes_read_per_token counts experts, both at the budget; None if not measured.
     """
 
     settings: str
@@ -48,17 +52,25 @@ class TunedSetting:
 
 
 def default_path(model: str | os.PathLike[str]) -> Path:
-    """model.tuned.json beside the model."""
+    """Returns the path model.tuned.json next to the model."""
     return beside(model, "tuned.json")
 
 
 def write_tuned(path: str | os.PathLike[str], setting: TunedSetting, model_map: ModelMap) -> None:
-    """Writes the setting, whole or not at all. PyorchError where it cannot."""
+    """Writes the setting, completely or not at all.
+
+    Raises:
+        PyorchError: It cannot be written.
+    """
     json_file.write(path, KIND, VERSION, model_map, asdict(setting), indent=2)
 
 
 def read_tuned(path: str | os.PathLike[str], model_map: ModelMap) -> TunedSetting:
-    """Raises FormatError: no such file, no tuned setting, of another version or model, or settings that are none."""
+    """Reads a setting.
+
+    Raises:
+        FormatError: There is no such file, or it is no tuned setting, of another version or model, or not valid.
+    """
     value = json_file.read(path, KIND, VERSION, model_map, command="tune")
     try:
         setting = TunedSetting(**{name: value[name] for name in TunedSetting.__dataclass_fields__})
