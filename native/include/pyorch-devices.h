@@ -1,6 +1,6 @@
-// Devices: a tier of memory above the host's, whose experts a device computes with.
+// Devices: a tier of memory above the host's. A device computes with the experts in its memory.
 //
-// An engine gets them with pyorch_config.devices. The rules of pyorch.h hold.
+// An engine gets devices with pyorch_config.devices. The rules of pyorch.h hold.
 
 #ifndef PYORCH_DEVICES_H
 #define PYORCH_DEVICES_H
@@ -13,36 +13,36 @@ extern "C" {
 
 typedef struct pyorch_device_info {
     uint64_t free_bytes, total_bytes; // of its memory
-    int32_t  shares_memory;           // with this machine's processor: it has none of its own
+    int32_t  shares_memory;           // nonzero: its memory is the processor's
     char     name[64];
-    char     buffers[64]; // what llama.cpp calls its buffers
+    char     buffers[64]; // llama.cpp's name of its buffers
     char     description[192];
 } pyorch_device_info;
 
-// A device (ggml_backend_dev_t) by its name in ggml's registry, such as CUDA0, "auto" for the first one with memory of
-// its own, or "rpc:HOST:PORT" for that of a process which serves ggml's RPC there. It stays as long as the process.
-// PYORCH_INVALID where there is none, PYORCH_IO where none can be reached.
+// Finds a device (ggml_backend_dev_t) by its name in ggml's registry, such as CUDA0; "auto" is the first device with
+// its own memory, and "rpc:HOST:PORT" the device of a process that serves ggml's RPC there. It exists as long as the
+// process. PYORCH_INVALID if there is no such device, PYORCH_IO if it cannot be reached.
 pyorch_status pyorch_find_device(const char * name, void ** device);
 
-// The next one of that backend with memory of its own, NULL where there is none.
+// Finds the next device of that backend with its own memory, or NULL.
 pyorch_status pyorch_next_device(void * after, void ** device);
 
-// How fast it is for experts of this model, and the processor with so many threads: rates[5], bytes of weights a
-// second, of uploads, of the processor for the first row of an expert and for each further one, and the same of the
-// device. Measured now, in some tenths of a second. PYORCH_MEMORY where there is none for it.
+// Measures, in some tenths of a second, the device for experts of this model, and the processor with so many threads.
+// rates[5] are bytes of weights a second: uploads; the processor for the first row of an expert, and for each further
+// row; the same two of the device. PYORCH_MEMORY if there is no memory for it.
 pyorch_status pyorch_measure_device(const pyorch_model_map * map, void * device, int32_t n_threads, double * rates);
 
-// A device of another process that is lost has no memory, 0 bytes, or PYORCH_IO is returned.
+// Returns facts of a device. For a lost device of another process, its memory is 0 bytes, or the result is PYORCH_IO.
 pyorch_status pyorch_get_device(void * device, pyorch_device_info * info);
 
-// Bytes of a device's memory for experts, at most; device: its number among those of the engine. They are taken when the
-// first context is made: PYORCH_INVALID then. Where the device refuses so many, fewer are taken, and a line on stderr
-// says it.
+// Limits the bytes of a device's memory for experts. device: its number in the engine. The first context allocates
+// them; after that the result is PYORCH_INVALID. If the device refuses, fewer are allocated, and a line on stderr says
+// so.
 pyorch_status pyorch_set_device_budget(pyorch_engine * engine, int32_t device, uint64_t bytes);
 
-// As pyorch_set_layer_limits, of a layer's experts in slots of the device, once its memory was taken: min of them stay
-// when others come, and no more than max come, unless all experts of the model have slots. PYORCH_BUDGET where the
-// minima leave no slot.
+// Sets the limits of pyorch_set_layer_limits for a layer's experts in slots of the device, after its memory was
+// allocated: eviction leaves min of them, and no more than max are loaded, unless all experts of the model have slots.
+// PYORCH_BUDGET if the minima leave no slot.
 pyorch_status pyorch_set_device_limits(pyorch_engine * engine, int32_t il, int32_t min, int32_t max);
 
 #ifdef __cplusplus

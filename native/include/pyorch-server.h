@@ -1,7 +1,7 @@
-// llama-server in the process of its runtime: routes beside its own, and how it ends. In libpyorch-server, which links
-// llama-server; there is one server in a process.
+// llama-server in the process of its runtime: additional routes, and how it ends. libpyorch-server has these functions
+// and links llama-server. A process has one server.
 //
-// Declarations only below the guard, as in pyorch.h. Functions may be called from any thread.
+// Only declarations below the guard, as in pyorch.h. Any thread may call the functions.
 
 #ifndef PYORCH_SERVER_H
 #define PYORCH_SERVER_H
@@ -17,96 +17,99 @@ typedef struct pyorch_exchange {
     const char * headers; // "name: value\n" of each
     const char * body;
     uint64_t     body_size;
-    const char * data; // what llama-server itself answers, where it has the route
+    const char * data; // llama-server's own answer, if it has the route
     uint64_t     data_size;
-    int32_t      status; // of that; 404 where it does not
-    int32_t      local;  // nonzero: it came over the loopback interface or a Unix socket
+    int32_t      status; // of this answer; 404 without the route
+    int32_t      local;  // nonzero: the request came over the loopback interface or a Unix socket
     void *       answer;
     const void * request;
 } pyorch_exchange;
 
-// Calls pyorch_server_answer(); if it does not, llama-server's own answer stands. By the thread of the connection.
+// Answers a request with pyorch_server_answer(); if it does not call it, llama-server's own answer is sent. The thread
+// of the connection calls it.
 typedef void (*pyorch_answer_fn)(void * user, const pyorch_exchange * exchange);
 
-// Of an answer: data is another body, which llama-server answers in place of the request's. REQUIRES: the route is
+// A status of an answer: llama-server answers a request with `data` as its body. REQUIRES: the route is
 // PYORCH_SERVER_FIRST.
 typedef enum pyorch_server_status {
     PYORCH_SERVER_CONTINUE = 100,
 } pyorch_server_status;
 
-// location: for a redirection, else NULL.
+// Answers a request. location: for a redirection, otherwise NULL.
 void pyorch_server_answer(const pyorch_exchange * exchange, int32_t status, const char * type, const char * location,
     const char * data, uint64_t data_size);
 
-// Nonzero: nobody waits for the answer any more.
+// Returns nonzero if the client has closed the connection.
 int32_t pyorch_server_has_left(const pyorch_exchange * exchange);
 
 typedef enum pyorch_server_when {
-    PYORCH_SERVER_BEHIND = 0, // llama-server's own answer is shown, where it has the route
-    PYORCH_SERVER_FIRST  = 1, // llama-server answers only what is not answered here; data is empty and status 0
+    PYORCH_SERVER_BEHIND = 0, // after llama-server, whose own answer the callback sees, if it has the route
+    PYORCH_SERVER_FIRST  = 1, // before llama-server, which answers other requests; data is empty and status 0
     PYORCH_SERVER_FAILED =
-        2, // only what llama-server answers with a status of 500 or more is shown, and may be replaced;
-           // of a stream, each part that speaks of an error, without what was asked
+        2, // after llama-server answered with a status of 500 or more; the callback may replace the answer.
+           // For a stream, it sees each part with an error, without the request
 } pyorch_server_when;
 
 // Adds a route of the server that runs next: "GET" or "POST", and its path.
 void pyorch_server_add_route(
     const char * method, const char * path, int32_t when, pyorch_answer_fn answer, void * user);
 
-// Shows what llama-server itself answers, where it has the path and runs. status and data of the exchange count.
-// parameters: "name=value&..." of the path and of the query, may be empty. seconds: of waiting at most; an answer that
-// takes longer is empty.
+// Passes llama-server's own answer to `answer`, in status and data of the exchange, if it has the path and runs.
+// parameters: "name=value&..." of the path and of the query, may be empty. seconds: the longest wait; a later answer is
+// empty.
 void pyorch_server_ask(const char * path, const char * parameters, const char * body, double seconds,
     pyorch_answer_fn answer, void * user);
 
-// Shows the server's JSON schemas, as the body: of answers, tools and flags, before one becomes a grammar. If the check
-// answers, the schema is refused with status 400, and the data is why. By the thread of the connection. Until the server
-// has ended.
+// Passes each JSON schema (of answers, tools and flags) to `check` as the body, before it becomes a grammar. If the
+// check answers, the schema is refused with status 400 and its data as the reason. The thread of the connection calls
+// it, until the server has ended.
 void pyorch_server_check_schemas(pyorch_answer_fn check, void * user);
 
-// Requests for this path, with --api-prefix in front, need no API key.
+// Lets requests for this path, with --api-prefix in front, pass without an API key.
 void pyorch_server_make_public(const char * path);
 
-// The path of the i-th file of llama-server's chat page, which is at "/"; NULL for more than there are. None where the
-// page was not built.
+// Returns the path of the i-th file of llama-server's chat page, which is at "/"; NULL after the last. There are none
+// if the page was not built.
 const char * pyorch_server_get_page(uint64_t i);
 
-// Seconds in which the head and the body of a request must have arrived, else its connection is ended.
+// Sets the seconds in which the head and the body of a request must arrive; otherwise its connection is ended.
 void pyorch_server_set_limits(double head, double body);
 
-// Each ggml_backend_dev_t that the server which runs next computes with and another process has: when one is gone, what
-// is computed fails. Without this call: there are none.
+// Names each ggml_backend_dev_t of another process that the next server computes with: if one is lost, computing fails.
+// Default: none.
 void pyorch_server_set_devices(int32_t n, void * const * devices);
 
-// Copies into text what llama-server says of its arguments if it refuses them, "" if it takes them. REQUIRES: no argument
-// makes it print something and exit. Whatever other threads write to stderr meanwhile is lost.
+// Copies llama-server's refusal of its arguments into text, "" if it accepts them. REQUIRES: no argument makes it print
+// and exit. Output of other threads to stderr is lost during the call.
 void pyorch_server_check_arguments(int32_t argc, char ** argv, char * text, uint64_t text_size);
 
-// Runs llama-server until pyorch_server_cancel(), and returns its exit status. Signals are left to the caller. May be
-// called again: nothing is left then of what the one before was given, but the paths that are public.
+// Runs llama-server until pyorch_server_cancel(), and returns its exit status. The caller handles signals. A second
+// call starts without the settings of the first, except public paths.
 int32_t pyorch_server_run(int32_t argc, char ** argv);
 
-// The llama_context * that the server computes with, NULL while its model is not loaded. Valid until the server ends,
-// which waits for the requests that are being answered.
+// Returns the server's llama_context *, NULL while its model is not loaded. Valid until the server ends, which waits
+// for running requests.
 void * pyorch_server_get_context(void);
 
-// Connections, by what they wait for.
+// Numbers of connections.
 typedef struct pyorch_connections {
-    uint64_t arriving;  // a request, or the rest of it
-    uint64_t answering; // its answer, which the server is at work on
+    uint64_t arriving;  // without a complete request
+    uint64_t answering; // with a request that the server is answering
 } pyorch_connections;
+
+// Returns the numbers of connections.
 
 void pyorch_server_get_connections(pyorch_connections * connections);
 
-// No connection is accepted any more, and those end that have no whole request. Nothing before the server answers.
+// Accepts no more connections, and ends connections without a complete request. Does nothing before the server answers.
 void pyorch_server_stop_accepting(void);
 
-// After that: answers that are being computed end within about a second, streams with a part that says so, others with
-// status 503. Until pyorch_server_run() begins anew.
+// Ends running answers within about a second, streams with a part that says so, others with status 503, until
+// pyorch_server_run() is called again. REQUIRES: pyorch_server_stop_accepting().
 void pyorch_server_end_answers(void);
 
-// After that: ends the other connections, and with them their requests, and lets pyorch_server_run() return when what
-// is being computed is computed.
+// Ends the other connections with their requests, and lets pyorch_server_run() return after the running computation.
+// REQUIRES: pyorch_server_end_answers().
 void pyorch_server_cancel(void);
 
 #ifdef __cplusplus
