@@ -82,7 +82,7 @@ typedef struct pyorch_replay_result {
     int64_t n_decoded;
     double  seconds;
     double  decode_seconds;
-    double  stall_seconds;                               // the part of these without a matrix to compute with
+    double  stall_seconds;                               // the part without a matrix to compute with
     double  read_seconds;                                // time in which the disk was busy
     double  predict_wall_seconds;                        // real time of forecasts on this machine
     double  decode_work_seconds;                         // sum over threads that decode compressed experts

@@ -1,4 +1,4 @@
-// pyorch: run Mixture-of-Experts models whose experts do not fit in memory.
+// pyorch: run Mixture-of-Experts models that are larger than memory.
 //
 // The C API of libpyorch. A model map stores where each routed expert of a GGUF is. An engine keeps some experts
 // resident, within a budget, while llama.cpp computes. Layers are named by llama.cpp's block number il, experts by
@@ -109,7 +109,7 @@ pyorch_status pyorch_set_compute_cpus(const int32_t * cpus, int32_t n_cpus);
 
 // Turns fatal errors of the calling thread into exceptions, from a call with on until as many calls with 0. llama.cpp
 // turns these into a failure when it loads or quantizes a model or makes a context, with the sentence in its log;
-// llama-server turns them into the answer of a request. REQUIRES: nothing else of llama.cpp is called in between.
+// llama-server turns them into the answer of a request. REQUIRES: no other function of llama.cpp is called in between.
 void pyorch_refuse_fatal_errors(int32_t on);
 
 //
@@ -286,7 +286,7 @@ typedef enum pyorch_policy {
     PYORCH_LRU     = 0, // evicts the least recently used expert
     PYORCH_LFU     = 1, // evicts the least frequently used expert; old uses fade
     PYORCH_FINEMOE = 2, // evicts the lowest frequency times forecast probability (FineMoE, section 4.5)
-    PYORCH_BELADY  = 3, // evicts the expert whose next use is farthest; only in a replay, which knows it
+    PYORCH_BELADY  = 3, // evicts the expert with the farthest next use; only in a replay, which knows it
     PYORCH_LEARNED = 4, // evicts the lowest value, learned from the uses of layers: see pyorch_set_learned
 
     // Only for replays, for comparison.
