@@ -29,15 +29,15 @@ MODELS = ("small", "upcycled", "less")
 LEAVING = "mode=none,order=weight,miss=drop"
 UNSURE = "mode=none,max_replaced=3,min_entropy=p30,order=weight,miss=drop"
 FULL_REPLACEMENT = "coverage=0.95,max_buddies=16,max_replaced=3"
-LEVERS = (  # what docs/measurements/lossy.md calls them, and settings as rows name them
-    ("leave out what is light", "heaviest"), ("", "heaviest:0.7"), ("", "heaviest:1.2"),
+LEVERS = (  # the names of levers in docs/measurements/lossy.md, and settings as rows name them
+    ("leave out light experts", "heaviest"), ("", "heaviest:0.7"), ("", "heaviest:1.2"),
     ("leave out all but the heaviest", f"{LEAVING},sacred=1"), ("leave out all but two", f"{LEAVING},sacred=2"),
     ("leave out all but three", f"{LEAVING},sacred=3"), ("leave out all", "mode=none,miss=drop"),
-    ("ghosts compute what is light", "ghosts"), ("", "ghosts:1.2"),
-    ("leave out the unimportant, where the router is unsure", UNSURE),
+    ("ghosts compute light experts", "ghosts"), ("", "ghosts:1.2"),
+    ("leave out the three lightest experts if the router is unsure", UNSURE),
     ("cache-aware routing", "mode=cache,order=weight,max_weight=0.9,sacred=1,among=12"),
     ("with a bonus", "mode=cache,order=weight,sacred=2,bonus=1.0"),
-    ("buddies compute what is light", "buddies"), ("buddies, settings of the paper", FULL_REPLACEMENT),
+    ("buddies compute light experts", "buddies"), ("buddies, settings of the paper", FULL_REPLACEMENT),
     ("", "coverage=0.99,max_buddies=2"),
 )
 BETAS, READ_EXPERTS = (0.34, 0.51, 0.67), (1, 2, 4)  # of the requested ones absent; waited for by a token
@@ -246,8 +246,8 @@ def adaptive(found: Found) -> str:
 
 def speculation(found: Found) -> str:
     words = {"quasi-hidden": "the guess, right or wrong",
-             "quasi-hidden+mode=none,miss=drop": "the router's choice, but for what was not guessed and is absent",
-             "quasi-hidden+mode=none,miss=ghost": "the router's choice, by ghosts what was not guessed and is absent"}
+             "quasi-hidden+mode=none,miss=drop": "the router's choice, without absent experts that were not guessed",
+             "quasi-hidden+mode=none,miss=ghost": "the router's choice, with ghosts for the same experts"}
 
     def lines() -> Iterator[Sequence[str]]:
         for name in BOTH:
@@ -255,7 +255,7 @@ def speculation(found: Found) -> str:
             for settings, word in words.items():
                 yield BEGAN[name], word, _kept(rows[settings]), _kl(rows[settings])
 
-    return _markdown(("experts began", "what is computed", "kept", "KL"), lines())
+    return _markdown(("experts began", "computed", "kept", "KL"), lines())
 
 
 def similarity(found: Found) -> str:
@@ -288,7 +288,7 @@ def replacing(found: Found) -> str:
                 yield BEGAN[name], replaced, *(f"{_kept(rows[one])}, {_kl(rows[one])}" if one else ""
                                                for one in settings)
 
-    return _markdown(("experts", "what is replaced", "by buddies", "by random residents", "left out"), lines())
+    return _markdown(("experts", "replaced", "by buddies", "by random residents", "left out"), lines())
 
 
 def time(found: Found) -> str:
