@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " The files are written beside the model, where every command finds them; the model does not change. Existing "
         "files are kept, and useless steps are skipped, with a line that says why. Repeat an interrupted run to resume "
         "it. Each step is also a command with more options: " + ", ".join(_NAMES) + ". Files for lossy settings "
-        "(buddies, ghosts, a tuned setting) are made only with --with-lossy, --questions or --only.",
+        "(buddies, ghosts, a tuned setting) are made only with --with-lossy, --questions or --only."
     )
     add_model(parser)
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE",
