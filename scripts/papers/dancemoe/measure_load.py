@@ -1,7 +1,7 @@
 """What users of a measured cluster ask: prompts of three tasks, when they arrive, and how long their answers take.
 
-docs/measurements/cluster.md shows placements for the same tasks: Python, questions about a made-up world, and prose. Each
-task has prompts that are known when experts are placed, and other prompts that users ask.
+docs/measurements/cluster.md shows placements for the same tasks: Python, questions about a made-up world, and prose.
+Each task has prompts that are known when experts are placed, and other prompts that users ask.
 """
 
 from __future__ import annotations
