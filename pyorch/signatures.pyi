@@ -100,41 +100,40 @@ def load(
         placed: other servers will compute experts (Engine.connect, Engine.set_placement), as those that a share lacks.
         source: reads in place of the file, see Engine.
         use_extra_bufts: repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
-        policy: which experts leave memory first (eviction policy): lru, lfu, finemoe or learned (default:
-            learned)
-        prefetch: what guesses the experts to read ahead while decoding: none, auto, or
+        policy: eviction policy: lru, lfu, finemoe or learned (default: learned)
+        prefetch: predictor of the experts to prefetch while decoding: none, auto, or
             NAME[:DISTANCE:PRECISION] of none, quasi-hidden, hybrid or expert-map
-        reads: what reads experts: auto, or READER[:DEPTH:SIZE] such as io_uring:8:512KiB or threads:4:4MiB
-        mirror: read from this copy of the model on another disk, or in this folder, too
-        direct_io: False: read through the page cache of the system
-        packed: False: read the model itself, also where it has a pack
+        reads: how experts are read: auto, or READER[:DEPTH:SIZE] such as io_uring:8:512KiB or threads:4:4MiB
+        mirror: read also from this copy of the model on another disk, or from the copy in this folder
+        direct_io: False: read through the page cache
+        packed: False: read the model even if it has a pack
         pools: shares of memory for the forms of a compressed pack: full, compressed, signs and mantissas,
             exponents (default: MODEL.plan.json, else planned)
-        recovery: of a pack: kernels (by matrix), affinity (by expert), exponents-first (the paper's)
-        kernels: order of experts in memory: auto, plain, repacked, or stock: as llama.cpp does
-        device: compute dense layers on these devices, and experts that lie in their memory: none, auto (the
-            GPUs that compute experts sooner than the processor), names such as CUDA0, or rpc:HOST:PORT
-        vram_budget: their memory for experts: a share of them such as 60%, a size such as 6GiB, or auto: the
+        recovery: order of recovery from a compressed pack: kernels (by matrix), affinity (by expert),
+            exponents-first (the paper's)
+        kernels: order of experts in memory: auto, plain, repacked, or stock (llama.cpp's)
+        device: compute dense layers, and experts in their memory, on these devices: none, auto (GPUs that are
+            faster than the processor), names such as CUDA0, or rpc:HOST:PORT
+        vram_budget: memory of the devices for experts: a share such as 60%, a size such as 6GiB, or auto: the
             rest
-        device_misses: what computes experts that they lack: processor, or upload: the device, once it has
-            them (default: what is sooner, as measured; processor for a device of another process)
-        device_ahead: upload up to N experts of a layer before it comes, as the predictor that --prefetch
-            names says (default: 0)
-        n_ctx: room for N tokens of context, rounded up to a multiple of 256 (default: as trained, at most
-            4096)
-        n_ubatch: compute N tokens at once (default: 2048 where experts are read, else 512)
+        device_misses: who computes experts that the devices lack: the processor, or the device after an
+            upload (default: the faster one, as measured; processor for rpc:)
+        device_ahead: upload up to N predicted experts of a layer ahead; needs a predictor in --prefetch
+            (default: 0)
+        n_ctx: context of N tokens, rounded up to a multiple of 256 (default: as trained, at most 4096)
+        n_ubatch: compute N tokens at once (default: 2048 if experts are read from disk, else 512)
         n_threads: compute with N threads (default: the fast physical cores)
-        cpus: compute on these processors only, such as 0-5,8, or any (default: auto: the fast cores)
-        maps: begin with the expert maps in FILE, and write into it what expert-map learned (default:
-            MODEL.maps.gguf, write nothing)
-        warm: False: begin with no expert in memory, and keep nothing for the next start: without it, experts
-            that were resident at the end are read first the next time, and the policy learned goes on
-        tuned: take the lossy setting and the budget that pyorch tune found
-        substitution: what becomes of absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; `pyorch run
+        cpus: compute only on these processors, such as 0-5,8, or any (default: auto: the fast cores)
+        maps: start with the expert maps of FILE, and store the maps of expert-map in it (default:
+            MODEL.maps.gguf, not written)
+        warm: False: start with no expert in memory, and store nothing for the next start; by default the next
+            start first reads the experts that were resident at the end
+        tuned: use the lossy setting and the budget that pyorch tune found
+        substitution: replace or omit absent experts: heaviest, ghosts, buddies, or KEY=VALUE,...; `pyorch run
             --lossy help` lists all keys
         buddies: the lists of buddies (default: MODEL.buddies.gguf)
-        speculate: True: compute with the experts that quasi-hidden or hybrid names for a layer (--prefetch),
-            and read no others
+        speculate: True: compute with the experts that quasi-hidden or hybrid predicts (--prefetch) in place
+            of the router's
         llama_kwargs: all other arguments are those of llama_cpp.Llama.
 
     Raises:
