@@ -40,7 +40,7 @@ test: setup lint
 	    { cat build/native-tests.log >&2; exit 1; }
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# The pages of docs/ as a site with search, in build/docs. A broken link or an unknown reference fails.
+# The pages of docs/ as a site with search, in build/docs. A broken link or an unknown reference fails. Needs Python 3.11.
 docs: $(STAMPS)/docs-tools
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html -c scripts/site -d build/docs-cache docs build/docs
 	@echo "build/docs/README.html"

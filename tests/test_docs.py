@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         if anchor and file.suffix == ".md":
             titles = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             assert anchor in map(_anchor, titles), f"{page.name} links to {target}"
+
+
+def test_the_site_is_built_strictly_and_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
+    pytest.importorskip("sphinx", reason="make docs installs it")
+    subprocess.run([sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", "-c", ROOT / "scripts/site",
+                    "-d", tmp_path / "cache", ROOT / "docs", tmp_path / "site"], check=True)
+    written = {path.relative_to(tmp_path / "site").with_suffix(".md") for path in (tmp_path / "site").rglob("*.html")}
+    assert {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")} <= written
+    text = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.html"))
+    assert re.findall(r"<(?:script|img|link)\b[^>]*(?:src|href)=\"(?:https?:)?//[^\"]*\"", text) == []
 
 
 def _anchor(title: str) -> str:
