@@ -1,1 +1,1 @@
-"""The real llama-server, with experts under an engine."""
+"""Runs llama-server, with the engine as manager of the experts."""

@@ -1,4 +1,4 @@
-"""Where a server listens, and what it answers there."""
+"""The address that a server listens on, and requests to it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from pyorch.errors import PyorchError
 from pyorch.serve import llama_server
 from pyorch.serve.llama_server import Flags
 
-_SECONDS = 1.0  # that an answer has
+_SECONDS = 1.0  # timeout of a request
 
 
 @dataclass(frozen=True)
 class Address:
-    """Port 0: a Unix socket, whose path is the host. scheme: https where something in front of it speaks TLS."""
+    """The address of a server.
+
+    Attributes:
+        host: The path of a Unix socket if `port` is 0.
+        port: 0 for a Unix socket.
+        prefix: The value of --api-prefix.
+        scheme: https if a proxy before the server speaks TLS.
+    """
 
     host: str
     port: int
@@ -30,12 +37,12 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}{self.prefix}"
 
     def is_healthy(self) -> bool:
-        """Whether the server answers that its model is loaded."""
+        """Returns whether the server answers that its model is loaded."""
         return self.get("/health") is not None
 
     def get(self, path: str, key: str = "") -> str | None:
-        """What the server answers, None where it has not done so within a second, or not with status 200."""
-        import http.client  # takes a hundredth of a second, and is for when the model is loaded
+        """Returns the body of an answer with status 200. None: there was no such answer within a second."""
+        import http.client  # takes 10 ms, so import it only once the model is loaded
 
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         connection = http.client.HTTPConnection(host if self.port else "localhost", self.port or None, timeout=_SECONDS)
@@ -55,9 +62,12 @@ class Address:
 
 
 def free_address(server: Flags) -> Address:
-    """The address to listen on, a free port for port 0. PyorchError if it cannot be listened on.
+    """Returns the address to listen on, with a free port if --port is 0.
 
-    Tried here before the model is loaded, to say it in a sentence.
+    Called before the model is loaded, because llama-server would fail only afterwards.
+
+    Raises:
+        PyorchError: The server cannot listen on this address.
     """
     server.default(llama_server.HOST, "--host", "127.0.0.1")
     server.default(llama_server.PORT, "--port", 8080)

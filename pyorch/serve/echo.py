@@ -1,12 +1,13 @@
-"""/v1/completions with `echo`, which llama-server ignores: what the tokens of a prompt are worth, for harnesses.
+"""Answers /v1/completions with `echo`: the log-probabilities of a prompt's tokens, for evaluation harnesses.
 
-The answer has the form of OpenAI's completions, where `logprobs` lists all tokens, those of the prompt first:
+llama-server ignores `echo`. The answer has the form of OpenAI's completions; `logprobs` lists all tokens, first those
+in the prompt:
 
     {"tokens": ["import", " os"], "token_logprobs": [null, -1.9], "top_logprobs": [null, {" os": -1.9}],
      "text_offset": [0, 6]}
 
-A prompt is computed in a context of its own, beside the server's slots, one request after the other, as `pyorch eval`
-computes it: attention in 32 bits throughout.
+Each prompt is computed in a separate context, not in the server's slots, one request after another. As in `pyorch
+eval`, attention has 32 bits throughout.
 """
 
 from __future__ import annotations
@@ -31,16 +32,22 @@ from pyorch.serve.failures import NOBODY_HAS_IT, files_of, reason
 from pyorch.serve.routes import Answer, Request, as_json, refusal
 from pyorch.serve.vocabulary import Vocabulary
 
-MAX_TOP = 100  # alternatives of a token
+MAX_TOP = 100  # alternatives for a token
 _N_BATCH = 512
 _OUTPUT_BYTES = 64 << 20  # for logits
-_ROUND = 256  # tokens of a context
+_ROUND = 256  # a context has a multiple of so many tokens
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """n_top: alternatives of each token, None without logprobs. max_tokens: generated after the prompt, greedily, until
-    one of stop comes."""
+    """A request with `echo`.
+
+    Attributes:
+        prompts: The tokens of each prompt.
+        max_tokens: Tokens to generate greedily after a prompt.
+        n_top: Alternatives for each token, None without logprobs.
+        stop: Texts that end the generation.
+    """
 
     prompts: list[list[int]]
     max_tokens: int
@@ -49,16 +56,18 @@ class _Asked:
 
 
 class _Left(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 class Echo:
-    """Answers completions that ask for an echo, and leaves others to llama-server.
-
-    context: the server's llama_context *, 0 while its model is not loaded. name: of the model, for users.
-    """
+    """Answers completions with `echo`, and leaves others to llama-server."""
 
     def __init__(self, managed: ManagedModel, context: Callable[[], int], name: str) -> None:
+        """Args:
+            managed: The served model.
+            context: Returns the server's llama_context *, 0 while the model is not loaded.
+            name: The name of the model in answers.
+        """
         self._managed = managed
         self._context = context
         self._name = name
@@ -66,7 +75,7 @@ class Echo:
         self._needed: dict[int, int] = {}  # bytes of a context, by its tokens
 
     def post(self, request: Request) -> Answer | None:
-        """None: llama-server's answer stands."""
+        """Answers a request with `echo`. None: llama-server answers."""
         if b'"echo"' not in request.body:
             return None
         body = request.json()
@@ -81,7 +90,7 @@ class Echo:
         n_most = llama.llama_n_ctx_seq(served)
         longest = max(map(len, asked.prompts)) + asked.max_tokens
         if longest > n_most:
-            return refusal(400, f"a prompt has {longest} tokens, with what is to be generated, and a slot {n_most}: "
+            return refusal(400, f"a prompt and its answer have {longest} tokens, and a slot has {n_most}: "
                                 "start the server with a larger --ctx")
         with self._computing:
             n_ctx = -(-longest // _ROUND) * _ROUND
@@ -108,7 +117,7 @@ class Echo:
         })
 
     def reserve(self, n_ctx: int) -> None:
-        """Under the automatic budget experts may have all memory there is: they give back what the context lacks."""
+        """Reduces the automatic budget until a context fits: experts may occupy all free memory."""
         managed, engine = self._managed, self._managed.engine
         if not managed.plan.automatic:
             return
@@ -133,7 +142,7 @@ class Echo:
 def _read(body: dict[str, Any], vocabulary: Vocabulary) -> _Asked:
     for name, neutral in (("stream", False), ("n", 1), ("best_of", 1), ("suffix", None)):
         if body.get(name) not in (None, neutral):
-            raise PyorchError(f'"{name}" does not go with "echo"')
+            raise PyorchError(f'"{name}" cannot be combined with "echo"')
     max_tokens = _whole(body, "max_tokens", 16, 1 << 20)
     if max_tokens > 1 and body.get("temperature") != 0:
         raise PyorchError('with "echo" tokens are generated at temperature 0 only: give "temperature": 0, or '
@@ -160,7 +169,7 @@ def _whole(body: dict[str, Any], name: str, default: int, most: int) -> int:
 
 
 def _prompts(given: Any, vocabulary: Vocabulary) -> list[list[int]]:
-    """Of a text, of tokens, or of several of either."""
+    """Returns the tokens of each prompt; `given` is a text, tokens, or a list of either."""
     is_one = isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int))
     prompts = []
     for one in [given] if is_one else given if isinstance(given, list) else ():
@@ -207,14 +216,14 @@ def _choice(
     n_generated = len(tokens) - len(prompt)
     if end is None:
         text.finish()
-    else:  # what stopped it is no part of the answer
+    else:  # the stop text is not part of the answer
         text.cut(end, len(prompt))
     return {"text": text.text, "index": index, "finish_reason": reason,
             "logprobs": values.as_logprobs(vocabulary, tokens[: len(text.pieces)], text), "n_generated": n_generated}
 
 
 class _Text:
-    """What tokens stand for, and where in that each begins, in characters. A token may begin inside a character."""
+    """The text of tokens, and the character offset of each token. A token may begin inside a character."""
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self.text = ""
@@ -230,17 +239,17 @@ class _Text:
         self.text += self._decoder.decode(piece)
 
     def finish(self) -> None:
-        """Nothing follows, not even the rest of a character."""
+        """Ends the text. An incomplete last character becomes a replacement character."""
         self.text += self._decoder.decode(b"", final=True)
 
     def cut(self, end: int, n_least: int) -> None:
-        """Leaves so many characters, and the tokens that begin in them; n_least of these in any case."""
+        """Keeps the first `end` characters and the tokens that begin in them, but at least `n_least` tokens."""
         n_tokens = max(n_least, bisect.bisect_left(self.offsets, end))
         self.text, self.pieces, self.offsets = self.text[:end], self.pieces[:n_tokens], self.offsets[:n_tokens]
 
 
 class _Values:
-    """Log-probabilities of the tokens of a text but the first, and of what would have been likelier."""
+    """The log-probability of each token of a text except the first, and the likeliest alternatives."""
 
     def __init__(self, n_top: int | None) -> None:
         self._n_top = n_top
@@ -248,7 +257,7 @@ class _Values:
         self._top: list[list[tuple[int, float]]] = []
 
     def add(self, rows: np.ndarray, following: Sequence[int]) -> None:
-        """rows: logits, of which as many count as tokens follow."""
+        """Adds the values of the tokens that follow each row of logits; rows without a following token do not count."""
         if self._n_top is None:
             return
         for row, token in zip(rows, following):
@@ -258,12 +267,12 @@ class _Values:
             self._top.append([(int(i), float(values[i])) for i in best[np.argsort(-values[best], kind="stable")]])
 
     def as_logprobs(self, vocabulary: Vocabulary, tokens: Sequence[int], text: _Text) -> dict | None:
-        """tokens: of the text, which may be fewer than were added."""
+        """Returns the values of the tokens of a text, which may be fewer than were added."""
         if self._n_top is None:
             return None
         top: list[dict[str, float] | None] = [None]
         for token, value, best in zip(tokens[1:], self._of_token, self._top):
-            named = {vocabulary.piece(token).decode(errors="replace"): value}  # the token itself is always there
+            named = {vocabulary.piece(token).decode(errors="replace"): value}  # includes the token itself
             for other, likelihood in best:
                 name = vocabulary.piece(other).decode(errors="replace")
                 named[name] = max(likelihood, named.get(name, likelihood))

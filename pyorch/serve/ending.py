@@ -1,4 +1,4 @@
-"""How a server ends: when it is told, in order, and not before what it learned is written."""
+"""Ends a server in order: running requests get time, and learned data is written."""
 
 from __future__ import annotations
 
@@ -15,27 +15,32 @@ from collections.abc import Callable, Iterator
 from pyorch.serve.library import ffi, lib
 from pyorch.sizes import counted
 
-GRACE_SECONDS = 10.0  # in which requests that run may end
+GRACE_SECONDS = 10.0  # for running requests to finish
 
-_TELLING_SECONDS = 3.0  # in which requests that did not end are told that the server does
+_TELLING_SECONDS = 3.0  # for unfinished requests to receive the error that ends them
 
-# For what is being computed when the requests were ended; then the process ends without it.
+# For the computation that still runs after all requests have ended. Then the process exits without it.
 _LAST_SECONDS = 20.0
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_AGAIN = 255  # among their numbers
+_AGAIN = 255  # sent like the number of a signal
 
 
 class Ending:
-    """SIGINT and SIGTERM end the server that runs inside serving().
+    """Ends the server that runs inside serving() on SIGINT or SIGTERM.
 
-    The first one: no connection is accepted any more, and those end that have not sent a whole request. Requests that
-    run have so many seconds; what is left of them ends with an error that says why. Then llama-server returns, and the
-    caller writes what it has to write; further signals are without effect until the context is left. A second signal
-    before llama-server has returned does not wait for it: what is to be written is written, and the process ends.
+    After the first signal:
 
-    begin_again() ends the server in the same order. again: that was all, and another server is to begin: no signal
-    came.
+    1. The server accepts no connection, and closes connections without a complete request.
+    2. Running requests have the grace period. Then they end with an error that names the reason.
+    3. llama-server returns, and the caller writes its data. Further signals have no effect until the context is left.
+
+    A second signal before llama-server has returned does not wait for it: the data is written and the process exits.
+
+    begin_again() ends the server in the same order.
+
+    Attributes:
+        again: The last server ended by begin_again(), without a signal: start another.
     """
 
     def __init__(self, grace: float) -> None:
@@ -48,29 +53,31 @@ class Ending:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Signals go to whom they went before."""
+        """Restores the former signal handlers."""
         self._handlers.close()
 
     def begin_again(self) -> None:
-        """On any thread, while the server answers."""
+        """Ends the server so that another can start. Callable on any thread while the server answers."""
         self._wakeup.send(bytes([_AGAIN]))
 
     @contextlib.contextmanager
     def serving(
         self, is_ready: Callable[[], bool], keep: Callable[[], None], write: Callable[[], None]
     ) -> Iterator[None]:
-        """The server runs inside. REQUIRES: the main thread. May be entered once more where `again` says so.
+        """Handles signals while the server runs inside. May be entered again if `again` is True.
+
+        REQUIRES: the main thread.
 
         Args:
-            is_ready: whether the server answers. Before, there is nothing to write, and a signal ends the process.
-            keep: what is to be done before the server ends, when all requests have.
-            write: what is to be written when the server ended, for the case that it does not.
+            is_ready: Returns whether the server answers. Before that a signal ends the process: there is no data.
+            keep: Called after all requests have ended, before the server ends.
+            write: Writes the data if the server does not end in time.
         """
         self._is_ready, self._keep, self._write, self.again = is_ready, keep, write, False
         self._signals, self._wakeup = socket.socketpair()
         self._wakeup.setblocking(False)
-        # Python's own handler in C writes the number of a signal there at once; that in Python, which waits until the
-        # main thread comes back from llama-server, does nothing.
+        # Python's C handler writes the number of a signal to this socket at once. The Python handler has to wait until
+        # the main thread returns from llama-server, so it does nothing.
         for number in _SIGNALS:
             self._handlers.callback(signal.signal, number, signal.signal(number, lambda *_: None))
         thread = threading.Thread(target=self._run, name="ending", daemon=True)
@@ -81,7 +88,7 @@ class Ending:
                 yield
             finally:
                 if self.again:
-                    self._handlers.close()  # while the next server is prepared, as before the first one
+                    self._handlers.close()  # signals work as before the first server until the next one is prepared
                 self._signals.shutdown(socket.SHUT_RD)
                 thread.join()
                 signal.set_wakeup_fd(before)
@@ -96,7 +103,7 @@ class Ending:
         lib.pyorch_server_stop_accepting()
         n = self._n_answering()
         if n and not self.again:
-            with contextlib.suppress(OSError):  # nobody reads it any more
+            with contextlib.suppress(OSError):  # stderr is closed
                 print(f"pyorch: ending, with {self._grace:g} s for {counted(n, 'request')}; a second signal ends at "
                       "once", file=sys.stderr, flush=True)
         number = self._let_end(self._grace, number)
@@ -114,14 +121,14 @@ class Ending:
         self._end_now(number)
 
     def _let_end(self, seconds: float, number: int) -> int:
-        """Waits until every request is answered, for so long at most."""
+        """Waits until every request is answered, at most `seconds`. Returns the signal that ends the server."""
         due = time.monotonic() + seconds
         while self._n_answering() and time.monotonic() < due:
             number = self._heed(self._next(0.05), number)
         return number
 
     def _heed(self, signaled: int | None, number: int) -> int:
-        """The signal that ends the server, after this one: the first of all, the second ends the process."""
+        """Returns the signal that ends the server. The second signal exits the process."""
         if signaled not in _SIGNALS:
             return number
         if not self.again:
@@ -130,7 +137,7 @@ class Ending:
         return signaled
 
     def _next(self, seconds: float | None) -> int | None:
-        """The number of the next signal, or _AGAIN; 0 when the server has returned, None after so many seconds."""
+        """Returns the next signal or _AGAIN; 0 if the server has returned, None after `seconds`."""
         due = None if seconds is None else time.monotonic() + seconds
         while True:
             left = None if due is None else max(0.0, due - time.monotonic())

@@ -1,4 +1,4 @@
-"""HTTP of several models: answers what concerns all of them, and passes other requests on to the server of one."""
+"""The HTTP server in front of several models: answers requests about all, and forwards others to one model's server."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from pyorch.sizes import MiB, counted, format_bytes
 
 _LOOPBACK = ("127.", "::1", "::ffff:127.")
 _MAX_BODY_BYTES = 100 * MiB  # as llama-server
-_MAX_LINE_BYTES = 1 << 16  # of what describes a chunk
+_MAX_LINE_BYTES = 1 << 16  # of the head of a chunk
 _LINGER_SECONDS = 5.0
-_N_DESCRIPTORS = 8192  # a connection has two
+_N_DESCRIPTORS = 8192  # each connection has two
 
-# What the server of a model has, by method. A request for anything else is refused before a model is looked for.
+# The endpoints of one model's server, by method. Requests for other paths are refused before a model is searched.
 ENDPOINTS = {
     "GET": ("/metrics", "/props", "/residency", "/slots", "/lora-adapters", "/tokenizer_info", "/tools", "/cors-proxy",
             "/v1/stream"),
@@ -51,12 +51,12 @@ ENDPOINTS = {
     "DELETE": ("/v1/stream",),
 }
 
-# Harnesses ask for these before they name a model.
+# Harnesses request these before they name a model.
 _OF_ANY_MODEL = ("/tokenizer_info", "/tokenize", "/detokenize")
 
 
 class _Refused(Exception):
-    """status and a sentence. ends: the rest of the request is not read, so the connection ends."""
+    """A refused request, with status and message. ends: close the connection, because the request is not fully read."""
 
     def __init__(self, status: int, sentence: str, ends: bool = False) -> None:
         super().__init__(sentence)
@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.deadlines.begin(self.request, HEAD_SECONDS)
 
     def do_OPTIONS(self) -> None:
-        """Before a page of another origin asks: what llama-server answers."""
+        """Answers the preflight request of a page from another origin as llama-server does."""
         self._answer(200, "", headers=(
             ("Access-Control-Allow-Methods", "GET, POST"), ("Access-Control-Allow-Headers", "*")))
 
@@ -94,9 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_error(400, f"the address of the request is none: {error}")
         try:
             is_open = url.path in ("/health", "/v1/health") or url.path in self.server.pages
-            if not is_open and not self._has_key():  # before memory is taken for what strangers send
+            if not is_open and not self._has_key():  # before strangers' data takes memory
                 raise _Refused(401, "Invalid API Key", ends=True)
-            if is_open and self._method == "GET":  # what strangers send with it is not read
+            if is_open and self._method == "GET":  # does not read a body of strangers
                 self.close_connection |= "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
                 body = b""
             else:
@@ -113,7 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _method(self) -> str:
-        """HEAD is answered as GET, without a body."""
+        """The method to look up: HEAD is answered as GET, without a body."""
         return "GET" if self.command == "HEAD" else self.command
 
     def _answer_to(self, path: str, query: str, body: bytes) -> None:
@@ -157,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Refused(503, str(error)) from None
 
     def _metrics(self, model: Model | None) -> Iterator[tuple[str, str]]:
-        """Of one model or of all, what the server of each that is loaded answers; "" of others."""
+        """Yields names and metrics of one model or all, "" for a model that is not loaded."""
         models = self.server.models
         for each in models.by_name.values() if model is None else (model,):
             text = None
@@ -173,7 +173,7 @@ class _Handler(BaseHTTPRequestHandler):
         return model
 
     def _named_in(self, body: bytes) -> str | None:
-        """The model that a body names, None if it names none."""
+        """Returns the model that a body names, None if it names none."""
         if not body:
             return None
         kind = self.headers.get("Content-Type", "")
@@ -217,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
             n_bytes += int(size[1], 16)
             self._check_size(n_bytes)
             chunk = self.rfile.read(int(size[1], 16))
-            if not chunk:  # the last one; lines of the head may follow
+            if not chunk:  # the last one; trailer lines may follow
                 while self.rfile.readline(_MAX_LINE_BYTES).strip():
                     pass
                 return
@@ -230,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(413, f"the body is larger than {format_bytes(_MAX_BODY_BYTES)}", ends=True)
 
     def _linger(self) -> None:
-        """A client that is still sending would else lose the answer when the connection is closed."""
+        """Reads on for a short time. A client that still sends would otherwise lose the answer when we close."""
         due = time.monotonic() + _LINGER_SECONDS
         with contextlib.suppress(OSError):
             self.wfile.flush()
@@ -245,7 +245,7 @@ class _Handler(BaseHTTPRequestHandler):
         return not keys or any(hmac.compare_digest(given.encode(), key.encode()) for key in keys)
 
     def _pass_on(self, port: int, body: bytes) -> None:
-        """Byte by byte, as they come; an end on either side ends the other."""
+        """Forwards the request and streams the answer. If either side closes its connection, so does the other."""
         headers = {name: re.sub(r"[\r\n]+", " ", value) for name, value in self.headers.items()
                    if name.lower() not in ("connection", "content-length", "expect", "host", "transfer-encoding")}
         local = self.client_address[0].startswith(_LOOPBACK)
@@ -256,9 +256,9 @@ class _Handler(BaseHTTPRequestHandler):
         client, answered = self.connection, False
         try:
             with socket.create_connection(("127.0.0.1", port)) as server:
-                with contextlib.suppress(ConnectionError):  # it may answer before it has read all
+                with contextlib.suppress(ConnectionError):  # the server may answer before it has read everything
                     server.sendall(head.encode("latin-1") + body)
-                readable = select.poll()  # select() has no room for the descriptors of many connections
+                readable = select.poll()  # select() is limited to 1024 descriptors
                 readable.register(server, select.POLLIN)
                 readable.register(client, select.POLLIN)
                 while True:
@@ -269,7 +269,7 @@ class _Handler(BaseHTTPRequestHandler):
                             break
                         answered = True
                         client.sendall(part)
-                    elif not client.recv(1 << 16):  # the client has gone
+                    elif not client.recv(1 << 16):  # the client has disconnected
                         return
         except OSError:
             pass
@@ -301,7 +301,7 @@ class _Handler(BaseHTTPRequestHandler):
         except PyorchError as error:
             raise _Refused(400, str(error)) from None
         except (AttributeError, TypeError, ValueError):
-            raise _Refused(400, "a part of the request is of another kind than it must be") from None
+            raise _Refused(400, "a part of the request has the wrong type") from None
         self.close_connection = True
         reply, begun = ollama.Reply(path, asked), False
         if not request and keep_alive == 0:
@@ -322,7 +322,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send_line({"error": str(error)}) if begun else self._refuse(status, str(error), path)
             if begun:
                 self._send_line(reply.end())
-            else:  # nothing was asked of the model but to be loaded
+            else:  # the request only loads the model
                 self._answer(200, json.dumps(reply.end("load")))
 
     def _begin_lines(self) -> bool:
@@ -338,13 +338,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(json.dumps(line).encode() + b"\n")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What http.server refuses by itself: in the form of other refusals."""
+        """Sends errors of http.server in the form of other refusals."""
         self.close_connection = True
         self._refuse(code, message or explain or self.responses[code][0], "")
         self._linger()
 
     def _refuse(self, status: int, sentence: str, path: str) -> None:
-        """In Ollama's form, or in llama-server's."""
+        """Sends an error in the form of Ollama or llama-server."""
         kind = "server_error" if status >= 500 else "not_found_error" if status == 404 else "invalid_request_error"
         error = sentence if path.startswith("/api/") else {"code": status, "message": sentence, "type": kind}
         with contextlib.suppress(OSError):
@@ -373,7 +373,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Deadlines:
-    """When connections must have sent what they are sending. A connection that is late is shut down."""
+    """Times by which connections must have sent their requests. A late connection is shut down."""
 
     def __init__(self) -> None:
         self._due: dict[socket.socket, float] = {}
@@ -395,7 +395,7 @@ class Deadlines:
     def _watch(self) -> None:
         while not self._ended.wait(0.25):
             now = time.monotonic()
-            with self._changing:  # none is closed meanwhile: its descriptor could be another's
+            with self._changing:  # so that no connection closes now and another takes its descriptor
                 for connection in [each for each, due in self._due.items() if now >= due]:
                     del self._due[connection]
                     with contextlib.suppress(OSError):
@@ -431,19 +431,19 @@ class _Server(ThreadingHTTPServer):
             self._changed.wait_for(lambda: not self._n_answering, seconds)
 
     def handle_error(self, *_: object) -> None:
-        """Clients that go away are no news."""
+        """Ignores clients that disconnect."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(*_)
 
 
 def _listed(model: Model) -> dict:
-    """As /v1/models lists it."""
+    """Returns a model's entry in /v1/models."""
     return {"id": model.name, "object": "model", "created": int(time.time()), "owned_by": "pyorch",
             "status": {"value": model.state}}
 
 
 def _allow_descriptors() -> None:
-    """The system allows a process few, without being asked."""
+    """Raises the process's limit of descriptors, which is low by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _N_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _N_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -454,16 +454,16 @@ def serve_models(
     find_paths: Callable[[], dict[str, Path]], options: Sequence[str], flags: Sequence[str], budget: Budget,
     keep_alive: float,
 ) -> int:
-    """Serves models by their names until SIGINT or SIGTERM. To be called on the main thread.
+    """Serves models by their names until SIGINT or SIGTERM. Call it on the main thread.
 
     Args:
-        find_paths: Returns the files that there are now, by name.
-        options: Of `pyorch serve`, for each model.
-        flags: Of llama-server, for each model.
+        find_paths: Returns the present files, by name.
+        options: Options of `pyorch serve` for each model.
+        flags: Flags of llama-server for each model.
         keep_alive: Seconds after which an idle model is unloaded.
 
     Raises:
-        PyorchError: There are no models, or the address cannot be used.
+        PyorchError: There are no models, or the server cannot listen on the address.
     """
     llama_server.check(flags)
     given = Flags(flags)

@@ -1,4 +1,4 @@
-"""libpyorch-server: llama-server with routes of ours, as the header that lies beside it declares it."""
+"""libpyorch-server: llama-server with added routes, declared by pyorch-server.h."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ lib = ffi.dlopen(str(_path))
 
 
 def chat_page() -> list[str]:
-    """The files of llama-server's chat page, [] where it was not built."""
+    """Returns the files of llama-server's chat page, [] if this build has none."""
     names = []
     while name := lib.pyorch_server_get_page(len(names)):
         names.append(ffi.string(name).decode())
@@ -22,5 +22,5 @@ def chat_page() -> list[str]:
 
 
 def served_context() -> int:
-    """The llama_context * of the server, 0 while its model is not loaded."""
+    """Returns the llama_context * of the server, 0 while its model is not loaded."""
     return int(ffi.cast("uintptr_t", lib.pyorch_server_get_context()))

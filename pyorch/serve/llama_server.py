@@ -1,4 +1,4 @@
-"""llama-server in this process: the flags it is given, and the call."""
+"""Runs llama-server in this process, with flags for a model under a budget."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from pyorch.settings.device import NONE, REMOTE, device_names
 from pyorch.settings.settings import MAX_THREADS, MAX_TOKENS
 from pyorch.sizes import MiB
 
-N_PARALLEL = 4  # slots that llama-server makes when -np is not given; they share one KV cache
+N_PARALLEL = 4  # slots of llama-server without -np; they share one KV cache
 
-# In which the head of a request must have come, and its body: pictures may come slowly. A connection that stays silent
-# for as long as --timeout says ends sooner.
+# Timeouts for the head and the body of a request: large pictures may arrive slowly. A silent connection ends after
+# --timeout, which may be sooner.
 HEAD_SECONDS, BODY_SECONDS = 30.0, 600.0
 SILENT_SECONDS = 60
 
 
 @dataclass(frozen=True)
 class Option:
-    """A flag of llama-server: its spellings, and the environment variable that stands for it."""
+    """A flag of llama-server: its spellings and its environment variable."""
 
     names: tuple[str, ...]
     env: str = ""
@@ -77,7 +77,7 @@ MMPROJ = Option(("-mm", "--mmproj"), "LLAMA_ARG_MMPROJ")
 
 
 class Root(Enum):
-    """What "/" shows: llama-server's chat page or files of the user, our small chat page, or the way to /pyorch."""
+    """The page at "/": llama-server's chat page or the user's files, pyorch's small chat page, or the live view."""
 
     LLAMA_SERVER = 1
     SMALL_CHAT = 2
@@ -85,14 +85,17 @@ class Root(Enum):
 
 
 def keys_in(path: str) -> list[str]:
-    """The API keys of a file, a line each, without comments, as llama-server reads them. OSError where it cannot be
-    read."""
+    """Returns the API keys in a file, as llama-server reads them: one on each line, without comments.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     lines = Path(path).read_bytes().decode("ascii", "replace").split("\n")
     return [line for line in lines if line and not line.startswith("#")]
 
 
 class Flags:
-    """What llama-server is given: the user's flags, and defaults where the user said nothing."""
+    """The flags of llama-server: the user's, and defaults for others."""
 
     def __init__(self, given: Sequence[str]) -> None:
         self.arguments = list(given)
@@ -107,13 +110,17 @@ class Flags:
 
     @property
     def api_keys(self) -> list[str]:
-        """Those of which requests need one. OSError where the file with them cannot be read."""
+        """Returns the API keys that requests need.
+
+        Raises:
+            OSError: The file of keys cannot be read.
+        """
         keys, file = self.value(API_KEY).split(","), self.value(API_KEY_FILE)
         return [key for key in keys + (keys_in(file) if file else []) if key]
 
     @property
     def root(self) -> Root:
-        """What "/" is to show, before add_defaults()."""
+        """The page at "/". Call it before add_defaults()."""
         given = [argument for argument in self.arguments if argument in UI.names]
         on = given[-1] in UI.names[:2] if given else os.environ.get(UI.env, "1") in ("on", "enabled", "true", "1")
         if not on:
@@ -121,13 +128,13 @@ class Flags:
         return Root.LLAMA_SERVER if chat_page() or self.has(STATIC_FILES) else Root.SMALL_CHAT
 
     def value(self, option: Option, default: str = "") -> str:
-        """The option's value; the last one counts, and the environment only where there is none."""
+        """Returns the option's value: the last flag, otherwise the environment variable, otherwise `default`."""
         pairs = zip(self.arguments, self.arguments[1:])
         values = [value for argument, value in pairs if argument in option.names]
         return values[-1] if values else os.environ.get(option.env, default)
 
     def replace(self, option: Option, value: object) -> None:
-        """Gives the option another value, wherever it was given."""
+        """Replaces the option's value in flags and environment."""
         at = [i for i, argument in enumerate(self.arguments[:-1]) if argument in option.names]
         for i in at:
             self.arguments[i + 1] = str(value)
@@ -142,28 +149,33 @@ class Flags:
             raise PyorchError(f'{option.names[0]} "{text}" is not a whole number') from None
 
     def add_defaults(self) -> None:
-        """The defaults with which experts under a budget work; all but the context's sizes."""
+        """Adds the defaults that experts under a budget need, except for the sizes of the context."""
         # Dense weights in anonymous memory: the kernel cannot drop them under a memory limit.
         self.default(LOAD_MODE, "--load-mode", "none")
         self.default(WARMUP, "--no-warmup")  # it selects every expert
-        self.default(FIT, "-fit", "off")  # it loads the model a second time, to fit it to a GPU
-        self.default(CACHE_RAM, "-cram", 0)  # copies of old prompts' KV, up to 8 GiB of them
+        self.default(FIT, "-fit", "off")  # it loads the model a second time to fit it to a GPU
+        self.default(CACHE_RAM, "-cram", 0)  # it copies the KV of old prompts, up to 8 GiB
         if self.root is Root.SMALL_CHAT:
             self.default(UI, "--no-ui")
         self.default(TIMEOUT, "--timeout", SILENT_SECONDS)
-        self.default(METRICS, "--metrics")  # a part of ours
+        self.default(METRICS, "--metrics")  # pyorch appends its own
         self.default(THREADS, "-t", cores.physical_cores())
 
     def place(self, name: str, devices: Devices | None, params: llama.llama_model_params) -> None:
-        """Dense layers on the devices of this name, see pyorch.settings.device, as the parameters say; None: on the
-        processor."""
-        self.arguments.append("--no-op-offload")  # a device would copy experts from where they are not
+        """Puts dense layers on the devices, as `params` says.
+
+        Args:
+            name: The devices, as pyorch.settings.device reads them.
+            devices: The devices that compute, None for the processor.
+            params: The parameters of the model.
+        """
+        self.arguments.append("--no-op-offload")  # a device would copy experts from the loader's mapping
         if devices is None:
             self.default(DEVICE, "--device", "none")
             return
         if devices.is_remote:
             endpoints = (each.removeprefix(REMOTE) for each in device_names(name) if each.startswith(REMOTE))
-            self.arguments[:0] = ("--rpc", ",".join(endpoints))  # before what names them
+            self.arguments[:0] = ("--rpc", ",".join(endpoints))  # before the flags that name these devices
         self.replace(DEVICE, ",".join(device.name for device in devices.each))
         self.default(GPU_LAYERS, "-ngl", "all" if params.n_gpu_layers < 0 else params.n_gpu_layers)
         if len(devices.each) > 1:
@@ -174,34 +186,33 @@ class Flags:
 
     @property
     def n_gpu_layers(self) -> int:
-        """As it was given, 0 where nothing was: how many are on a device is decided then."""
+        """The given number of layers on a device, 0 without a flag: then the planner decides."""
         text = self.value(GPU_LAYERS, "0")
         return self.number(GPU_LAYERS, 0) if text not in ("all", "auto") else _ALL_LAYERS
 
     def leave_device(self, left: str) -> None:
-        """From now on the devices of this setting compute what a lost one did; none: the processor, whatever was given.
-        """
+        """Replaces a lost device by the devices of this setting, or by the processor if `left` is "none"."""
         if left == NONE:
             self.replace(DEVICE, NONE)
         if self.has(VERBOSITY) and self.value(VERBOSITY) not in ("0", "1", "2", "3"):
-            # A log that tells more asks all devices for their memory, and one that is gone would end the process.
+            # A more verbose log asks all devices for their memory, and a lost device would end the process.
             self.arguments += ("-lv", "3")
 
     @property
     def n_slots(self) -> int:
-        """Requests that are computed together at most."""
+        """The largest number of requests that are computed together."""
         n_parallel = self.number(PARALLEL, -1)
         return n_parallel if n_parallel > 0 else N_PARALLEL
 
     def context_params(self) -> llama.llama_context_params:
-        """The context that llama-server will make, for the planner."""
+        """Returns the parameters of llama-server's context, for the planner."""
         params = llama.llama_context_default_params()
         n_parallel = self.number(PARALLEL, -1)
         n_ctx = self.number(CTX_SIZE, 0)
         if n_ctx < 0:
             raise PyorchError(f"{CTX_SIZE.names[0]} is {n_ctx}, and must be 0 (as trained) or more")
         params.n_ctx = n_ctx
-        params.n_batch = min(self.number(BATCH, 2048), n_ctx or MAX_TOKENS)  # so llama.cpp does
+        params.n_batch = min(self.number(BATCH, 2048), n_ctx or MAX_TOKENS)  # as llama.cpp does
         params.n_ubatch = min(self.number(UBATCH, 512), params.n_batch)
         params.n_seq_max = self.n_slots
         params.kv_unified = n_parallel < 0 or any(name in self.arguments for name in KV_UNIFIED.names[:2])
@@ -211,18 +222,18 @@ class Flags:
         return params
 
     def other_bytes(self) -> int:
-        """What llama-server will allocate beside the model and its context: prompt cache, other models."""
+        """Returns the bytes of llama-server's other allocations: the prompt cache and other models."""
         files = (self.value(option) for option in (DRAFT_MODEL, MMPROJ))
         return max(0, self.number(CACHE_RAM, 0)) * MiB + sum(os.path.getsize(f) for f in files if os.path.isfile(f))
 
 
-_ALL_LAYERS = 1 << 20  # more than a model has
+_ALL_LAYERS = 1 << 20  # more than any model has
 
 
 def _cache_type(name: str) -> int:
     if name == "f16":
         return llama.GGML_TYPE_F16
-    import gguf  # takes a tenth of a second
+    import gguf  # takes 100 ms
 
     try:
         return gguf.GGMLQuantizationType[name.upper()].value
@@ -230,7 +241,7 @@ def _cache_type(name: str) -> int:
         raise PyorchError(f'"{name}" is no type for a KV cache: use f16, q8_0 or another of `-- --help`') from None
 
 
-# With these llama-server prints something and exits, or meets other processes.
+# With these flags llama-server prints something and exits, or connects to other processes.
 _NOT_CHECKED = ("-h", "--help", "--usage", "--version", "-cl", "--cache-list", "--completion-bash", "--list-devices",
                 "--rpc")
 _WITH_ONE_VALUE = (ALIAS, HOST, PORT, CTX_SIZE, BATCH, UBATCH, DEVICE, TENSOR_SPLIT, SPLIT_MODE, GPU_LAYERS, THREADS,
@@ -239,18 +250,21 @@ _WITH_ONE_VALUE = (ALIAS, HOST, PORT, CTX_SIZE, BATCH, UBATCH, DEVICE, TENSOR_SP
                    DRAFT_MODEL, MMPROJ)
 _REFUSED = re.compile(r'error while handling (?:argument|environment variable) "(?P<name>[^"]*)": (?:error: )?'
                       r"(?P<why>.*?)\s*(?:\nusage:\n(?P<usage>.*?)\s*(?:\n\nto show complete usage.*)?)?", re.DOTALL)
-_USAGE_LENGTH = 160  # of an error, characters
+_USAGE_LENGTH = 160  # characters of the usage in an error
 
 
-# What llama-server takes and then ends with, or the kernel refuses: an array of its own has no more room, or each is a
-# thread. GGML_MAX_N_THREADS, LLAMA_MAX_SEQ.
+# The largest values. llama-server accepts larger ones and then ends, because a fixed array is full
+# (GGML_MAX_N_THREADS, LLAMA_MAX_SEQ) or the kernel refuses so many threads.
 _MOST = {THREADS: MAX_THREADS, THREADS_BATCH: MAX_THREADS, DRAFT_THREADS: MAX_THREADS, DRAFT_THREADS_BATCH: MAX_THREADS,
          HTTP_THREADS: 1024, PARALLEL: 256}
 
 
 def check(given: Sequence[str]) -> None:
-    """PyorchError for flags of the user that llama-server refuses, in its words without the lines around them, and for
-    numbers that would end it."""
+    """Checks the user's flags.
+
+    Raises:
+        PyorchError: llama-server refuses a flag (with its own reason), or a number would end it.
+    """
     _check_words(given)
     flags = Flags(given)
     for option, most in _MOST.items():
@@ -258,8 +272,8 @@ def check(given: Sequence[str]) -> None:
             raise PyorchError(f"{option.names[0]} is {number}, and must be {most} or less")
     n_cache, limit = flags.number(CACHE_RAM, 0), memory.memory_limit().limit_bytes
     if n_cache * MiB > limit:
-        raise PyorchError(f"{CACHE_RAM.names[0]} is {n_cache} (MiB), and must be {limit // MiB} or less: there is "
-                          "no more memory")
+            raise PyorchError(f"{CACHE_RAM.names[0]} is {n_cache} (MiB), and must be {limit // MiB} or less: this "
+                              "is all the memory")
 
 
 def _check_words(given: Sequence[str]) -> None:
@@ -284,7 +298,7 @@ def _check_words(given: Sequence[str]) -> None:
     value = os.environ.get(name, "")
     if name in given:
         value = next(iter(given[given.index(name) + 1 :]), "")
-    if re.fullmatch("(invalid )?sto[a-z]+.*", why):  # so C++ says it
+    if re.fullmatch("(invalid )?sto[a-z]+.*", why):  # the text of a C++ exception
         why = "that is no number, or is too large"
     usage = textwrap.shorten(refused["usage"] or "", _USAGE_LENGTH, placeholder=" ...")
     flag = f"{name} {value}".strip()
@@ -292,11 +306,16 @@ def _check_words(given: Sequence[str]) -> None:
 
 
 def call(arguments: Sequence[str], devices: Devices | None) -> int:
-    """Serves until pyorch.serve.ending.Ending ends it. Returns llama-server's exit status.
+    """Runs llama-server until pyorch.serve.ending.Ending ends it.
 
-    devices: what computes; one of another process that is lost fails what is computed.
+    REQUIRES: the calling thread is under the engine's capture.
 
-    REQUIRES: the thread under the engine's capture.
+    Args:
+        arguments: All flags.
+        devices: The devices that compute. If one of another process is lost, the requests that it computes fail.
+
+    Returns:
+        llama-server's exit status.
     """
     argv = [ffi.new("char[]", os.fsencode(argument)) for argument in ("llama-server", *arguments)]
     if devices is not None and devices.is_remote:

@@ -1,4 +1,4 @@
-"""GET /metrics: llama-server's own metrics and those of the experts, in one answer for Prometheus."""
+"""GET /metrics: llama-server's metrics and the metrics of the experts, in one answer for Prometheus."""
 
 from __future__ import annotations
 
@@ -11,19 +11,28 @@ from pyorch.llama.managed import ManagedModel
 from pyorch.runtime.statistics import Stats, SubstitutionStats, is_of_layers
 from pyorch.serve.routes import Answer, Request, refusal
 
-# Where a metric is not named as the number is in pyorch.h.
+# Metrics with other names than in pyorch.h.
 _NAMES = {
     "hits": "expert_hits", "misses": "expert_misses", "loads": "expert_loads", "evictions": "expert_evictions",
     "bytes_read": "read_bytes", "prefetch_hits": "prefetch_useful", "failures": "decode_failures",
     "tokens": "routed_tokens", "decode_ns": "decoding_ns", "substituted": "substituted_slots",
     "dropped": "dropped_slots", "ghosts": "ghost_slots", "on_their_way": "on_their_way_slots",
 }
-_LOSSY = ("substituted", "dropped", "ghosts", "on_their_way")  # of those of pyorch_substitution_counts
+_LOSSY = ("substituted", "dropped", "ghosts", "on_their_way")  # the metrics in pyorch_substitution_counts
 
 
 @dataclass(frozen=True)
 class _Metric:
-    """source: a field of Stats or SubstitutionStats, which the factor brings into the metric's unit."""
+    """A metric of the engine.
+
+    Attributes:
+        name: The name without a prefix.
+        text: The help text.
+        source: The field of Stats or SubstitutionStats.
+        factor: Converts the field to the unit of the metric.
+        is_gauge: Whether it is a gauge; otherwise a counter.
+        of_layers: Whether each layer has a value.
+    """
 
     name: str
     text: str
@@ -48,7 +57,7 @@ TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """llama-server's answer, and behind it what the engine counts; of a dense model llama-server's only."""
+    """llama-server's metrics, followed by the engine's counters; for a dense model only llama-server's."""
 
     def __init__(self, managed: ManagedModel) -> None:
         self._managed = managed
@@ -56,13 +65,13 @@ class Metrics:
     def get(self, request: Request) -> Answer:
         if request.own_status != 200:
             return Answer(request.own or refusal(503, "no metrics").body, status=request.own_status)
-        # Takes a tenth of a second, which a server that nobody asks for metrics does not need to spend.
+        # The import takes 100 ms, which a server without requests for metrics saves.
         from prometheus_client import generate_latest
 
         return Answer(request.own.rstrip("\n") + "\n" + generate_latest(self).decode(), TYPE)
 
     def collect(self) -> Iterator:
-        """For Prometheus."""
+        """Yields the engine's metrics for Prometheus."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         engine = self._managed.engine
@@ -87,12 +96,12 @@ def _value(counts: tuple[Stats, SubstitutionStats], source: str) -> float:
 
 
 def of_models(answers: Iterable[tuple[str, str]]) -> str:
-    """The answers of several servers in one, with the model as a label.
+    """Merges the metrics of several servers, with the model as a label.
 
     Args:
-        answers: The name of each model, and what GET /metrics of its server answers, "" if the model is not loaded.
+        answers: The name of each model, and its server's answer to GET /metrics, "" if the model is not loaded.
     """
-    heads: dict[str, dict[str, None]] = {}  # of each metric, the lines that say what it is, once each
+    heads: dict[str, dict[str, None]] = {}  # by metric: its HELP and TYPE lines, once each
     samples: dict[str, list[str]] = {}
     loaded = []
     for model, text in answers:

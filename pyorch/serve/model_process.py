@@ -1,6 +1,6 @@
-"""The process that serves one of several models: a `pyorch serve` of its own.
+"""The process that serves one of several models: a separate `pyorch serve`.
 
-    unloaded --a request names it--> loading --> loaded --idle for keep-alive, or in the way of another--> unloaded
+    unloaded --request names it--> loading --> loaded --idle for keep-alive, or another needs the memory--> unloaded
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TextIO
 from pyorch.errors import PyorchError, one_line
 
 _ERROR = re.compile(r"pyorch: error: (.*)")
-_ERROR_OF_LLAMA = re.compile(r"[0-9.]+ E (?:srv |cmn )? *(.*)")  # as llama-server logs it, behind the time
+_ERROR_OF_LLAMA = re.compile(r"[0-9.]+ E (?:srv |cmn )? *(.*)")  # a line of llama-server's log, after the time
 
 _SILENT = "it ended without a word"
 
@@ -29,15 +29,15 @@ class Model:
     """One of several models.
 
     Attributes:
-        process: None while the model is not loaded, and not being loaded.
-        port: Of the process, 0 until it answers.
-        busy: Requests that wait for the model, or that it answers.
-        used: When the last request ended.
+        process: None unless the model is loaded or loading.
+        port: The port of the process, 0 until it answers.
+        busy: The number of requests that wait for the model or are being answered.
+        used: The time at which the last request ended.
         keep_alive: Seconds without a request after which the model is unloaded.
-        loading: A thread loads the model.
-        promised: Bytes that the load will take.
-        said: Why the process ended.
-        failures: Loads that failed.
+        loading: Whether a thread loads the model.
+        promised: The bytes that the load will allocate.
+        said: The reason for the end of the process.
+        failures: The number of failed loads.
     """
 
     name: str
@@ -57,22 +57,22 @@ class Model:
 
     @property
     def state(self) -> str:
-        """As llama-server's router calls it."""
+        """The state, in the words of llama-server's router."""
         return "loaded" if self.is_loaded() else "loading" if self.loading else "unloaded"
 
     @property
     def idle_at(self) -> float:
-        """When the model will be unloaded, in seconds of time.time()."""
+        """The time at which the model will be unloaded, as in time.time()."""
         return time.time() + self.used + self.keep_alive - time.monotonic()
 
     def begin(self, command: Callable[[str, Path, int], list[str]]) -> TextIO:
-        """Starts the process. Returns the file into which it writes its port, for wait_until_it_serves()."""
-        # No pattern finds the port in what the process says: a model's name may have any text in it.
+        """Starts the process. Returns the file to which it writes its port, for wait_until_it_serves()."""
+        # The port cannot be parsed from the output: a model's name may contain any text.
         port, announces = os.pipe()
         announced = open(port)
         try:
             self.port, self.said = 0, _SILENT
-            # In a group of its own: Ctrl-C in a terminal is for this process, which ends the others.
+            # In its own process group, because Ctrl-C in a terminal is for this process, which then ends the others.
             self.process = subprocess.Popen(
                 command(self.name, self.path, announces), stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                 errors="replace", start_new_session=True, pass_fds=(announces,))
@@ -84,12 +84,16 @@ class Model:
         return announced
 
     def wait_until_it_serves(self, announced: TextIO) -> None:
-        """PyorchError, with the reason, where the process ends before."""
+        """Waits until the process answers.
+
+        Raises:
+            PyorchError: The process ended first; the message has the reason.
+        """
         process, began = self.process, time.monotonic()
         says = threading.Thread(target=self._pass_on, args=(process.stderr,), daemon=True)
         says.start()
         with announced:
-            line = announced.readline()  # nothing where the process has ended
+            line = announced.readline()  # empty if the process has ended
         if not line.endswith("\n"):
             process.wait()
             says.join()
@@ -98,17 +102,17 @@ class Model:
         say(f"loaded {self.name} in {time.monotonic() - began:.1f} s")
 
     def still_to_come(self) -> int:
-        """Bytes that a load will take beside those that its process has, which are free no more."""
+        """Returns the bytes that a load has promised but its process has not allocated yet."""
         try:
             resident = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, OSError, IndexError):  # it has not begun, or this is not Linux
+        except (AttributeError, OSError, IndexError):  # not started, or not Linux
             resident = 0
         return max(0, self.promised - resident)
 
     def _pass_on(self, lines: Iterator[str]) -> None:
-        """What the process says goes where ours does, but its address, which is not ours."""
+        """Copies the output of the process to ours, except for its address."""
         for line in lines:
-            # The first line of llama-server has the cause; those behind say which functions failed with it.
+            # llama-server's first error names the cause; later ones name the functions that failed because of it.
             error = _ERROR.match(line) or (self.said == _SILENT and _ERROR_OF_LLAMA.match(line))
             self.said = error[1] if error else self.said
             if not line.startswith("pyorch: serving ") and "API for programs at" not in line:

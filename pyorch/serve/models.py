@@ -1,6 +1,6 @@
-"""Several models behind one address: each is served by a `pyorch serve` of its own, which runs while it is needed.
+"""Several models behind one address: each has a `pyorch serve` process, which runs while it is needed.
 
-llama-server's router is not used: it runs llama-server for each model, and counts models in place of memory.
+llama-server's router is not used: it runs llama-server for each model, and limits the number of models, not memory.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pyorch.settings.budget import Budget
 
 
 class NotLoaded(PyorchError):
-    """A request that only looks at a model does not load it."""
+    """The model is not loaded, and the request only reads its state."""
 
 
 class Models:
-    """The models that are served, by name.
+    """The served models, by name.
 
-    A model is loaded beside others if it fits into the free memory. Otherwise idle models are unloaded first, the least
-    recently used one before the others, and the load waits for models that answer. A model that is alone is loaded
-    whatever it needs.
+    A model is loaded in addition to others if it fits into the free memory. Otherwise idle models are unloaded first,
+    the least recently used one before the others, and the load waits for models that answer. If no other model is
+    loaded, a model of any size is loaded.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Models:
         command: Callable[[str, Path, int], list[str]],
     ) -> None:
         """Args:
-            find_paths: Returns the files that there are now, by name.
-            keep_alive: Seconds, for models of which a request says nothing else.
-            key: The API key that the processes of the models ask for, "" for none.
-            command: Serves a model at any port, and writes the port into a descriptor.
+            find_paths: Returns the present files, by name.
+            keep_alive: Seconds before an idle model is unloaded, unless a request gives another time.
+            key: The API key of the models' processes, "" for none.
+            command: Returns the command that serves a model at any port and writes the port to a descriptor.
         """
         self._find_paths = find_paths
         self._budget = budget
@@ -49,16 +49,16 @@ class Models:
         self.key = key
         self._command = command
         self._changed = threading.Condition()
-        self._making_room = threading.Lock()  # what is free is read and promised to one load at a time
+        self._making_room = threading.Lock()  # one load at a time reads and reserves free memory
         self.ending = threading.Event()
         self.by_name = {name: Model(name, path, keep_alive) for name, path in find_paths().items()}
         threading.Thread(target=self._unload_idle, daemon=True).start()
 
     def refresh(self) -> dict[str, Model]:
-        """The models that there are now. A model whose file is gone stays while it is loaded."""
+        """Returns the present models. A loaded model stays although its file is gone."""
         try:
             paths = self._find_paths()
-        except PyorchError:  # the folder is gone, for now
+        except PyorchError:  # the folder is missing at the moment
             return self.by_name
         with self._changed:
             known = self.by_name
@@ -67,11 +67,11 @@ class Models:
                 model = known.get(name)
                 kept[name] = model if model and (model.busy or model.process or model.path == path) else Model(
                     name, path, self.keep_alive)
-            self.by_name = kept  # threads may be reading the one before
+            self.by_name = kept  # a new dictionary: other threads may read the old one
         return kept
 
     def find(self, asked: str) -> Model | None:
-        """The model that a request calls so. Ollama's programs add a tag, and commands take the name of a file."""
+        """Returns the model of that name. Ollama's programs add a tag, and commands use the file's name."""
         names = (asked, f"hf:{asked}", asked.removesuffix(":latest"), asked.removesuffix(".gguf"))
         for models in (lambda: self.by_name, self.refresh):
             by_name = models()
@@ -81,16 +81,16 @@ class Models:
         return None
 
     def loaded(self) -> list[Model]:
-        """The one that was used last comes first."""
+        """Returns the loaded models, the last used one first."""
         loaded = [model for model in self.by_name.values() if model.is_loaded()]
         return sorted(loaded, key=lambda model: (model.busy > 0, model.used), reverse=True)
 
     @contextlib.contextmanager
     def held(self, model: Model, keep_alive: float | None = None) -> Iterator[int]:
-        """Loads a model if it is not loaded. It stays loaded inside, and its port is given.
+        """Loads a model if necessary and keeps it loaded inside the context. Yields its port.
 
         Args:
-            keep_alive: Seconds without a request after which the model is unloaded; None: as many as the server says.
+            keep_alive: Seconds without a request after which the model is unloaded; None: the server's default.
 
         Raises:
             PyorchError: The model cannot be loaded.
@@ -102,14 +102,18 @@ class Models:
 
     @contextlib.contextmanager
     def looked_at(self, model: Model) -> Iterator[int]:
-        """As held(), but raises NotLoaded if the model is not loaded, and does not count as a use."""
+        """Keeps a loaded model inside the context, without counting as a use. Yields its port.
+
+        Raises:
+            NotLoaded: The model is not loaded.
+        """
         with self._busy(model, is_use=False) as model:
             if not model.is_loaded():
                 raise NotLoaded(f"{model.name} is not loaded: a request for an answer loads it, looking at it does not")
             yield model.port
 
     def unload(self, model: Model) -> None:
-        """If a request waits for the model or is answered, the model is unloaded after that."""
+        """Unloads a model, after its running and waiting requests."""
         with self._changed:
             model.keep_alive = 0.0
             process = model.process if model.is_loaded() and not model.busy else None
@@ -119,7 +123,7 @@ class Models:
             end(model.name, process, "as a request said")
 
     def tell_to_end(self) -> list[subprocess.Popen]:
-        """Each ends as `pyorch serve` does when it is told, told again at once."""
+        """Sends each process the signal to end; a second signal ends it at once. Returns the processes."""
         self.ending.set()
         with self._changed:
             running = [model.process for model in self.by_name.values() if model.process is not None]
@@ -130,9 +134,9 @@ class Models:
 
     @contextlib.contextmanager
     def _busy(self, found: Model, is_use: bool) -> Iterator[Model]:
-        """Of a model that was found, the one that has its name now."""
+        """Counts a request for the model that now has the name of `found`. Yields it."""
         with self._changed:
-            if found.name not in self.by_name:  # its file went meanwhile
+            if found.name not in self.by_name:  # its file was removed meanwhile
                 self.by_name = {**self.by_name, found.name: found}
             model = self.by_name[found.name]
             model.busy += 1
@@ -145,7 +149,7 @@ class Models:
                 self._changed.notify_all()
 
     def _load_once(self, model: Model) -> None:
-        """One thread loads a model. Others wait for the model, and fail if that load fails."""
+        """Loads a model in one thread. Other threads wait for it, and fail if the load fails."""
         with self._changed:
             failures = model.failures
             while model.loading:
@@ -178,7 +182,7 @@ class Models:
         while True:
             with self._making_room:
                 loaded = [other for other in self.by_name.values() if other.is_loaded()]
-                free = self._free_bytes(loaded)  # asks their processes, for which nobody else waits
+                free = self._free_bytes(loaded)  # asks their processes; only this load waits for them
                 with self._changed:
                     loaded = sorted((other for other in self.by_name.values() if other.is_loaded()),
                                     key=lambda other: other.used)
@@ -200,7 +204,11 @@ class Models:
                 self._changed.wait(1.0)
 
     def _needed_bytes(self, path: Path) -> int:
-        """PyorchError for what is no model, or one for which the budget is too small."""
+        """Returns the bytes that a model needs.
+
+        Raises:
+            PyorchError: The file is no model, or the budget is too small for it.
+        """
         with ModelMap(path) as model_map:
             info = model_map.info
             experts = info.slots_bytes if self._budget.amount is None else self._budget.resolve(info)
@@ -218,11 +226,11 @@ class Models:
                 end(model.name, process, f"idle for {model.keep_alive:g} s")
 
     def _free_bytes(self, loaded: Sequence[Model]) -> int:
-        """What may be allocated under the memory limit, less what experts were promised and have not taken yet."""
+        """Returns the free bytes under the memory limit, minus the bytes that loaded models may still allocate."""
         promised = 0
         for model in loaded:
             state = Address("127.0.0.1", model.port, "").get("/residency", self.key)
-            if state is not None:  # of a dense model
+            if state is not None:  # None for a dense model
                 totals = json.loads(state)["totals"]
                 promised += totals["budget_bytes"] - totals["used_bytes"]
         return memory.memory_limit().free_bytes - promised

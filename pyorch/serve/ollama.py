@@ -1,7 +1,7 @@
-"""Ollama's API over llama-server's, for editors and programs that speak no other.
+"""Ollama's API on top of llama-server's, for editors and programs that support no other API.
 
-Requests are translated into OpenAI's, answers into lines of JSON. A request is honoured or refused in a sentence. Only
-options that say how Ollama would place a model are passed over: `pyorch serve` decides that.
+Requests are translated to OpenAI's API, answers to lines of JSON. Each part of a request is obeyed or refused with a
+message. Only options for the placement of a model are ignored, because `pyorch serve` decides about that.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from pyorch.serve.routes import read_json
 if TYPE_CHECKING:
     from pyorch.serve.model_process import Model
 
-VERSION = "0.14.0"  # of Ollama, whose requests are understood: programs ask for it
+VERSION = "0.14.0"  # programs ask for it; requests of this version of Ollama are supported
 
 _EMBEDS = ("/api/embed", "/api/embeddings")
 PATHS = ("/api/chat", "/api/generate", "/api/show", *_EMBEDS)
 
 Json = dict[str, Any]
 
-# By what Ollama calls them in "options".
+# Sampling parameters by their names in Ollama's "options".
 _OPTIONS = {"num_predict": "max_tokens", "num_keep": "n_keep"} | {
     name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "seed", "stop", "presence_penalty",
                             "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta", "repeat_penalty",
                             "repeat_last_n")}
-# Of these the server decides when it loads a model, and no answer depends on them.
+# The server fixes these when it loads a model, and they do not change answers.
 _OF_PLACEMENT = ("num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "f16_kv", "use_mmap",
                  "use_mlock", "draft_num_predict")
 _NOT_SERVED = {
@@ -52,21 +52,21 @@ _NOT_SERVED = {
     "context": 'send "messages" to /api/chat, which has the conversation', "width": "no model makes pictures",
     "height": "no model makes pictures", "steps": "no model makes pictures",
 }
-_LEVELS = ("low", "medium", "high")  # of "think"
-_MAX_TOP = 20  # logprobs
+_LEVELS = ("low", "medium", "high")  # values of "think"
+_MAX_TOP = 20  # log-probabilities for a token
 
 _UNITS = {"ns": 1e-9, "us": 1e-6, "\u00b5s": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _UNIT = "|".join(_UNITS)
-_FAR = 100 * 365 * 86400  # seconds: of a model that is never unloaded
+_FAR = 100 * 365 * 86400  # seconds until a model expires that is never unloaded
 
 
 def tags(models: Iterable[Model]) -> Json:
-    """The answer to GET /api/tags."""
+    """Returns the answer to GET /api/tags."""
     return {"models": [_entry(model) for model in models if model.path.exists()]}
 
 
 def running(models: Iterable[Model], key: str) -> Json:
-    """The answer to GET /api/ps, of models that are loaded."""
+    """Returns the answer to GET /api/ps: the loaded models."""
     return {"models": [
         _entry(model) | {"expires_at": _iso(min(model.idle_at, time.time() + _FAR)), "size_vram": 0,
                          "context_length": _served_ctx(model.port, key) or 0}
@@ -74,13 +74,17 @@ def running(models: Iterable[Model], key: str) -> Json:
 
 
 def _served_ctx(port: int, key: str) -> int | None:
-    """Tokens of context that a request may have, None where the server of the model does not answer."""
+    """Returns the tokens of context for a request, None if the model's server does not answer."""
     properties = Address("127.0.0.1", port, "").get("/props", key)
     return None if properties is None else json.loads(properties)["default_generation_settings"]["n_ctx"]
 
 
 def show(path: Path) -> Json:
-    """The answer to POST /api/show. PyorchError for a file that is no model."""
+    """Returns the answer to POST /api/show.
+
+    Raises:
+        PyorchError: The file is no model.
+    """
     with ModelMap(path):
         about = _About.read(path)
     return {"details": about.details(), "capabilities": about.capabilities(), "modelfile": f"FROM {path.name}",
@@ -90,7 +94,7 @@ def show(path: Path) -> Json:
 
 @dataclass(frozen=True)
 class _About:
-    """What a file says about its model."""
+    """The facts about a model in its file."""
 
     arch: str
     n_params: int
@@ -101,7 +105,7 @@ class _About:
 
     @classmethod
     def read(cls, path: Path) -> _About:
-        """Kept until the file changes: programs ask for all models again and again."""
+        """Reads a file. The result is cached until the file changes: programs ask for all models again and again."""
         try:
             stat = path.stat()
         except OSError:
@@ -146,12 +150,12 @@ def _read(path: Path, _time: int, n_bytes: int) -> _About:
             return _About(arch, info.n_params, _type_name(values["general.file_type"]), info.file_bytes,
                           model_map.metadata("tokenizer.chat_template", str, ""),
                           {key: value for key, value in values.items() if value is not None})
-    except FormatError:  # it is listed, and a request for it says why it cannot be loaded
+    except FormatError:  # list the model all the same; a request for it then reports the error
         return replace(_UNKNOWN, n_bytes=n_bytes)
 
 
 def _type_name(number: object) -> str:
-    import gguf  # takes a tenth of a second
+    import gguf  # takes 100 ms
 
     try:
         return re.sub("^(MOSTLY|ALL)_", "", gguf.LlamaFileType(number).name)
@@ -160,7 +164,7 @@ def _type_name(number: object) -> str:
 
 
 def _count(n: int) -> str:
-    """7.5M, as Ollama writes numbers of parameters."""
+    """Formats a number of parameters as Ollama does: 7.5M."""
     unit, name = next(((unit, name) for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")) if n >= unit),
                       (1, ""))
     return f"{n / unit:.1f}{name}" if n else "unknown"
@@ -168,14 +172,14 @@ def _count(n: int) -> str:
 
 def _entry(model: Model) -> Json:
     about, time_ = _About.read(model.path), model.path.stat().st_mtime
-    # Programs tell models apart by it, and show its beginning. To read all of a file takes minutes.
+    # Programs identify a model by the digest and show its beginning. Hashing the whole file would take minutes.
     digest = hashlib.sha256(f"{model.name}\0{about.n_bytes}\0{time_}".encode(errors="surrogateescape")).hexdigest()
     return {"name": model.name, "model": model.name, "size": about.n_bytes, "digest": digest,
             "details": about.details(), "modified_at": _iso(time_)}
 
 
 class Refused(PyorchError):
-    """By the server of the model, with a status."""
+    """The model's server refused the request."""
 
     def __init__(self, sentence: str, status: int) -> None:
         super().__init__(sentence)
@@ -183,7 +187,11 @@ class Refused(PyorchError):
 
 
 def read(body: bytes) -> Json:
-    """What a request asks, with the name of its model as "model". PyorchError where it names none, or is no JSON."""
+    """Reads a request, which names its model as "model".
+
+    Raises:
+        PyorchError: The body is no JSON, or names no model.
+    """
     asked = read_json(body)
     try:
         asked["model"] = str(asked.get("model") or asked["name"])
@@ -191,14 +199,14 @@ def read(body: bytes) -> Json:
         raise PyorchError('a request is an object of JSON with the name of a "model"') from None
     for key, kind in (("messages", list), ("options", dict), ("prompt", str), ("suffix", str), ("tools", list)):
         if not isinstance(asked.get(key) or kind(), kind):
-            raise PyorchError(f'"{key}" is {json.dumps(asked[key])}, and has another kind')
+            raise PyorchError(f'"{key}" is {json.dumps(asked[key])}, which has the wrong type')
     if not all(isinstance(message, dict) for message in asked.get("messages") or ()):
         raise PyorchError('each of "messages" is an object')
     return asked
 
 
 def keep_alive(asked: Json) -> float | None:
-    """Seconds for which the model is to stay loaded without a request; None: the request does not say."""
+    """Returns the seconds without a request after which the model is unloaded, None if the request gives no time."""
     value = asked.get("keep_alive")
     if value is None:
         return None
@@ -219,8 +227,14 @@ def keep_alive(asked: Json) -> float | None:
 
 
 def to_openai(path: str, asked: Json, model: Model) -> tuple[str, Json]:
-    """The path and the body that ask llama-server for the same; the body is empty where nothing is asked but to load
-    the model. PyorchError for what llama-server cannot be asked."""
+    """Translates a request for llama-server.
+
+    Returns:
+        The path and the body. The body is empty if the request only loads the model.
+
+    Raises:
+        PyorchError: llama-server cannot do part of the request.
+    """
     for name, why in _NOT_SERVED.items():
         if asked.get(name):
             raise PyorchError(f'"{name}" is not served here: {why}')
@@ -238,11 +252,11 @@ def to_openai(path: str, asked: Json, model: Model) -> tuple[str, Json]:
         prompt, suffix = asked.get("prompt") or "", asked.get("suffix")
         if suffix:
             if form:
-                raise PyorchError('"format" and "suffix" do not go together')
+                raise PyorchError('"format" cannot be combined with "suffix"')
             return "/infill", body | {"input_prefix": prompt, "input_suffix": suffix} | (
                 {"n_probs": n_top} if n_top else {})
         if asked.get("raw"):
-            if form:  # of a chat, which a raw prompt is not
+            if form:  # needs a chat, which a raw prompt is not
                 body["json_schema"] = {} if form == "json" else form
                 del body["response_format"]
             body |= {"prompt": prompt} | ({"logprobs": n_top} if n_top else {})
@@ -252,7 +266,7 @@ def to_openai(path: str, asked: Json, model: Model) -> tuple[str, Json]:
     else:
         if asked.get("tools"):
             body["tools"] = asked["tools"]
-        made, answered = itertools.count(), itertools.count()  # calls have no names: they are answered in order
+        made, answered = itertools.count(), itertools.count()  # Ollama's calls have no ids: answers come in order
         messages = [_message(one, made, answered) for one in asked.get("messages") or []]
     if not messages:
         return "", {}
@@ -263,24 +277,24 @@ def to_openai(path: str, asked: Json, model: Model) -> tuple[str, Json]:
 def _sampling(options: Json) -> Json:
     body: Json = {}
     for name, value in options.items():
-        if value is None or name in _OF_PLACEMENT or name == "num_ctx":  # which check_context() looks at
+        if value is None or name in _OF_PLACEMENT or name == "num_ctx":  # check_context() checks num_ctx
             continue
         if name in _OPTIONS:
             body[_OPTIONS[name]] = value
         elif value is not False:
             raise PyorchError(f'the option "{name}" is not served here')
-    if body.get("max_tokens", 0) < 0:  # until the text ends
+    if body.get("max_tokens", 0) < 0:  # unlimited
         del body["max_tokens"]
     return body
 
 
 def _n_top(asked: Json) -> int:
-    """Alternatives of each token that llama-server is asked for, 0 where nobody wants probabilities."""
+    """Returns the number of alternatives for each token, 0 without log-probabilities."""
     n_top = asked.get("top_logprobs") or 0
     if isinstance(n_top, bool) or not isinstance(n_top, int) or not 0 <= n_top <= _MAX_TOP:
         raise PyorchError(f'"top_logprobs" is {json.dumps(n_top)}, and must be a whole number from 0 to {_MAX_TOP}')
     if n_top and not asked.get("logprobs"):
-        raise PyorchError('"top_logprobs" goes with "logprobs": true')
+        raise PyorchError('"top_logprobs" needs "logprobs": true')
     return max(1, n_top) if asked.get("logprobs") else 0
 
 
@@ -297,15 +311,19 @@ def _thinking(asked: Json, model: Model) -> Json:
         return {}
     if isinstance(think, str):
         if "reasoning_effort" not in about.template:
-            raise PyorchError(f'"think" is "{think}", and the template of "{model.name}" knows true and false only')
+            raise PyorchError(f'"think" is "{think}", and the template of "{model.name}" supports only true and false')
         return {"chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": think}
     if not think and "enable_thinking" not in about.template:
-        raise PyorchError(f'"think" is false, and the template of "{model.name}" cannot leave thinking out')
+        raise PyorchError(f'"think" is false, and the template of "{model.name}" cannot turn thinking off')
     return {"chat_template_kwargs": {"enable_thinking": think}}
 
 
 def check_context(port: int, asked: Json, key: str) -> None:
-    """Refused where a request wants a longer context than the model is served with."""
+    """Refuses a request for a longer context than the server's.
+
+    Raises:
+        Refused: `num_ctx` is larger.
+    """
     wanted = (asked.get("options") or {}).get("num_ctx")
     n_ctx = _served_ctx(port, key) if wanted else None
     if n_ctx is not None and (not isinstance(wanted, int) or wanted > n_ctx):
@@ -331,28 +349,29 @@ def _message(said: Json, made: Iterator[int], answered: Iterator[int]) -> Json:
 
 
 class Reply:
-    """Makes what Ollama would answer to one request of what llama-server answers.
+    """Translates llama-server's answer to one request into Ollama's.
 
-    load_seconds: what it took until the model was loaded.
+    Attributes:
+        load_seconds: The time until the model was loaded.
     """
 
     def __init__(self, path: str, asked: Json) -> None:
         self._path, self._asked, self._began = path, asked, time.monotonic()
-        self._calls: dict[int, Json] = {}  # of tools: they come in pieces
+        self._calls: dict[int, Json] = {}  # tool calls, which arrive in pieces
         self._reason = ""
         self._last: Json = {}
-        self._values: list[Json] = []  # of tokens that no line has named yet
+        self._values: list[Json] = []  # log-probabilities that no line has sent yet
         self.load_seconds = 0.0
 
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
     def part(self, chunk: Json) -> Json | None:
-        """Of an answer that comes in parts, the next line; None where nothing was said."""
+        """Returns the next line for a chunk of a stream, None if the chunk has no text."""
         choice = next(iter(chunk.get("choices") or ()), chunk)
         reason = choice.get("finish_reason") or ("length" if choice.get("stop_type") == "limit" else "")
         self._reason = reason or self._reason
-        if choice.get("stop") is True:  # the last one of /infill
+        if choice.get("stop") is True:  # the last chunk of /infill
             self._last["usage"] = {"prompt_tokens": choice.get("tokens_evaluated", 0),
                                    "completion_tokens": choice.get("tokens_predicted", 0)}
         self._last |= {key: chunk[key] for key in ("usage", "timings") if chunk.get(key)}
@@ -368,8 +387,8 @@ class Reply:
         return self._line(text, thinking) if text or thinking else None
 
     def end(self, reason: str = "") -> Json:
-        """The last line. reason: of an answer without text."""
-        if self._path in _EMBEDS:  # nothing was asked but to load or to unload the model
+        """Returns the last line of a stream. reason: the reason of an answer without text."""
+        if self._path in _EMBEDS:  # the request only loaded or unloaded the model
             return self._embeddings({})
         usage, timings = self._last.get("usage", {}), self._last.get("timings", {})
         line = self._line("", "") | {
@@ -386,7 +405,7 @@ class Reply:
         return line
 
     def whole(self, answer: Json) -> Json:
-        """Of an answer that comes at once."""
+        """Translates an answer that is not streamed."""
         if self._path in _EMBEDS:
             return self._embeddings(answer)
         said = self.part(answer) or {}
@@ -404,7 +423,7 @@ class Reply:
                 "prompt_eval_count": (answer.get("usage") or {}).get("prompt_tokens", 0)}
 
     def _value(self, value: Json) -> Json:
-        """Of a token, what its probability was, and of as many alternatives as were asked for."""
+        """Translates the log-probability of a token and of the requested alternatives."""
         n_top = self._asked.get("top_logprobs") or 0
         named = {key: value[key] for key in ("token", "logprob", "bytes") if key in value}
         alternatives = [{key: other[key] for key in ("token", "logprob", "bytes") if key in other}
@@ -423,7 +442,7 @@ class Reply:
 
 
 def _cut(vector: list[float], dimensions: int | None) -> list[float]:
-    """The first dimensions of an embedding, of length 1 again."""
+    """Returns the first dimensions of an embedding, scaled to length 1."""
     if not dimensions or dimensions >= len(vector):
         return vector
     length = math.sqrt(sum(value * value for value in vector[:dimensions])) or 1.0
@@ -431,10 +450,10 @@ def _cut(vector: list[float], dimensions: int | None) -> list[float]:
 
 
 def ask(port: int, path: str, body: Json, key: str, client: socket.socket) -> Iterator[Json]:
-    """Asks the server of a model: its answer, or the parts of it. Ends when the client goes.
+    """Sends a request to a model's server. Yields the answer or its chunks; stops if the client disconnects.
 
     Raises:
-        Refused: The server refuses, or it ends before it has answered.
+        Refused: The server refused the request, or it ended before it answered.
     """
     if not body:
         return
@@ -453,7 +472,7 @@ def ask(port: int, path: str, body: Json, key: str, client: socket.socket) -> It
             is_whole = is_whole or line.startswith(b"data: [DONE]")
             if line.startswith(b"data: {"):
                 part = _checked(json.loads(line.removeprefix(b"data: ")))
-                is_whole = is_whole or part.get("stop") is True  # of /infill
+                is_whole = is_whole or part.get("stop") is True  # the form of /infill
                 yield part
         if not is_whole:
             raise http.client.IncompleteRead(b"")
@@ -472,7 +491,7 @@ def _checked(part: Json) -> Json:
 
 
 def _end_with(client: socket.socket, server: socket.socket, ended: threading.Event) -> None:
-    """Who no longer waits for an answer has nothing more computed."""
+    """Closes the connection to the server when the client disconnects, so that the server stops computing."""
     readable = select.poll()
     readable.register(client, select.POLLIN)
     with contextlib.suppress(OSError):

@@ -1,14 +1,13 @@
-"""Prompts that outlive the server: what its slots have computed is kept in the user's cache directory, and the next
-server that would compute the same begins with it.
+"""Keeps the KV cache of a server's slots in the user's cache directory, so that the next server need not compute it.
 
-    pyorch/prompts/KEY/DIGEST.kv        a slot as llama-server saves it: tokens, and their KV
+    pyorch/prompts/KEY/DIGEST.kv        a slot as llama-server saves it: tokens and their KV
 
-KEY is of everything that changes what a KV cache holds; a file is named by the digest of its bytes. llama-server itself
-compares the tokens with those of a request. Nothing is kept where a setting is lossy, or was: what is computed then
-depends on the experts that were in memory.
+KEY identifies everything that changes a KV cache; DIGEST is the digest of the file's bytes. llama-server itself
+compares the tokens with those in a request. Nothing is kept if a setting is lossy, or was: then the KV depends on the
+experts that were in memory.
 
-Who reads or writes there holds a lock, so a file that is being written, or tried, while nobody holds it was left by a
-process that ended over it: both are removed, for llama.cpp ends the process over a file that it cannot make sense of.
+Each reader and writer holds a lock. If a process ends while it writes or tries a file, that file remains without a
+holder of the lock. Both kinds are deleted, because llama.cpp ends the process if it cannot read a file.
 """
 
 from __future__ import annotations
@@ -39,59 +38,61 @@ from pyorch.serve.routes import Answer, Request, Routes, refusal
 from pyorch.settings.option import texts
 from pyorch.sizes import counted
 
-LEAST_TOKENS = 64  # of a prompt that is worth a file
+LEAST_TOKENS = 64  # shorter prompts are not kept
 
 _SLOT = "/slots/:id_slot"
-_SECONDS = {"save": 5.0, "restore": 30.0}  # for a slot: who ends a server does not wait for long
+_SECONDS = {"save": 5.0, "restore": 30.0}  # for each slot; short for saving, because the user waits for the end
 
-# With which a slot is more than tokens and their KV, or is saved by somebody else.
+# With these flags a slot has more than tokens and their KV, or another program saves it.
 _NOT_WITH = re.compile(r"--?(slot-save-path|spec|md$|model-draft|mm$|mmproj|embedding|rerank|no-cache-prompt|lora"
                        r"|control-vector).*")
 
-# Settings that change no bit of what is computed.
+# Settings that change no bit of the KV.
 _FREE = {"budget", "policy", "prefetch", "reads", "direct_io", "packed", "pools", "maps", "mirror", "warm",
          "cpus"}
 
 
 class Prompts:
-    """Of one server. limit: bytes that all files occupy, of all models; 0: nothing is kept, nor read.
-
-    Adds the folder to the server's flags.
-    """
+    """The kept prompts of one server. Adds their folder to the server's flags."""
 
     def __init__(self, record: ManagedModel, server: Flags, limit: int) -> None:
+        """Args:
+            record: The served model.
+            server: The flags of llama-server.
+            limit: The bytes for the files of all models; 0: neither write nor read files.
+        """
         self._record, self._limit, self._n_slots = record, limit, server.n_slots
         self._has_whole_windows = server.has(llama_server.SWA_FULL)
         self._directory: Path | None = None
         self._lock = threading.Lock()
-        self._files: dict[int, Path] = {}  # of what slots held when they were read or written last
+        self._files: dict[int, Path] = {}  # by slot: the file that was read or written last
         cache = kept.directory()
         settings = record.plan.settings
         if cache is None or not limit or not settings.warm or settings.lossy or _is_more(server):
             return
-        if record.devices is not None:  # who computes an expert there, and how it rounds, depends on what it had
+        if record.devices is not None:  # rounding depends on which experts the device had
             return
         with contextlib.suppress(OSError):
             directory = cache / "prompts" / _key(record, server)
             directory.mkdir(parents=True, exist_ok=True)
-            directory.parent.chmod(0o700)  # they are what people wrote
+            directory.parent.chmod(0o700)  # the files contain the users' texts
             server.arguments += ("--slot-save-path", str(directory))
             self._directory = directory
 
     def add_to(self, routes: Routes) -> None:
-        """Keeps clients from the folder, which llama-server would let them write to."""
+        """Refuses requests of clients to save slots: llama-server would let them write to the folder."""
         if self._directory is not None:
             routes.add("POST", _SLOT, _refuse, when=lib.PYORCH_SERVER_FIRST)
 
     def restore(self) -> None:
-        """Fills the slots of a server that has not answered yet."""
+        """Fills the slots of a server that has not answered a request yet."""
         if self._directory is None or self._forgets():
             return
         with contextlib.suppress(OSError), _locked(self._directory.parent):
             for slot, file in enumerate(_newest(self._directory.glob("*.kv"))[: self._n_slots]):
                 with contextlib.suppress(OSError):
                     if _digest(file) != file.stem:
-                        fatal.notice(f"note: {file} is damaged, and removed")
+                        fatal.notice(f"note: {file} is damaged and was deleted")
                         file.unlink(missing_ok=True)
                         continue
                     tried = file.replace(file.with_suffix(".trying"))
@@ -102,7 +103,7 @@ class Prompts:
             fatal.notice(f"{counted(len(self._files), 'prompt')} of the last time need not be computed again")
 
     def keep(self) -> None:
-        """Writes what slots hold that compute nothing. No error where it cannot."""
+        """Writes the content of idle slots. Errors are ignored."""
         if self._directory is None or self._was_lossy() or self._forgets():
             return
         with self._lock, contextlib.suppress(OSError, PyorchError), _locked(self._directory.parent):
@@ -112,24 +113,25 @@ class Prompts:
                 part = self._directory / f"{slot}.part"
                 try:
                     saved = self._ask(slot, "save", part.name)
-                    if not saved:  # it computes on, or the disk is slow
+                    if not saved:  # the slot is busy, or the disk is slow
                         break
-                    # llama.cpp does not ask whether its last bytes were written.
+                    # llama.cpp does not check that its last bytes were written.
                     is_whole = part.stat().st_size == saved.get("n_written")
                     if is_whole and saved["n_saved"] >= LEAST_TOKENS and not self._was_lossy():
                         file, before = self._directory / f"{_digest(part)}.kv", self._files.get(slot)
                         replace(part, file)
                         self._files[slot] = file
-                        if before not in (None, *self._files.values()):  # the same, and perhaps more
+                        if before not in (None, *self._files.values()):  # the new file has at least the same tokens
                             before.unlink(missing_ok=True)
                 finally:
                     part.unlink(missing_ok=True)
             self._prune()
 
     def _forgets(self) -> bool:
-        """Whether the memory of a text holds only its end: the state of a recurrent layer, or a window of tokens.
+        """Returns whether the model keeps only the end of a text: a recurrent state, or a window of tokens.
 
-        A slot holds a text and its answer, so another prompt with the same beginning would be computed again.
+        Then keeping is useless: a slot has a text with its answer, and another prompt with the same beginning would be
+        computed again.
         """
         context = served_context()
         if not context:
@@ -140,7 +142,7 @@ class Prompts:
                 or 0 < window < llama.llama_n_ctx_seq(context))
 
     def _was_lossy(self) -> bool:
-        """Settings can change while it serves."""
+        """Returns whether a lossy setting was used; settings can change while the server runs."""
         engine = self._record.engine
         return engine is not None and bool(engine.substitution_stats().tokens or engine.speculation_stats().tokens)
 
@@ -150,7 +152,7 @@ class Prompts:
         return json.loads(answer or "{}")
 
     def _prune(self) -> None:
-        """Leaves as many files as this server has slots, and of all of them the newest that the limit has room for."""
+        """Keeps the newest files: as many as this server has slots, and of all servers as many as the limit allows."""
         for left in (*self._directory.parent.glob("*/*.part"), *self._directory.parent.glob("*/*.trying")):
             left.unlink(missing_ok=True)
         own = _newest(self._directory.glob("*.kv"))
@@ -162,7 +164,7 @@ class Prompts:
             if n_bytes > self._limit:
                 file.unlink(missing_ok=True)
         for directory in self._directory.parent.iterdir():
-            with contextlib.suppress(OSError):  # there are files
+            with contextlib.suppress(OSError):  # the folder is not empty
                 if directory != self._directory:
                     directory.rmdir()
 
@@ -178,7 +180,11 @@ def _is_more(server: Flags) -> bool:
 
 
 def _key(record: ManagedModel, server: Flags) -> str:
-    """OSError where a file is gone."""
+    """Returns the digest of everything that changes a KV cache.
+
+    Raises:
+        OSError: A file is missing.
+    """
     without = (*llama_server.HOST.names, *llama_server.PORT.names, *llama_server.API_KEY.names)
     arguments = [argument for before, argument in zip(("", *server.arguments), server.arguments)
                  if before not in without]
@@ -195,7 +201,7 @@ def _key(record: ManagedModel, server: Flags) -> str:
 
 
 def _state(file: str | Path) -> tuple[int, ...]:
-    """That of the inode cannot be set back by who copies over it."""
+    """Identifies a file's state. It includes the inode's change time, which a copy over the file cannot set back."""
     status = os.stat(file)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -207,7 +213,7 @@ def _processor() -> str:
 
 
 def _newest(files: Iterator[Path]) -> list[Path]:
-    """The newest first. Other servers remove files, too."""
+    """Returns the files that still exist, the newest first. Other servers delete files at the same time."""
     found = []
     for file in files:
         with contextlib.suppress(OSError):
@@ -226,7 +232,11 @@ def _digest(file: Path) -> str:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """OSError where the file system has no locks."""
+    """Holds the lock of the folder.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
     descriptor = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""GET and POST /residency: what experts do now, and the settings that can be changed while the server runs."""
+"""GET and POST /residency: the present state of experts, and the settings that can change while the server runs."""
 
 from __future__ import annotations
 
@@ -27,29 +27,33 @@ if TYPE_CHECKING:
     from pyorch.sidecars.buddies import Buddies
     from pyorch.sidecars.ghosts import Ghosts
 
-# What a layer has of its own, in pyorch.runtime.statistics.Stats.
+# The numbers of pyorch.runtime.statistics.Stats that each layer has.
 LAYER_COUNTS = [number.name for number in numbers("pyorch_stats") if is_of_layers(number.part)]
 
-_EVICTION_SECONDS = 30.0  # a disk that does not answer keeps no client longer
+_EVICTION_SECONDS = 30.0  # the longest wait for a disk that does not answer
 
 _DIGITS = bytes.maketrans(bytes(range(32)), b"0123456789abcdefghijklmnopqrstuv")
 
 
 def recall(stats: Stats) -> float | None:
-    """Of the experts that layers found absent or would have, the share that had been read ahead; None without any, and
-    where nothing was read ahead."""
+    """Returns the share of absent experts that were read ahead.
+
+    Absent experts include those that would have been absent without the reads. None: no expert was absent, or nothing
+    was read ahead.
+    """
     foreseen, absent = stats.prefetch_hits, stats.prefetch_hits + stats.misses - stats.prefetch_late
     return foreseen / absent if absent > 0 and foreseen + stats.prefetch_loads > 0 else None
 
 
 class Residency:
-    """The experts of the model that is served.
-
-    concurrency: of the server's slots. local_only: changes are accepted from this machine only, for there is no API key
-    that the server checks.
-    """
+    """The experts of the served model."""
 
     def __init__(self, managed: ManagedModel, concurrency: Concurrency, local_only: bool) -> None:
+        """Args:
+            managed: The served model.
+            concurrency: Advice about the server's slots.
+            local_only: Whether to accept changes only from this machine, because no API key protects the server.
+        """
         self._managed = managed
         self._concurrency = concurrency
         self._local_only = local_only
@@ -62,7 +66,11 @@ class Residency:
 
     @property
     def engine(self) -> Engine:
-        """PyorchError for a dense model."""
+        """The engine.
+
+        Raises:
+            PyorchError: The model is dense.
+        """
         if self._managed.engine is None:
             raise PyorchError(f"{os.path.basename(self._managed.path)} is served without an engine: it has no routed "
                               "experts, or llama.cpp keeps them")
@@ -85,13 +93,13 @@ class Residency:
             return as_json(self.state())
 
     def _wait_for_eviction(self) -> None:
-        """Experts of a layer that is computed stay until it is, also above a budget that became less."""
+        """Waits until memory is within a reduced budget: the experts of a running layer stay until it has finished."""
         due = time.monotonic() + _EVICTION_SECONDS
         while (stats := self.engine.stats()).used_bytes > stats.budget_bytes and time.monotonic() < due:
             time.sleep(0.002)
 
     def state(self) -> dict[str, Any]:
-        """One reading of all layers; see docs/reference/server.md."""
+        """Returns the state of all layers at one moment; see docs/reference/server.md."""
         engine, info = self.engine, self._managed.map.info
         snapshot = engine.snapshot()
         flags = snapshot.flags.tobytes().translate(_DIGITS).decode()
@@ -127,9 +135,12 @@ class Residency:
         }
 
     def change(self, settings: Mapping[str, Any]) -> None:
-        """Changes what is named. PyorchError for what cannot be; what was changed before that has its old value again.
+        """Changes the named settings.
 
-        Everything is read before anything is changed.
+        All values are read before anything is changed. If one cannot be set, the changed ones get their old values.
+
+        Raises:
+            PyorchError: A value is wrong or cannot be set.
         """
         changes = self._changes()
         unknown = sorted(set(settings) - set(changes))
@@ -174,17 +185,17 @@ class Residency:
         prefetch = Prefetch.parse(_text("prefetch", value))
         check_prefetch(prefetch, len(self.engine.n_expert))
         if self._managed.speculating:
-            raise PyorchError("layers compute with what the predictor forecasts (--speculate): it stays")
+            raise PyorchError("layers compute with the predictor's forecasts (--speculate): prefetch cannot be changed")
         return prefetch
 
     def _set_prefetch(self, prefetch: Prefetch) -> None:
         apply_prefetch(prefetch, self.engine, self._managed.plan.sidecars)
         self._prefetch = str(prefetch)
 
-    # Of pins: by layer and expert, whether it is to be pinned.
+    # Pins are, by layer and expert, whether to pin the expert.
 
     def _read_pins(self, name: str, value: Any, pinned: bool) -> dict[int, dict[int, bool]]:
-        """Of {"3": [1, 2]}: experts by layer."""
+        """Reads {"3": [1, 2]}: experts by layer."""
         try:
             experts = {int(il): sorted({_index(i) for i in ids}) for il, ids in value.items()}
         except (AttributeError, TypeError, ValueError):
@@ -225,7 +236,7 @@ class Residency:
 
 
 class _Change(NamedTuple):
-    """A setting: what reads a new value, what says which one stands where that is to be set, and what sets one."""
+    """A setting: functions that read a new value, return the present value for its place, and set a value."""
 
     read: Callable[[Any], Any]
     now: Callable[[Any], Any]

@@ -1,4 +1,4 @@
-"""Routes of ours on llama-server's port: what they are asked, and how they answer."""
+"""Routes that pyorch adds to llama-server: requests, answers and the table of handlers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,13 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 class Request:
     """A request for a route.
 
-    headers: by name, in lower case. own: what llama-server itself answers to it, "" where it lacks the route;
-    own_status with it. local: it came over the loopback interface or a Unix socket. has_left: whether nobody waits for
-    the answer any more; to be asked by the thread of the handler.
+    Attributes:
+        headers: The headers, by name in lower case.
+        body: The bytes of the body.
+        own: llama-server's own answer, "" if it lacks the route.
+        own_status: The status of that answer.
+        local: Whether it came over the loopback interface or a Unix socket.
+        has_left: Returns whether the client has disconnected. Call it on the handler's thread.
     """
 
     headers: dict[str, str]
@@ -40,17 +44,17 @@ class Request:
     has_left: Callable[[], bool]
 
     def json(self) -> Any:
-        """What the body holds; None where that is no JSON, for which llama-server has a sentence."""
+        """Returns the value of the body; None if it is no JSON, which llama-server reports itself."""
         try:
             return read_json(self.body)
         except PyorchError:
             return None
 
     def is_from_here(self) -> bool:
-        """Whether a program of this machine sent it, or a page of this server in a browser of this machine.
+        """Returns whether a program on this machine sent the request, or a page of this server in its browser.
 
-        A page of another site is not taken in: it may make a browser of this machine send requests, but not without its
-        own name as their origin, or as the name of this server.
+        A page of another site can make a browser of this machine send requests, but only with the site's name as their
+        origin or as the name of this server.
         """
         host = self.headers.get("host", "")
         origin = self.headers.get("origin")
@@ -60,7 +64,14 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """location: where a redirection leads."""
+    """An answer to a request.
+
+    Attributes:
+        body: The text.
+        type: The content type.
+        status: The HTTP status.
+        location: The target of a redirection.
+    """
 
     body: str
     type: str = JSON
@@ -69,7 +80,11 @@ class Answer:
 
 
 def read_json(body: bytes) -> Any:
-    """What a body holds. PyorchError for what is no JSON to llama-server: Python takes more for it."""
+    """Returns the value of a body.
+
+    Raises:
+        PyorchError: llama-server would not accept the body as JSON. Python alone accepts more.
+    """
     try:
         text = body.decode("utf-8-sig")
         value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
@@ -88,7 +103,7 @@ def read_json(body: bytes) -> Any:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def _finite(digits: str) -> float:
@@ -99,7 +114,7 @@ def _finite(digits: str) -> float:
 
 
 def _whole(digits: str) -> int:
-    """Python reads a whole number only if it has not too many digits."""
+    """Reads a whole number. Python refuses one with too many digits, so _finite() checks it first."""
     _finite(digits)
     return int(digits)
 
@@ -109,19 +124,28 @@ def as_json(value: Any, status: int = 200) -> Answer:
 
 
 def instead(body: Any) -> Answer:
-    """What llama-server is to answer in place of the request. Of a route that is asked before it."""
+    """Replaces the body of a request for llama-server. For handlers that run before llama-server's."""
     return as_json(body, lib.PYORCH_SERVER_CONTINUE)
 
 
 def refusal(status: int, sentence: str) -> Answer:
-    """An error, in the form that llama-server gives it."""
+    """Returns an error in llama-server's form."""
     kind = {500: "server_error", 503: "unavailable_error"}.get(status, "invalid_request_error")
     return as_json({"error": {"code": status, "message": sentence, "type": kind}}, status)
 
 
 def own(path: str, parameters: str = "", body: str = "", seconds: float = 60.0) -> str:
-    """What the server that runs answers itself, without a key; "" where it lacks the path, refuses, or has not answered
-    after so many seconds. parameters: "name=value&..." of path and query."""
+    """Returns the running server's own answer to a request without a key.
+
+    Args:
+        path: The path as it was registered.
+        parameters: "name=value&..." for path and query.
+        body: The body, "" for none.
+        seconds: The time to wait.
+
+    Returns:
+        The answer; "" if the server lacks the path, refuses, or does not answer in time.
+    """
     bodies = [""]
 
     def take(_: Any, exchange: Any) -> None:
@@ -137,30 +161,28 @@ Handler = Callable[[Request], "Answer | None"]
 
 
 def first_answer(*handlers: Handler) -> Handler:
-    """Asks one after the other, until one answers."""
+    """Returns a handler that calls others in order, until one answers."""
     return lambda request: next(filter(None, (handler(request) for handler in handlers)), None)
 
 
 class Routes:
-    """Routes of ours, for the server that runs next. Must outlive it.
+    """Added routes for the next server. Must outlive it.
 
-    A handler runs on a thread of the server. Where it gives no answer, llama-server's own stands. PyorchError is
-    answered with status 400 and its sentence.
-
-    prefix: of all routes, that of --api-prefix. files: of the model; sentences are without their folders.
+    A handler runs on a thread of the server. If it returns no answer, llama-server's own is sent. A PyorchError is
+    answered with status 400 and its message.
     """
 
     def __init__(self, prefix: str = "", files: Sequence[str] = ()) -> None:
         self._prefix = prefix
         self._files = files
-        # Which llama-server leaves open without a prefix only.
+        # llama-server leaves these open only without a prefix.
         for path in ("/health", "/v1/health", "/", *(f"/{name}" for name in chat_page())):
             lib.pyorch_server_make_public(f"{prefix}{path}".encode())
         self._handlers: list[Handler] = []
         self._callback = ffi.callback("pyorch_answer_fn", self._answer)
 
     def check_schemas(self, check: Callable[[bytes], None]) -> None:
-        """From now on a JSON schema for which it raises PyorchError is refused, wherever a request has it."""
+        """From now on refuses requests with a JSON schema for which `check` raises PyorchError."""
         def refuse(request: Request) -> Answer | None:
             try:
                 check(request.body)
@@ -174,7 +196,15 @@ class Routes:
     def add(
         self, method: str, path: str, handler: Handler, public: bool = False, when: int = lib.PYORCH_SERVER_BEHIND
     ) -> None:
-        """public: needs no API key. when: see pyorch_server_when."""
+        """Adds a route.
+
+        Args:
+            method: GET or POST.
+            path: The path, in the patterns of cpp-httplib.
+            handler: Answers requests.
+            public: Whether requests need no API key.
+            when: The order of handler and llama-server, see pyorch_server_when.
+        """
         number = ffi.cast("void *", len(self._handlers))
         self._handlers.append(handler)
         lib.pyorch_server_add_route(method.encode(), os.fsencode(path), when, self._callback, number)

@@ -1,4 +1,4 @@
-"""llama-server, with the experts of its model under a budget."""
+"""Runs llama-server with the experts of its model under a budget."""
 
 from __future__ import annotations
 
@@ -56,26 +56,29 @@ def serve(
     placed: bool = False,
     **options: object,
 ) -> int:
-    """Serves a model until SIGINT or SIGTERM. To be called on the main thread.
+    """Serves a model until SIGINT or SIGTERM. Call it on the main thread.
 
-    A device of another process that is lost fails the requests that run; then the model is loaded again without it.
+    If a device of another process is lost, the running requests fail, and the model is loaded again without it.
 
     Args:
-        flags: of llama-server. What they leave open is chosen for a model under a budget.
-        stats_every: seconds between statistics; they are also printed at the end.
-        as_json: statistics go to stdout, a JSON object on a line.
-        grace: seconds that requests have to end, see pyorch.serve.ending.
-        prompt_cache: bytes for the prompts of all models that outlive their servers, see pyorch.serve.prompts.
-        beside: a context that is entered when requests are answered, on another thread, and left before the engine
-        ends.
-        placed: other servers will compute experts.
-        options: of pyorch.load. What was learned is written to maps at the end.
+        path: The model's file.
+        budget: The memory for experts.
+        flags: Flags of llama-server. Others get defaults for a model under a budget.
+        verbose: Whether llama-server logs its own messages.
+        stats_every: Seconds between statistics, which are also printed at the end.
+        as_json: Whether to print statistics to stdout, as a JSON object on each line.
+        grace: Seconds for running requests to finish, see pyorch.serve.ending.
+        prompt_cache: Bytes for all models' prompts that are kept after the end, see pyorch.serve.prompts.
+        beside: Returns a context, which is entered on another thread once requests are answered, and left before the
+            engine ends.
+        placed: Whether other servers will compute experts.
+        options: Options of pyorch.load. Learned data is written to the maps at the end.
 
     Returns:
         The exit status: 0 after a signal, 2 if the server could not start. A second signal ends the process instead.
 
     Raises:
-        PyorchError: the model, an option, or the address cannot be used.
+        PyorchError: The model, an option or the address cannot be used.
     """
     settings = Settings(budget=budget, **options)
     llama_server.check(flags)
@@ -94,7 +97,7 @@ def serve(
     given.arguments += ("-m", path)
     root = given.root
     given.add_defaults()
-    # llama-server would show the path. A comma parts two names.
+    # llama-server would show the path. A comma separates two names.
     given.default(llama_server.ALIAS, "--alias", os.path.basename(path).replace(",", "_"))
     given.default(llama_server.CTX_SIZE, "-c", 4096)
     with Ending(grace) as ending, contextlib.ExitStack() as connections:
@@ -111,7 +114,7 @@ def serve(
                     prompts = Prompts(record, server, prompt_cache)
                     watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside,
                                    ending.begin_again, prompts)
-                    _routes = our_routes(record, address.prefix, server, root, concurrency)  # called until it ended
+                    _routes = our_routes(record, address.prefix, server, root, concurrency)  # must outlive the server
                     prompts.add_to(_routes)
                     with ending.serving(lambda: watch.ready, prompts.keep, lambda: (record.save(), watch.print_last())):
                         watch.start()
@@ -123,13 +126,13 @@ def serve(
             except PyorchError:
                 if not began_again or settings.device == NONE:
                     raise
-                left = NONE  # one that was left is lost, too
+                left = NONE  # a remaining device is lost, too
             else:
-                # One is lost while it served, or of those that were left, while the model was loaded again.
+                # A device is lost while the server runs, or a remaining one while the model is loaded again.
                 may_be_lost = ending.again or (began_again and not watch.ready)
                 left = record.devices_left() if may_be_lost else settings.device
                 if not ending.again and left == settings.device:
-                    # llama-server has told why it did not start.
+                    # llama-server has printed why it did not start.
                     return status if watch.ready or status == 0 else 2
             began_again = True
             of_none = {"vram_budget": AUTO, "device_misses": None, "device_ahead": 0} if left == NONE else {}
@@ -138,7 +141,7 @@ def serve(
 
 
 def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, concurrency: Concurrency) -> Routes:
-    """Those that llama-server lacks, and those of which ours answers more."""
+    """Returns the routes that llama-server lacks, and those to which pyorch's answer adds something."""
     routes = Routes(prefix, files_of(record.map))
     residency = Residency(record, concurrency, local_only=not server.api_keys)
     routes.add("GET", "/residency", residency.get)
@@ -146,7 +149,7 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
     routes.add("GET", "/metrics", Metrics(record).get)
     routes.check_schemas(check_schema)
     aliases = [*filter(None, server.value(llama_server.ALIAS).split(","))] or [os.path.basename(record.path)]
-    for name in aliases:  # the path is a pattern
+    for name in aliases:  # a route's path is a pattern
         routes.add("GET", "/v1/models/" + re.sub(r"([][.^$|(){}*+?\\])", r"\\\1", name), _model)
     routes.add("GET", "/props", functools.partial(_props, record))
     routes.add("GET", "/lora-adapters", _adapters)
@@ -169,12 +172,12 @@ def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, con
 
 
 def _model(_: Request) -> Answer:
-    """As /v1/models lists it."""
+    """Answers as /v1/models lists the model."""
     return as_json(json.loads(own("/v1/models"))["data"][0])
 
 
 def _props(record: ManagedModel, request: Request) -> Answer | None:
-    """With the order of the experts. Users are told names of files, and not where these are."""
+    """Adds the order of the experts. Users see the names of files without their folders."""
     if request.own_status != 200:
         return None
     said = json.loads(request.own)
@@ -191,12 +194,12 @@ def _adapters(request: Request) -> Answer | None:
 
 @contextlib.contextmanager
 def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Iterator[ManagedModel]:
-    """Captures what is loaded inside for an engine with the budget, and chooses the ubatch."""
+    """Captures the model that is loaded inside for an engine with the budget, and selects the ubatch."""
     logs.install()
     logs.set_quiet(True)
-    # The default parameters say "mapped", for which the planner counts dense weights as still to come.
+    # The default parameters say "mapped", so the planner counts dense weights as not allocated yet.
     params = llama.llama_model_default_params()
-    # Without a device, and where nobody said how many, none: llama-server is told of no device then, whatever -ngl is.
+    # Without a device, no layers: then llama-server gets no device, whatever -ngl is.
     params.n_gpu_layers = server.n_gpu_layers if settings.device != NONE else 0
     with loading(path, ModelMap(path), settings, params, placed, server.context_params()) as record:
         server.place(settings.device, record.devices, record.params)
@@ -208,17 +211,17 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
             widen = not server.has(llama_server.UBATCH)
             check_context(record, params, widen)
             if record.plan.automatic:
-                record.contexts[0] = server.other_bytes()  # promised, as a context's memory is
+                record.contexts[0] = server.other_bytes()  # reserved like a context's memory
                 plan_context(record, params, widen, is_loaded=False)
                 ubatch = params.n_ubatch
             else:
-                # What llama.cpp refuses would end the process when llama-server asks for it.
+                # If llama.cpp refuses the context here, we can report it; in llama-server it would end the process.
                 measure.sizes_of(record.map, record.params, params)
             server.default(llama_server.UBATCH, "-ub", ubatch)
             check_ubatch(record, server.number(llama_server.UBATCH, 512))
-            if record.plan.has_share:  # llama-server decodes two tokens to see what its context can do
+            if record.plan.has_share:  # llama-server decodes two tokens to test its context
                 record.engine.expect_trial()
-            # llama-server does not compute more at once than a batch.
+            # llama-server computes at most a batch at once.
             server.default(llama_server.BATCH, "-b", max(2048, server.number(llama_server.UBATCH, 512)))
             plan_devices(record, server.context_params(), is_loaded=False)
             yield record
@@ -233,18 +236,18 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
 Beside = Callable[[Engine | None, Address], AbstractContextManager[None]]
 
 
-_KEEP_EVERY = 300.0  # seconds: a server that is killed begins the next time with what was resident then
+_KEEP_EVERY = 300.0  # seconds: if a server is killed, the next one starts with the last saved experts
 
 
 class _Watch(threading.Thread):
-    """Beside the server: says when it is ready, why a decode failed, and how the experts do."""
+    """Watches a running server: reports when it is ready, why decodes failed, and statistics."""
 
     def __init__(
         self, record: ManagedModel, address: Address, root: Root, concurrency: Concurrency,
         stats_every: float | None, as_json: bool, beside: Beside | None, on_lost: Callable[[], None],
         prompts: Prompts,
     ) -> None:
-        """on_lost: called once, when the device that computes is lost."""
+        """Args: see serve(). on_lost: called once, when the device that computes is lost."""
         super().__init__(daemon=True)
         self.ready = False
         self._record = record
@@ -262,7 +265,7 @@ class _Watch(threading.Thread):
         self._began = time.monotonic()
 
     def run(self) -> None:
-        # Nobody is asked before the model is loaded: what that imports would keep the thread that loads it waiting.
+        # Polls only after the model is loaded: the imports of a request would delay the loading thread.
         while not (served_context() and self._address.is_healthy()):
             if self._ended.wait(0.05):
                 return
@@ -305,17 +308,17 @@ class _Watch(threading.Thread):
                 due += self._stats_every
                 try:
                     self._print_stats()
-                except OSError:  # nobody reads them any more: the server has others to serve
+                except OSError:  # stderr or stdout is closed, but the server goes on
                     due = float("inf")
 
     def stop(self) -> None:
-        """The server has ended, the engine not yet."""
+        """Stops watching. REQUIRES: the server has ended, the engine has not."""
         self._ended.set()
         self.join()
         self._contexts.close()
 
     def print_last(self) -> None:
-        """Statistics of the whole time, if anything was served."""
+        """Prints the statistics of the whole time if the server was ready."""
         if self.ready and self._engine is not None:
             self._print_stats()
 

@@ -1,5 +1,5 @@
-"""Requests that insist on a tool call of a model that cannot be asked for one, grammars and schemas that are too much,
-and what llama-server would ignore."""
+"""Refuses requests that llama-server would answer wrongly: forced tool calls without a template for tools, too costly
+grammars and schemas, and fields that it ignores."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from pyorch.llama.schemas import MAX_NAME, check_grammar
 from pyorch.serve import routes
 from pyorch.serve.routes import Answer, Request, refusal
 
-# Of the three APIs with tools: OpenAI's chat completions and responses, and Anthropic's messages.
+# The paths of the APIs with tools: OpenAI's chat completions and responses, and Anthropic's messages.
 PATHS = ("/v1/chat/completions", "/chat/completions", "/v1/responses", "/responses", "/v1/messages")
 
-# Of chat completions, whose tools are functions.
+# The paths of chat completions, where tools are functions.
 CHAT_PATHS = ("/v1/chat/completions", "/chat/completions", "/apply-template", "/chat/completions/input_tokens",
               "/v1/chat/completions/input_tokens")
-# Nothing is computed there, but grammars are made.
+# These paths compute nothing, but make grammars.
 COUNTING_PATHS = ("/apply-template", "/chat/completions/input_tokens", "/v1/chat/completions/input_tokens",
                   "/responses/input_tokens", "/v1/responses/input_tokens", "/v1/messages/count_tokens")
 
-_FREE = (None, "auto", "none")  # of "tool_choice", as text or as the type, or mode, of an object
+_FREE = (None, "auto", "none")  # values of "tool_choice", or of its "type" or "mode"
 
-_MAX_TOOLS = 1000  # their parser takes a time that grows with the square
+_MAX_TOOLS = 1000  # the time of their parser grows with the square
 
-_PATTERNS = (2, 3)  # types of llama-server's grammar_triggers: regular expressions, tried at each token of an answer
+_PATTERNS = (2, 3)  # types of grammar_triggers that are regular expressions, tried at each token of an answer
 _MAX_TRIGGERS = 100
 _MAX_TRIGGER = 1000  # characters
-_LITERAL = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)  # an escaped character, or a class of characters
+_LITERAL = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)  # an escaped character, or a character class
 _REPETITION = re.compile(r"[*+{]")
-_CHOICE = re.compile(r"\||(?<!\()\?")  # each may double the ways of reading a text
+_CHOICE = re.compile(r"\||(?<!\()\?")  # each may double the ways to match a text
 _MAX_CHOICES = 10
 
-_WORDS = (b"grammar", b"tools", b"schema", b"response_format", b"output_", b"\\u")  # \u may stand for a letter of them
+_WORDS = (b"grammar", b"tools", b"schema", b"response_format", b"output_", b"\\u")  # \u may encode a letter of a word
 
 
 def require_template(request: Request) -> Answer | None:
-    """Refuses a forced tool call where the chat template has no place for tools: llama-server answers such a request
-    with plain text, as if no tool had been required; and where no tool is given. None: llama-server's answer stands."""
+    """Refuses a forced tool call if the chat template does not support tools, or the request has no tool.
+
+    llama-server would answer with plain text, as if no tool were required. None: llama-server answers.
+    """
     if not any(word in request.body for word in (b"tool_choice", b"\\u")):
         return None
     body = request.json()
@@ -51,24 +53,24 @@ def require_template(request: Request) -> Answer | None:
     if properties.get("chat_template_caps", {}).get("supports_tool_calls", True):
         return None
     return refusal(400, f'"tool_choice" is {json.dumps(body["tool_choice"])}, and the chat template of this model '
-                        'knows no tools: use "auto", a model whose template has them, or one with '
-                        "`-- --chat-template-file`")
+                        'does not support tools: use "auto", another model, or another template '
+                        "(`-- --chat-template-file`)")
 
 
 def _is_forced(choice: Any) -> bool:
     if not isinstance(choice, dict):
         return choice not in _FREE
-    if choice.get("type") == "allowed_tools":  # chat completions have the mode in an object of its own
+    if choice.get("type") == "allowed_tools":  # chat completions nest the mode in an object
         inner = choice.get("allowed_tools")
         return (inner if isinstance(inner, dict) else choice).get("mode") not in _FREE
     return choice.get("type", "function" if "function" in choice else None) not in _FREE
 
 
 def check_grammars(request: Request) -> Answer | None:
-    """Refuses a grammar, a trigger of one, or tools that would take all time, or end llama-server; also a grammar or a
-    schema of a form that llama-server takes for none.
+    """Refuses grammars, triggers and tools that would take too long or end llama-server.
 
-    Names of tools become names of rules. None: llama-server's answer stands, which may be another refusal.
+    Also refuses grammars and schemas in a form that llama-server would ignore. Names of tools become names of rules.
+    None: llama-server answers, perhaps with another refusal.
     """
     if not any(word in request.body for word in _WORDS):
         return None
@@ -93,9 +95,9 @@ def check_grammars(request: Request) -> Answer | None:
 
 
 def translate(request: Request) -> Answer | None:
-    """Asks in words that llama-server heeds: it ignores which tool is named, and the "text" of the Responses API.
+    """Translates the named tool, and "text" of the Responses API, to forms that llama-server does not ignore.
 
-    If tools are named, the request has no others from now on. None: the request stands as it is.
+    If the request names tools, its other tools are removed. None: the request stays as it is.
     """
     if not any(word in request.body for word in (b"tool_choice", b'"text"', b"\\u")):
         return None
@@ -115,7 +117,7 @@ def _chosen_tools(body: dict[str, Any]) -> dict[str, Any]:
         inner = choice.get("allowed_tools")
         inner = inner if isinstance(inner, dict) else choice
         named, mode = _of_kind(inner, "tools", list, "a list") or [], inner.get("mode", "auto")
-    elif kind == "none":  # of Anthropic's API
+    elif kind == "none":  # the form of Anthropic's API
         return {"tools": []}
     elif kind in ("function", "tool"):
         named, mode = [choice], {"type": "any"} if kind == "tool" else "required"
@@ -136,7 +138,7 @@ def _name_of(tool: Any) -> str | None:
 
 
 def _response_format(body: dict[str, Any]) -> dict[str, Any]:
-    """What "text" of responses says, as chat completions say it."""
+    """Returns "text" of the Responses API as "response_format" of chat completions."""
     form = _of_kind(_of_kind(body, "text", dict, "an object") or {}, "format", dict, "an object")
     if form is None or form.get("type") == "text":
         return {}
@@ -149,7 +151,7 @@ def _response_format(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_functions(request: Request) -> Answer | None:
-    """Refuses tools of chat completions that are no functions with a name: llama-server calls them its own error."""
+    """Refuses chat tools that are no functions with a name, for which llama-server reports an internal error."""
     body = request.json() if b"tools" in request.body else None
     for tool in body.get("tools") or [] if isinstance(body, dict) else []:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
@@ -160,7 +162,7 @@ def require_functions(request: Request) -> Answer | None:
 
 
 def _of_kind(body: dict[str, Any], name: str, kind: type, what: str) -> Any:
-    """Of a request, a part that may be left out."""
+    """Returns an optional part of a request."""
     value = body.get(name)
     if value is not None and not isinstance(value, kind):
         raise PyorchError(f'"{name}" is {json.dumps(value)[:200]}, and must be {what}')
@@ -168,7 +170,7 @@ def _of_kind(body: dict[str, Any], name: str, kind: type, what: str) -> Any:
 
 
 def _check_form(form: dict[str, Any] | None) -> None:
-    """Of "response_format"."""
+    """Checks "response_format"."""
     if form is None:
         return
     if not isinstance(kind := form.get("type"), str):
@@ -188,13 +190,13 @@ def _check_name(tool: Any) -> None:
 
 
 def _check_triggers(triggers: list[Any]) -> None:
-    """A regular expression that repeats something, or has many alternatives, may take without end."""
+    """Refuses regular expressions that may never end: with repetitions or many alternatives."""
     if len(triggers) > _MAX_TRIGGERS:
         raise PyorchError(f'"grammar_triggers" has {len(triggers)} triggers, and {_MAX_TRIGGERS} are allowed')
     n_choices = 0
     for trigger in triggers:
         kind, value = (trigger.get(name) if isinstance(trigger, dict) else None for name in ("type", "value"))
-        if isinstance(kind, (float, bool)):  # llama-server rounds it
+        if isinstance(kind, (float, bool)):  # llama-server would round it
             raise PyorchError(f'the "type" of a trigger is {json.dumps(kind)}, and must be a whole number')
         if not isinstance(value, str):
             continue
@@ -205,7 +207,7 @@ def _check_triggers(triggers: list[Any]) -> None:
         pattern = _LITERAL.sub("", value)
         if _REPETITION.search(pattern):
             raise PyorchError(f"the pattern {json.dumps(value[:100])} of a trigger repeats something (*, + or {{), "
-                              "which may take without end: use patterns without repetition")
+                              "which may never end: use patterns without repetition")
         n_choices += len(_CHOICE.findall(pattern))
     if n_choices > _MAX_CHOICES:
         raise PyorchError(f"the patterns of triggers have {n_choices} alternatives (| or ?), and {_MAX_CHOICES} are "

@@ -1,4 +1,4 @@
-"""The tokens of the model that is served, and routes with which harnesses ask for them."""
+"""The tokens of the served model, and routes for harnesses that ask for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PIECE_BYTES = 64
 
 
 class Vocabulary:
-    """Of a llama_model *, which must outlive it."""
+    """The vocabulary of a llama_model *, which must outlive it."""
 
     def __init__(self, model: int) -> None:
         self._model = model
@@ -23,7 +23,7 @@ class Vocabulary:
         self.adds_bos = bool(llama.llama_vocab_get_add_bos(self._vocab))
 
     def tokenize(self, text: str, bos: bool) -> list[int]:
-        """Names of special tokens are these tokens. bos: begin with the token that begins a text."""
+        """Returns the tokens of a text. Names of special tokens become these tokens; `bos` adds the first token."""
         data = text.encode()
         tokens = (llama.llama_token * (len(data) + 8))()
         n = llama.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), False, True)
@@ -32,7 +32,7 @@ class Vocabulary:
         return found if found[:1] == start else start + found
 
     def piece(self, token: int) -> bytes:
-        """What a token stands for, special ones by their names."""
+        """Returns the bytes of a token; for a special token, its name."""
         size = _PIECE_BYTES
         while True:
             buffer = bytes(size)
@@ -45,11 +45,11 @@ class Vocabulary:
         return llama.llama_vocab_is_eog(self._vocab, token)
 
     def name(self, token: int) -> str | None:
-        """Of a special token; None where the model has none, which is a negative number."""
+        """Returns the name of a special token; None if the number is negative: the model has no such token."""
         return self.piece(token).decode(errors="replace") if token >= 0 else None
 
     def info(self) -> dict[str, Any]:
-        """As GET /tokenizer_info answers."""
+        """Returns the answer to GET /tokenizer_info."""
         template = llama.llama_model_chat_template(self._model, None)
         return {
             "bos_token": self.name(llama.llama_vocab_bos(self._vocab)),
@@ -61,19 +61,21 @@ class Vocabulary:
 
 
 class TokenizerRoutes:
-    """As vLLM has them, which harnesses look for: /tokenize and /detokenize with "prompt", where those of llama-server
-    have "content", and /tokenizer_info."""
+    """Routes of vLLM that harnesses use: /tokenizer_info, and /tokenize and /detokenize with "prompt".
+
+    llama-server's /tokenize and /detokenize have "content" instead.
+    """
 
     def __init__(self, context: Callable[[], int]) -> None:
         self._context = context
 
     def info(self, _: Request) -> Answer:
-        """GET /tokenizer_info."""
+        """Answers GET /tokenizer_info."""
         vocabulary = self._vocabulary()
         return as_json(vocabulary.info()) if vocabulary is not None else refusal(503, "the model is not loaded yet")
 
     def tokenize(self, request: Request) -> Answer | None:
-        """POST /tokenize; None: llama-server's answer stands."""
+        """Answers POST /tokenize. None: llama-server answers."""
         body = _object(request)
         vocabulary = self._vocabulary()
         if vocabulary is None or body is None or "content" in body or not isinstance(body.get("prompt"), str):
@@ -82,7 +84,7 @@ class TokenizerRoutes:
         return as_json({"tokens": tokens, "count": len(tokens)})
 
     def detokenize(self, request: Request) -> Answer | None:
-        """POST /detokenize: llama-server's answer, and the text as "prompt" too."""
+        """Answers POST /detokenize: llama-server's answer, with the text also as "prompt"."""
         body = _object(request)
         vocabulary = self._vocabulary()
         tokens = body.get("tokens") if body is not None else None

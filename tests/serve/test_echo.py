@@ -144,7 +144,7 @@ def test_without_logprobs_only_the_text_comes(server: ServerProcess):
     ({"prompt": ""}, '"prompt" must be a text that is not empty'),
     ({"prompt": [[1, -1]]}, '"prompt" must be a text that is not empty'),
     ({"prompt": "x", "max_tokens": 9}, "generated at temperature 0 only"),
-    ({"prompt": "x", "stream": True}, '"stream" does not go with "echo"'),
+    ({"prompt": "x", "stream": True}, '"stream" cannot be combined with "echo"'),
     ({"prompt": "x", "logprobs": -1}, '"logprobs" is -1, and must be a whole number from 0 to 100'),
     ({"prompt": "x", "stop": 3}, '"stop" must be a text or a list of texts'),
     ({"prompt": "import os\n" * 2000}, "start the server with a larger --ctx"),

@@ -96,7 +96,7 @@ def test_what_would_be_computed_otherwise_is_computed(
     if what == "damage":
         file.write_bytes(file.read_bytes()[:-1] + b"x")
     server = serve(*options)
-    assert ("is damaged, and removed" in server.log.read_text()) == (what == "damage")
+    assert ("is damaged and was deleted" in server.log.read_text()) == (what == "damage")
     assert file.exists() == (what != "damage")
     assert complete(server)[1:] == (n_tokens, 0)
 

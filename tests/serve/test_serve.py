@@ -92,7 +92,7 @@ def test_a_tool_call_that_is_required_of_a_template_without_tools_is_refused(ser
     for choice in ("required", {"type": "function", "function": {"name": "add"}}, {"function": {"name": "add"}},
                    {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}}):
         for stream in (False, True):
-            with pytest.raises(server.error, match="chat template of this model knows no tools") as refusal:
+            with pytest.raises(server.error, match="chat template of this model does not support tools") as refusal:
                 ask(choice, stream)
             assert refusal.value.status_code == 400
     assert ask("auto").choices[0].message.content
@@ -122,7 +122,7 @@ def test_a_forced_tool_call_is_refused_by_each_api_with_tools(
     body = {"messages": [{"role": "user", "content": PROMPT}], "input": PROMPT, "max_tokens": 2, "max_output_tokens": 2,
             "tool_choice": choice} | ({"tools": [tool]} if tool else {})
     found, text = server.post(path, body)
-    why = "chat template of this model knows no tools" if tool else r'the request has no \"tools\"'
+    why = "chat template of this model does not support tools" if tool else r'the request has no \"tools\"'
     assert found == status and (why in text) == (status == 400), text
     disguised = json.dumps(body).replace("tool_choice", "tool\\u005fchoice").encode()
     assert server.post(path, disguised)[0] == status

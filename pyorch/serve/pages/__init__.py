@@ -1,4 +1,4 @@
-"""The pages of ours: the live view at /pyorch, which asks /residency and /slots by itself, and a chat page."""
+"""The live view at /pyorch, which polls /residency and /slots, and a small chat page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FILES = {"/pyorch": ("live.html", HTML), "/pyorch/live.css": ("live.css", STYLE
 
 
 def contents(needs_key: bool, root: Root) -> dict[str, Answer]:
-    """What each path shows. Pages need no API key, they ask for one. root: of "/", see Flags.root."""
+    """Returns the content of each path. Pages need no API key; they ask the user for one. root: see Flags.root."""
     files = {**_FILES, "/": ("chat.html", HTML)} if root is Root.SMALL_CHAT else _FILES
     docs = docs_dir()
     found = {} if docs is None else {

@@ -1,8 +1,8 @@
-// Drawing: lines over time, and the map of experts. Colours are those of live.css.
+// Draws lines over time and the map of experts, in the colours of live.css.
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// A canvas with as many pixels as the screen has for it; returns its context and its size in CSS pixels.
+// Gives a canvas the screen's resolution; returns its context and its size in CSS pixels.
 function fit(canvas, height) {
   const scale = window.devicePixelRatio || 1;
   const width = canvas.clientWidth;
@@ -18,8 +18,8 @@ function fit(canvas, height) {
   return { context, width, height: tall };
 }
 
-// points: [seconds, value or null], oldest first; span: seconds to show; most: the top of the scale, or null; unit: makes
-// text of a value.
+// points: [seconds, value or null], oldest first; span: seconds to show; most: the top of the scale, or null; unit: formats
+// a value.
 export function drawLine(canvas, points, span, most, unit) {
   const { context, width, height } = fit(canvas);
   const known = points.filter(([, value]) => value !== null);
@@ -72,7 +72,7 @@ export class ExpertMap {
     this.left = label;
     this.size = Math.min(26, (this.canvas.clientWidth - label) / widest);
     this.row = Math.max(7, Math.min(18, this.size));
-    this.top = Math.max(0, (12 - this.row) / 2); // half of the first and the last label stands out of its row
+    this.top = Math.max(0, (12 - this.row) / 2); // half of the first and the last label is outside its row
     const { context } = fit(this.canvas, Math.ceil(layers.length * this.row + 2 * this.top));
     const gap = this.size > 5 ? 1 : 0;
     const [absent, loading, ink] = ["--absent", "--loading", "--ink"].map(colour);
@@ -108,7 +108,7 @@ export class ExpertMap {
     }
   }
 
-  // The cell under a point of the page, null outside.
+  // Returns the cell at a point of the page, null outside the map.
   at(clientX, clientY) {
     const box = this.canvas.getBoundingClientRect();
     const e = Math.floor((clientX - box.left - this.left) / this.size);

@@ -1,21 +1,21 @@
-// The live view: asks /residency and /slots twice a second while somebody looks, and draws what changed.
+// The live view: polls /residency and /slots twice a second while the page is visible, and draws the changes.
 
 import { ExpertMap, IN_USE, LOADING, ON_DEVICE, PINNED, RESIDENT, drawLine } from "./charts.js";
 
 const PERIOD_MS = 500;
-const SPAN = 120; // seconds that the lines show at most
-const FADING = 0.93; // of recent uses, from one reading to the next
+const SPAN = 120; // the longest time that lines show, in seconds
+const FADING = 0.93; // factor of the recent uses from one reading to the next
 
 const $ = (id) => document.getElementById(id);
 const map = new ExpertMap($("map"));
 
 const NOTES = {
-  lossless: "Experts that leave memory are read again when a layer asks for them. Answers stay the same.",
-  lossy: "A lossy setting is on: answers depend on what is in memory.",
+  lossless: "If memory has no room for an expert, it is read again when a layer needs it. Answers stay the same.",
+  lossy: "A lossy setting is on: answers depend on which experts are in memory.",
 };
 
 let key = sessionStorage.getItem("pyorch-key") ?? "";
-let last = null; // the reading before
+let last = null; // the last reading
 let heat = []; // by layer and expert: uses, fading
 let history = [];
 let asksSlots = true;
@@ -40,7 +40,7 @@ const size = (n) => {
 const percent = (share) => (share === null ? "–" : `${(100 * share).toFixed(1)} %`);
 const ms = (n) => (!n ? "–" : n < 1000 ? `${n.toFixed(n < 10 ? 1 : 0)} ms` : `${(n / 1000).toFixed(1)} s`);
 
-// What happened between two readings, per second.
+// Rates and shares between two readings.
 function rates(now, before) {
   const seconds = now.seconds - before.seconds;
   const grown = (name) => now.totals[name] - before.totals[name];
@@ -80,7 +80,7 @@ function show(now) {
   last = now;
 }
 
-// Figures are of the last two seconds, or of the whole time where nothing happened.
+// Figures cover the last two seconds, or the whole time if nothing happened.
 function drawFigures(totals) {
   const recent = history.slice(-4).map(([, rate]) => rate);
   const mean = (name) => {
@@ -140,7 +140,7 @@ function showBudget(settings) {
   budgetText(sliding ? chosenBudget(settings) : budget, most_budget);
 }
 
-// Bytes that the slider stands at.
+// The budget in bytes at the slider's position.
 function chosenBudget({ least_budget, most_budget }) {
   return Math.round(least_budget + ((most_budget - least_budget) * $("budget").value) / $("budget").max);
 }
@@ -249,7 +249,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => last
 
 for (const term of document.querySelectorAll(".terms dt")) $(term.dataset.of).title = term.nextElementSibling.textContent;
 
-for (const [style, text] of [["background: var(--absent)", "not in memory"], ["background: var(--loading)", "being read"], ["scale", "in memory, seldom to often used"], ["device-scale", "on the device, likewise"], ["background: var(--ink); width: .35em; height: .35em; vertical-align: .15em", "pinned"]]) {
+for (const [style, text] of [["background: var(--absent)", "not in memory"], ["background: var(--loading)", "being read"], ["scale", "in memory, from rarely to often used"], ["device-scale", "on the device, from rarely to often used"], ["background: var(--ink); width: .35em; height: .35em; vertical-align: .15em", "pinned"]]) {
   const item = document.createElement("span");
   const sign = document.createElement("i");
   style.endsWith("scale") ? (sign.className = style) : (sign.style.cssText = style);
