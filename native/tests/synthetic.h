@@ -84,10 +84,9 @@ public:
         }
     }
 
-    void wait(std::unique_lock<std::mutex> & lock, std::condition_variable &) override {
-        lock.unlock();
+    void wait(Mutex & mutex, CondVar &) override REQUIRES(mutex) {
+        MutexUnlock unlock(mutex);
         read_all();
-        lock.lock();
     }
 };
 

@@ -1,9 +1,9 @@
 #include "base/placement.h"
 
+#include "base/mutex.h"
 #include "base/status.h"
 
 #ifdef __linux__
-#include <mutex>
 #include <sched.h>
 #endif
 
@@ -14,12 +14,12 @@ thread_local unsigned placement::seen = 0;
 
 #ifdef __linux__
 
-static std::mutex mutex;
-static cpu_set_t  allowed;   // at first
-static cpu_set_t  computing; // empty: nothing was named
+static Mutex     mutex;
+static cpu_set_t allowed GUARDED_BY(mutex);   // at first
+static cpu_set_t computing GUARDED_BY(mutex); // empty: nothing was named
 
 void set_compute_cpus(const std::vector<int> & cpus) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (placement::version == 0 && cpus.empty()) {
         return;
     }
@@ -41,8 +41,8 @@ void set_compute_cpus(const std::vector<int> & cpus) {
 }
 
 void placement::place(bool computes) {
-    std::lock_guard<std::mutex> lock(mutex);
-    cpu_set_t                   others;
+    MutexLock lock(mutex);
+    cpu_set_t others;
     CPU_XOR(&others, &allowed, &computing);
     const cpu_set_t & set = CPU_COUNT(&computing) == 0 || CPU_COUNT(&others) == 0 ? allowed :
         computes                                                                  ? computing :

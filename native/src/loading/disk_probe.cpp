@@ -54,23 +54,23 @@ public:
     }
 
     pyorch_disk_speed measure(const ReadPlan & plan, double seconds) {
-        const auto                   reader = make_reader(loader, plan);
-        std::unique_lock<std::mutex> lock(mutex);
-        const auto                   until = std::chrono::steady_clock::now() +
+        const auto reader = make_reader(loader, plan);
+        MutexLock  lock(mutex);
+        const auto until = std::chrono::steady_clock::now() +
             std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
         // After so much, as much ends at any time as begins. A disk that is slow has half of the time for that.
         wanted  = 2 * in_flight;
         started = true;
         loader.wake();
-        changed.wait_for(
-            lock, std::chrono::duration<double>(seconds / 2), [this] { return n_read() >= wanted || !error.empty(); });
+        changed.wait_for(mutex, std::chrono::duration<double>(seconds / 2),
+            [this]() REQUIRES(mutex) { return n_read() >= wanted || !error.empty(); });
         const double   cpu   = cpu_seconds();
         const uint64_t begin = clock_ns();
         const uint64_t bytes = n_read();
         wanted               = UINT64_MAX;
-        changed.wait_until(lock, until, [this] { return !error.empty(); });
+        changed.wait_until(mutex, until, [this]() REQUIRES(mutex) { return !error.empty(); });
         wanted = bytes + 1; // on a busy machine not one read may have ended yet
-        changed.wait(lock, [&] { return n_read() >= wanted || !error.empty(); });
+        changed.wait(mutex, [&]() REQUIRES(mutex) { return n_read() >= wanted || !error.empty(); });
         const double took = 1e-9 * (double) (clock_ns() - begin);
         started           = false;
         if (!error.empty()) {
@@ -82,30 +82,31 @@ public:
 
 private:
     const ModelMap &                       map;
-    std::mutex                             mutex;
-    std::condition_variable                changed;
+    Mutex                                  mutex;
+    CondVar                                changed;
     Loader                                 loader;
     uint64_t                               slot      = 0; // bytes of the largest expert
     uint64_t                               in_flight = 0; // bytes
     std::unique_ptr<char, decltype(&free)> memory{ nullptr, free };
     std::vector<Load>                      loads;
-    std::vector<Load *>                    idle;
+    std::vector<Load *>                    idle GUARDED_BY(mutex);
     std::vector<std::pair<int, int>>       order;
-    size_t                                 next    = 0;
-    bool                                   started = false;
-    bool                                   direct  = true;
-    uint64_t                               wanted  = 0;
-    std::string                            error;
+    size_t                                 next GUARDED_BY(mutex)    = 0;
+    bool                                   started GUARDED_BY(mutex) = false;
+    bool                                   direct GUARDED_BY(mutex)  = true;
+    uint64_t                               wanted GUARDED_BY(mutex)  = 0;
+    std::string                            error GUARDED_BY(mutex);
 
-    uint64_t n_read() const {
+    uint64_t n_read() const REQUIRES(mutex) {
         uint64_t n = 0;
         for (int layer = 0; layer < (int) map.layers.size(); ++layer) {
-            n += loader.bytes_read(layer);
+            n += loader.bytes_read(mutex.locked(), layer);
         }
         return n;
     }
 
-    bool order_ahead() override {
+    bool order_ahead(const Locked & locked) override {
+        mutex.assert_held(locked);
         if (!started || !error.empty() || idle.empty()) {
             return false;
         }
@@ -115,27 +116,29 @@ private:
         for (const Extent & e : extents(map.layers[load.layer], load.expert)) {
             direct = direct && e.direct && loader.bytes().direct(e.file);
         }
-        loader.read_ahead(load);
+        loader.read_ahead(locked, load);
         return true;
     }
 
-    bool order_guess() override { return false; }
+    bool order_guess(const Locked &) override { return false; }
 
     // Nothing is decoded: both parts lie where the matrices would.
-    Staged stage(Load & load) override {
+    Staged stage(const Locked &, Load & load) override {
         load.parts[PART_E].memory  = load.slot.memory;
         load.parts[PART_SM].memory = load.slot.memory + slot_bytes(map.layers[load.layer], PART_E);
         return Staged::YES;
     }
 
-    void published(Load &, int, const char *) override {}
+    void published(const Locked &, Load &, int, const char *) override {}
 
-    void failed(Load &, const std::string & sentence) override {
+    void failed(const Locked & locked, Load &, const std::string & sentence) override {
+        mutex.assert_held(locked);
         error = sentence;
         changed.notify_all();
     }
 
-    void finished(Load & load) override {
+    void finished(const Locked & locked, Load & load) override {
+        mutex.assert_held(locked);
         if (load.ended()) {
             idle.push_back(&load);
             loader.wake(); // a reader sleeps where a decode thread ends this

@@ -7,27 +7,27 @@
 #pragma once
 
 #include "base/cpu_time.h"
+#include "base/mutex.h"
 
 #include <algorithm>
 #include <cstdint>
-#include <mutex>
 #include <vector>
 
 namespace pyorch {
 
 class Disks {
 public:
-    explicit Disks(int n) : disks(n) {}
+    explicit Disks(int n) : n(n), disks(n) {}
 
-    int count() const { return (int) disks.size(); }
+    int count() const { return n; }
 
     // The disk that a request of so many bytes goes to, one of those for which usable(disk) holds, of which there is
     // one at least.
     template <typename Usable>
     int begin(uint64_t size, Usable usable) {
-        std::lock_guard<std::mutex> lock(mutex);
-        const uint64_t              now     = clock_ns();
-        double                      fastest = 0;
+        MutexLock      lock(mutex);
+        const uint64_t now     = clock_ns();
+        double         fastest = 0;
         for (Disk & disk : disks) {
             // A disk that was slow once is tried again, now and then.
             if (disk.under_way == 0 && now - disk.last_ns > FORGET_NS) {
@@ -62,9 +62,9 @@ public:
     }
 
     void end(int disk, uint64_t size, int64_t result) {
-        std::lock_guard<std::mutex> lock(mutex);
-        Disk &                      ended = disks[disk];
-        const uint64_t              now   = clock_ns();
+        MutexLock      lock(mutex);
+        Disk &         ended = disks[disk];
+        const uint64_t now   = clock_ns();
         if (result > 0) {
             ended.bytes += (double) result - FADE * ended.bytes;
             ended.ns += (double) (now - ended.last_ns) - FADE * ended.ns;
@@ -86,8 +86,9 @@ private:
         double speed() const { return ns > 0 ? bytes / ns : 0; }
     };
 
-    std::mutex        mutex;
-    std::vector<Disk> disks;
+    const int         n;
+    Mutex             mutex;
+    std::vector<Disk> disks GUARDED_BY(mutex);
 };
 
 } // namespace pyorch

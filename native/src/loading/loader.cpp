@@ -14,7 +14,7 @@
 namespace pyorch {
 
 Loader::Loader(const ModelMap & map, std::unique_ptr<Source> source, const Codec & codec, uint64_t read_bytes,
-    std::mutex & mutex, Orders & orders) :
+    Mutex & mutex, Orders & orders) :
         map(map), source(std::move(source)), codec(codec), read_bytes(std::max(read_bytes / PAGE * PAGE, PAGE)),
         mutex(mutex), orders(orders), requests(map, *this->source), read_by_layer(map.layers.size()) {}
 
@@ -25,7 +25,7 @@ void Loader::start(Load & load, std::deque<ReadRequest> & into, uint64_t request
     load.read    = 0;
     std::fill(std::begin(load.unread), std::end(load.unread), 0);
     std::fill(std::begin(load.missed), std::end(load.missed), false);
-    if (!is_compressed(map.layers[load.layer]) || orders.stage(load) == Staged::YES) {
+    if (!is_compressed(map.layers[load.layer]) || orders.stage(mutex.locked(), load) == Staged::YES) {
         requests.cut(load, into, request_bytes);
         return;
     }
@@ -35,8 +35,10 @@ void Loader::start(Load & load, std::deque<ReadRequest> & into, uint64_t request
 // Algorithm 1 of ZipMoE for the matrices of compressed experts of one layer, with the rates of the disk and of the
 // codec so far. It groups the matrices of an expert; the more rows an expert computes, the sooner it is recovered.
 void Loader::place_for_recovery(const std::vector<Load *> & loads, const Recoverer & by) {
-    const double                        read   = bytes_per_second() > 0 ? 1 / bytes_per_second() : 1;
-    const double                        decode = decoded > 0 ? 1e-9 * (double) ns_decoded / (double) decoded : 0;
+    const double                        speed   = rates.bytes_per_second();
+    const double                        read    = speed > 0 ? 1 / speed : 1;
+    const auto                          decoded = (double) counted.bytes_decoded;
+    const double                        decode  = decoded > 0 ? 1e-9 * (double) ns_decoded / decoded : 0;
     std::vector<RecoveryTask>           tasks;
     std::vector<std::pair<Load *, int>> matrices; // of each task
     for (Load * load : loads) {
@@ -73,7 +75,9 @@ void Loader::place_for_recovery(const std::vector<Load *> & loads, const Recover
     }
 }
 
-void Loader::demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued, const Recoverer & by) {
+void Loader::demand(const Locked & locked, const std::vector<Load *> & loads, const std::vector<Load *> & queued,
+    const Recoverer & by) {
+    mutex.assert_held(locked);
     const size_t before = queue.demanded.size();
     for (Load * load : loads) {
         load->in_order_of_kernels();
@@ -110,7 +114,7 @@ bool Loader::take(std::deque<ReadRequest> & from, uint64_t request_bytes, ReadRe
             from.erase(from.begin() + i);
             return true;
         }
-        const Staged staged = orders.stage(load);
+        const Staged staged = orders.stage(mutex.locked(), load);
         if (staged == Staged::LATER) {
             ++i;
         } else if (staged == Staged::YES) {
@@ -119,7 +123,7 @@ bool Loader::take(std::deque<ReadRequest> & from, uint64_t request_bytes, ReadRe
             replace_waiting(from, i, cut);
         } else {
             fail(load, from[i].role, from[i].file, "there is no memory for it"); // takes the request away
-            orders.finished(load);
+            orders.finished(mutex.locked(), load);
             i = 0;
         }
     }
@@ -129,12 +133,12 @@ bool Loader::take(std::deque<ReadRequest> & from, uint64_t request_bytes, ReadRe
 bool Loader::pop(ReadRequest & request) {
     // Who waits in a queue for memory has it next: nothing more is begun behind it.
     const bool any = take(queue.demanded, read_bytes, request) || take(queue.ahead, read_bytes, request) ||
-        (queue.demanded.empty() && queue.ahead.empty() && orders.order_ahead() &&
+        (queue.demanded.empty() && queue.ahead.empty() && orders.order_ahead(mutex.locked()) &&
             take(queue.ahead, read_bytes, request)) ||
         (n_reading < source->n_disks() &&
             (take(queue.guessed, guess_bytes(), request) ||
-                (queue.demanded.empty() && queue.ahead.empty() && queue.guessed.empty() && orders.order_guess() &&
-                    take(queue.guessed, guess_bytes(), request))));
+                (queue.demanded.empty() && queue.ahead.empty() && queue.guessed.empty() &&
+                    orders.order_guess(mutex.locked()) && take(queue.guessed, guess_bytes(), request))));
     if (!any) {
         return false;
     }
@@ -150,23 +154,23 @@ bool Loader::pop(ReadRequest & request) {
 }
 
 bool Loader::next(ReadRequest & request) {
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     for (;;) {
         if (!stopped && pop(request)) {
             return true;
         }
-        if (decode_next(lock)) {
+        if (decode_first()) {
             continue;
         }
         if (stopped) {
             return false;
         }
-        work.wait(lock);
+        work.wait(mutex);
     }
 }
 
 bool Loader::try_next(ReadRequest & request) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return !stopped && pop(request);
 }
 
@@ -177,11 +181,12 @@ Loader::Memory Loader::slot_of(const ReadRequest & request) const {
 }
 
 void Loader::watch_memory() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     watched = true;
 }
 
-void Loader::given_up(char * slot) {
+void Loader::given_up(const Locked & locked, char * slot) {
+    mutex.assert_held(locked);
     if (watched) {
         stripped.push_back(slot);
         any_stripped = true;
@@ -191,7 +196,7 @@ void Loader::given_up(char * slot) {
 void Loader::take_given_up(std::vector<char *> & slots) {
     slots.clear();
     if (any_stripped) {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         slots.swap(stripped);
         any_stripped = false;
     }
@@ -201,8 +206,8 @@ void Loader::fail(Load & load, int role, int file, const std::string & why) {
     const MoeLayer &  layer = map.layers[load.layer];
     const std::string from  = layer.lacks(load.expert) ? "" : " from " + map.files[file].path;
     load.failed             = true;
-    take_back(load);
-    orders.failed(load,
+    queue.take_back(load);
+    orders.failed(mutex.locked(), load,
         format("cannot read expert %d of %s%s: %s", load.expert, layer.tensors[role].name.c_str(), from.c_str(),
             why.c_str()));
 }
@@ -240,13 +245,13 @@ static const char * reason(int64_t result) {
 }
 
 bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t cpu_ns) {
-    Load &                      load = *request.load;
-    std::lock_guard<std::mutex> lock(mutex);
+    Load &    load = *request.load;
+    MutexLock lock(mutex);
     --n_reading;
     if (request.waited_for) {
         rates.end_wait();
     }
-    ns_read += ns;
+    counted.read_ns += ns;
     if (result > 0) {
         read_by_layer[load.layer] += (uint64_t) result;
         load.read += (uint64_t) result;
@@ -336,17 +341,15 @@ const char * Loader::decoded_at(const Decoding & matrix) {
     return matrix.damaged ? nullptr : as_packed ? begin : codec.decode(layer.tensors[matrix.role], block, begin);
 }
 
-// All steps of a matrix are done: it is published, if it is not damaged.
-void Loader::end_decoding(const Decoding & matrix, std::unique_lock<std::mutex> & lock) {
+// All steps of a matrix are done: it is published, if it is not damaged. address: decoded_at() it.
+void Loader::end_decoding(const Decoding & matrix, const char * address) {
     const ReadRequest & request = matrix.request;
-    const char *        address = decoded_at(matrix);
-    lock.lock();
     if (request.from_pack && is_compressed(map.layers[request.load->layer])) {
-        decoded += map.layers[request.load->layer].tensors[matrix.role].stride;
+        counted.bytes_decoded += map.layers[request.load->layer].tensors[matrix.role].stride;
     }
     if (!request.load->failed) {
         if (address) {
-            orders.published(*request.load, matrix.role, address);
+            orders.published(mutex.locked(), *request.load, matrix.role, address);
         } else {
             missing(request, matrix.role, "what was read is damaged");
         }
@@ -380,14 +383,15 @@ void Loader::decode(const ReadRequest & request) {
         for (int step = 0; step < matrix.n_steps; ++step) {
             matrix.damaged |= !decode_step(matrix, step);
         }
-        std::unique_lock<std::mutex> lock(mutex, std::defer_lock);
-        end_decoding(matrix, lock);
+        const char * address = decoded_at(matrix);
+        MutexLock    lock(mutex);
+        end_decoding(matrix, address);
     }
 }
 
 void Loader::decode_later(const ReadRequest & request) {
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         for (int role = request.role; role <= request.last_role; ++role) {
             if (request.complete >> role & 1) {
                 const Decoding matrix = decoding_of(request, role);
@@ -396,29 +400,40 @@ void Loader::decode_later(const ReadRequest & request) {
                     matrix);
             }
         }
-        orders.decodable();
+        orders.decodable(mutex.locked());
     }
     decode_work.notify_one();
     work.notify_one();
 }
 
-bool Loader::decode_next(std::unique_lock<std::mutex> & lock) {
+bool Loader::decode_next(const Locked & locked) {
+    mutex.assert_held(locked);
+    return decode_first();
+}
+
+bool Loader::decode_first() {
     const auto matrix =
         std::find_if(decoding.begin(), decoding.end(), [](const Decoding & each) { return each.begun < each.n_steps; });
     if (matrix == decoding.end()) {
         return false;
     }
-    const int step = matrix->begun++;
-    lock.unlock();
-    const uint64_t cpu    = thread_cpu_ns();
-    const bool     intact = decode_step(*matrix, step);
-    lock.lock();
+    const int      step = matrix->begun++;
+    const uint64_t cpu  = thread_cpu_ns();
+    bool           intact;
+    {
+        MutexUnlock unlock(mutex);
+        intact = decode_step(*matrix, step);
+    }
     matrix->damaged |= !intact;
     if (++matrix->ended == matrix->n_steps) {
         const Decoding whole = *matrix;
         decoding.erase(matrix);
-        lock.unlock();
-        end_decoding(whole, lock);
+        const char * address;
+        {
+            MutexUnlock unlock(mutex);
+            address = decoded_at(whole);
+        }
+        end_decoding(whole, address);
     }
     rates.add_cpu(thread_cpu_ns() - cpu);
     return true;
@@ -428,7 +443,7 @@ bool Loader::decode_next(std::unique_lock<std::mutex> & lock) {
 static constexpr auto PATIENCE = std::chrono::milliseconds(20);
 
 bool Loader::decode_next() {
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     for (;;) {
         uint64_t oldest = UINT64_MAX;
         for (const Decoding & matrix : decoding) {
@@ -437,23 +452,23 @@ bool Loader::decode_next() {
         const std::chrono::steady_clock::time_point due(std::chrono::nanoseconds(oldest) + PATIENCE);
         const bool                                  is_due =
             !decodes || !has_waiters || processors_to_spare() || std::chrono::steady_clock::now() >= due;
-        if (is_due && decode_next(lock)) {
+        if (is_due && decode_first()) {
             return true;
         }
         if (!decodes) {
             return false;
         }
         if (oldest == UINT64_MAX) {
-            decode_work.wait(lock);
+            decode_work.wait(mutex);
         } else {
-            decode_work.wait_until(lock, due);
+            decode_work.wait_until(mutex, due);
         }
     }
 }
 
 void Loader::stop_decoding() {
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         decodes = false;
     }
     decode_work.notify_all();
@@ -462,33 +477,36 @@ void Loader::stop_decoding() {
 void Loader::end(const ReadRequest & request) {
     --request.load->in_flight;
     --n_in_flight;
-    orders.finished(*request.load);
+    orders.finished(mutex.locked(), *request.load);
 }
 
 void Loader::wake() {
     work.notify_all();
-    std::lock_guard<std::mutex> lock(waking);
+    MutexLock lock(waking);
     if (reader) {
         reader->wake();
     }
 }
 
-void Loader::wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) {
+void Loader::wait(const Locked & locked, CondVar & changed) {
+    mutex.assert_held(locked);
     if (reader) {
-        reader->wait(lock, changed);
+        reader->wait(mutex, changed);
     } else {
-        changed.wait(lock);
+        changed.wait(mutex);
     }
 }
 
-void Loader::reset_stats() {
+void Loader::reset_stats(const Locked & locked) {
+    mutex.assert_held(locked);
     std::fill(read_by_layer.begin(), read_by_layer.end(), 0);
-    ns_read = decoded = ns_decoded = 0;
+    counted    = {};
+    ns_decoded = 0;
 }
 
 void Loader::stop() {
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         stopped = true;
     }
     wake();

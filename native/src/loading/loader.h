@@ -23,12 +23,13 @@
 // it delays what is demanded after it by no more than the request of it that is under way, so that is small, and begins
 // only while a disk has no other under way, of whatever kind.
 //
-// The mutex is that of who orders. Functions for the readers take it, the others REQUIRE it; it is never held
-// across a read or a decode.
+// The mutex is that of who orders, for whom functions take a `const Locked &` (base/mutex.h). Functions for the readers
+// lock it. It is never held across a read or a decode.
 
 #pragma once
 
 #include "banks/bank.h"
+#include "base/mutex.h"
 #include "loading/codec.h"
 #include "loading/queue.h"
 #include "loading/rates.h"
@@ -38,10 +39,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -58,34 +57,34 @@ enum class Staged : uint8_t { YES, LATER, NEVER };
 
 class Loader {
 public:
-    // Who orders loads. Called with the mutex held.
+    // Who orders loads.
     class Orders {
     public:
         virtual ~Orders() = default;
 
         // Nothing else is queued: starts a load with read_ahead(), or with guess(), if there is one. False: there is
         // none now.
-        virtual bool order_ahead() = 0;
-        virtual bool order_guess() = 0;
+        virtual bool order_ahead(const Locked & locked) = 0;
+        virtual bool order_guess(const Locked & locked) = 0;
 
         // Gives a load of a compressed expert slots for those stored parts that are not there.
-        virtual Staged stage(Load & load) = 0;
+        virtual Staged stage(const Locked & locked, Load & load) = 0;
 
         // A matrix is there, and begins at address.
-        virtual void published(Load & load, int role, const char * address) = 0;
+        virtual void published(const Locked & locked, Load & load, int role, const char * address) = 0;
 
         // No more of it will be read or published.
-        virtual void failed(Load & load, const std::string & sentence) = 0;
+        virtual void failed(const Locked & locked, Load & load, const std::string & sentence) = 0;
 
         // A request or a matrix came to its end, whatever became of it; load.ended() after the last one.
-        virtual void finished(Load & load) = 0;
+        virtual void finished(const Locked & locked, Load & load) = 0;
 
         // There is something for decode_next() to do.
-        virtual void decodable() {}
+        virtual void decodable(const Locked &) {}
     };
 
     Loader(const ModelMap & map, std::unique_ptr<Source> source, const Codec & codec, uint64_t read_bytes,
-        std::mutex & mutex, Orders & orders);
+        Mutex & mutex, Orders & orders);
 
     // No layer waits for what is read, so its decoding is nobody's who waits. Before the first load.
     void nobody_waits() { has_waiters = false; }
@@ -149,64 +148,94 @@ public:
     // of that layer that were to be read ahead; what no reader has begun of them is demanded too, and what was read of
     // them is decoded as if it had been. by: recovers compressed experts, which are then in the order of schedule(); all
     // are in the order of the kernels if it has no workers.
-    void demand(const std::vector<Load *> & loads, const std::vector<Load *> & queued, const Recoverer & by = { 0 });
+    void demand(const Locked & locked, const std::vector<Load *> & loads, const std::vector<Load *> & queued,
+        const Recoverer & by = { 0 });
 
     // Queues all reads of a load behind all demand.
-    void read_ahead(Load & load) {
+    void read_ahead(const Locked & locked, Load & load) {
+        mutex.assert_held(locked);
         load.in_order_of_kernels();
         start(load, queue.ahead, read_bytes);
     }
 
     // The same in small requests, behind everything else.
-    void guess(Load & load) {
+    void guess(const Locked & locked, Load & load) {
+        mutex.assert_held(locked);
         load.in_order_of_kernels();
         start(load, queue.guessed, guess_bytes());
     }
 
     // Of a request of a guess at most: whole pages, as direct reads want them.
-    uint64_t guess_bytes() const {
-        const auto half_a_millisecond = (uint64_t) (0.5e-3 * bytes_per_second());
-        return std::min(read_bytes, std::max(LEAST_GUESS_BYTES, half_a_millisecond / PAGE * PAGE));
+    uint64_t guess_bytes(const Locked & locked) const {
+        mutex.assert_held(locked);
+        return guess_bytes();
     }
 
     // See Requests::offer().
-    void offer(int layer, int expert, std::vector<char> bytes) { requests.offer(layer, expert, std::move(bytes)); }
+    void offer(const Locked & locked, int layer, int expert, std::vector<char> bytes) {
+        mutex.assert_held(locked);
+        requests.offer(layer, expert, std::move(bytes));
+    }
 
     // Takes back the requests of a load that no reader works on yet.
-    void take_back(Load & load) { queue.take_back(load); }
+    void take_back(const Locked & locked, Load & load) {
+        mutex.assert_held(locked);
+        queue.take_back(load);
+    }
 
     // A load with requests that no reader works on yet, and for which condition(load) holds; or null.
     template <typename Condition>
-    Load * find_queued(Condition condition) const {
+    Load * find_queued(const Locked & locked, Condition condition) const {
+        mutex.assert_held(locked);
         return queue.find(condition);
     }
 
     // The same for who waits for a matrix: lets go of the mutex meanwhile. False at once while there is none.
-    bool decode_next(std::unique_lock<std::mutex> & lock);
+    bool decode_next(const Locked & locked);
 
     // A slot, by its memory, gave that up.
-    void given_up(char * slot);
+    void given_up(const Locked & locked, char * slot);
 
-    // New requests may be there, or memory for some.
+    // New requests may be there, or memory for some. With the mutex or without it.
     void wake();
 
     // Sleeps until changed is notified; a reader may end a read meanwhile (see Reader::wait).
-    void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed);
+    void wait(const Locked & locked, CondVar & changed);
 
-    bool     idle() const { return queue.empty() && n_in_flight == 0; }
-    bool     was_stopped() const { return stopped; }
-    bool     has_reader() const { return reader != nullptr; } // a simulated engine has one while it replays
-    uint64_t bytes_read(int layer) const { return read_by_layer[layer]; }
-    uint64_t read_ns() const { return ns_read; }
-    uint64_t bytes_decoded() const { return decoded; } // of compressed experts, as kernels compute with them
+    bool idle(const Locked & locked) const {
+        mutex.assert_held(locked);
+        return queue.empty() && n_in_flight == 0;
+    }
+    bool was_stopped(const Locked & locked) const {
+        mutex.assert_held(locked);
+        return stopped;
+    }
+    bool has_reader(const Locked &) const { return reader != nullptr; } // a simulated engine has one while it replays
+
+    // Of all layers.
+    struct Counts {
+        uint64_t read_ns       = 0;
+        uint64_t bytes_decoded = 0; // of compressed experts, as kernels compute with them
+    };
+    uint64_t bytes_read(const Locked & locked, int layer) const {
+        mutex.assert_held(locked);
+        return read_by_layer[layer];
+    }
+    Counts counts(const Locked & locked) const {
+        mutex.assert_held(locked);
+        return counted;
+    }
     uint64_t decode_ns() const { return ns_decoded; }
-    void     reset_stats();
+    void     reset_stats(const Locked & locked);
 
-    // See ReadRates and RequestQueue.
-    double   bytes_per_second() const { return rates.bytes_per_second(); }
-    double   cpu_share() const { return rates.cpu_share(); }
-    double   busy_share() const { return rates.busy_share(); }
-    uint64_t bytes_demanded() const { return queue.bytes_demanded(); }
+    ReadRates read_rates(const Locked & locked) const {
+        mutex.assert_held(locked);
+        return rates;
+    }
+    uint64_t bytes_demanded(const Locked & locked) const {
+        mutex.assert_held(locked);
+        return queue.bytes_demanded();
+    }
 
 private:
     friend class Reader; // attaches itself
@@ -233,41 +262,46 @@ private:
     std::unique_ptr<Source> source;
     const Codec &           codec;
     const uint64_t          read_bytes; // of one request at most
-    std::mutex &            mutex;
+    Mutex &                 mutex;
     Orders &                orders;
-    Reader *                reader = nullptr;
-    std::mutex              waking; // held while the reader is told; taken with or without the other, never before it
-    std::condition_variable work;
-    std::condition_variable decode_work;
-    std::list<Decoding>     decoding;           // what is needed first comes first
-    bool                    decodes     = true; // until stop_decoding()
-    bool                    has_waiters = true;
-    Requests                requests;
-    RequestQueue            queue;
-    ReadRates               rates;
-    int                     n_reading   = 0; // requests under way
-    int                     n_in_flight = 0; // the same, and those whose matrix is being decoded
-    bool                    stopped     = false;
-    bool                    watched     = false;
+    Mutex                   waking; // held while the reader is told; taken with or without the other, never before it
+    Reader *                reader = nullptr; // written under both, read under one
+    CondVar                 work;
+    CondVar                 decode_work;
+    std::list<Decoding>     decoding GUARDED_BY(mutex);       // what is needed first comes first
+    bool                    decodes GUARDED_BY(mutex) = true; // until stop_decoding()
+    bool                    has_waiters               = true;
+    Requests                requests GUARDED_BY(mutex);
+    RequestQueue            queue GUARDED_BY(mutex);
+    ReadRates               rates GUARDED_BY(mutex);
+    int                     n_reading GUARDED_BY(mutex)   = 0; // requests under way
+    int                     n_in_flight GUARDED_BY(mutex) = 0; // the same, and those whose matrix is being decoded
+    bool                    stopped GUARDED_BY(mutex)     = false;
+    bool                    watched GUARDED_BY(mutex)     = false;
     std::atomic<bool>       any_stripped{ false };
-    std::vector<char *>     stripped;
-    std::vector<uint64_t>   read_by_layer;
-    uint64_t                ns_read = 0;
-    uint64_t                decoded = 0;
-    std::atomic<uint64_t>   ns_decoded{ 0 }; // the sum over threads
-    bool                    said = false;    // that a pack is damaged
+    std::vector<char *>     stripped GUARDED_BY(mutex);
+    std::vector<uint64_t>   read_by_layer GUARDED_BY(mutex); // bytes
+    Counts                  counted GUARDED_BY(mutex);
+    std::atomic<uint64_t>   ns_decoded{ 0 };                // the sum over threads
+    bool                    said GUARDED_BY(mutex) = false; // that a pack is damaged
 
-    void         start(Load & load, std::deque<ReadRequest> & into, uint64_t request_bytes);
-    void         place_for_recovery(const std::vector<Load *> & loads, const Recoverer & by);
-    bool         take(std::deque<ReadRequest> & from, uint64_t request_bytes, ReadRequest & request);
-    bool         pop(ReadRequest & request);
+    uint64_t guess_bytes() const REQUIRES(mutex) {
+        const auto half_a_millisecond = (uint64_t) (0.5e-3 * rates.bytes_per_second());
+        return std::min(read_bytes, std::max(LEAST_GUESS_BYTES, half_a_millisecond / PAGE * PAGE));
+    }
+
+    void         start(Load & load, std::deque<ReadRequest> & into, uint64_t request_bytes) REQUIRES(mutex);
+    void         place_for_recovery(const std::vector<Load *> & loads, const Recoverer & by) REQUIRES(mutex);
+    bool         take(std::deque<ReadRequest> & from, uint64_t request_bytes, ReadRequest & request) REQUIRES(mutex);
+    bool         pop(ReadRequest & request) REQUIRES(mutex);
     Decoding     decoding_of(const ReadRequest & request, int role) const;
     bool         decode_step(const Decoding & matrix, int step);
     const char * decoded_at(const Decoding & matrix);
-    void         end_decoding(const Decoding & matrix, std::unique_lock<std::mutex> & lock);
-    void         missing(const ReadRequest & request, int role, const char * why);
-    void         fail(Load & load, int role, int file, const std::string & why);
-    void         end(const ReadRequest & request);
+    bool         decode_first() REQUIRES(mutex);
+    void         end_decoding(const Decoding & matrix, const char * address) REQUIRES(mutex);
+    void         missing(const ReadRequest & request, int role, const char * why) REQUIRES(mutex);
+    void         fail(Load & load, int role, int file, const std::string & why) REQUIRES(mutex);
+    void         end(const ReadRequest & request) REQUIRES(mutex);
 };
 
 } // namespace pyorch

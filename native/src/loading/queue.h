@@ -3,8 +3,6 @@
 // Demand is in the order in which the kernels will need it: all first matrices of the layer, then all second, then all
 // third, experts ascending, as mul_mat_id goes through them. Compressed experts may have the order of ZipMoE instead
 // (loading/schedule.h).
-//
-// The mutex is that of who orders (see Loader), which all functions REQUIRE.
 
 #pragma once
 

@@ -1,6 +1,4 @@
 // How fast reads were lately, what they took of processors, and for which share of the time a layer waited for one.
-//
-// The mutex is that of who orders (see Loader), which all functions REQUIRE.
 
 #pragma once
 

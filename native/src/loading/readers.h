@@ -23,11 +23,11 @@ public:
     Reader(const Reader &)             = delete;
     Reader & operator=(const Reader &) = delete;
 
-    // Called by who needs memory that reads under way hold, with the loader's mutex locked: lets go of it, and
-    // returns with it when something may have changed.
-    virtual void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) { changed.wait(lock); }
+    // Called by who needs memory that reads under way hold: unlocks the loader's mutex until something may have
+    // changed.
+    virtual void wait(Mutex & mutex, CondVar & changed) REQUIRES(mutex) { changed.wait(mutex); }
 
-    // Called when new requests may be there, with the loader's mutex locked or not; who sleeps in Loader::next is woken
+    // Called when new requests may be there, with the loader's mutex or without it; who sleeps in Loader::next is woken
     // anyway. No longer called once attach(nullptr) has returned.
     virtual void wake() {}
 
@@ -35,8 +35,8 @@ protected:
     Loader & loader;
 
     void attach(Reader * reader) {
-        std::lock_guard<std::mutex> lock(loader.mutex);
-        std::lock_guard<std::mutex> telling(loader.waking);
+        MutexLock lock(loader.mutex);
+        MutexLock telling(loader.waking);
         loader.reader = reader;
     }
 };

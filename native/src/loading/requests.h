@@ -1,8 +1,6 @@
 // What is read of a load: its requests.
 //
 // Where small matrices lie together, one request reads several.
-//
-// The mutex is that of who orders (see Loader), which all functions REQUIRE.
 
 #pragma once
 

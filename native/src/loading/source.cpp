@@ -2,6 +2,7 @@
 
 #include "base/callback.h"
 #include "base/checksum.h"
+#include "base/mutex.h"
 #include "base/status.h"
 #include "loading/disks.h"
 
@@ -10,7 +11,6 @@
 #include <cerrno>
 #include <cstring>
 #include <fcntl.h>
-#include <mutex>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <vector>
@@ -97,7 +97,7 @@ public:
             failed.in_a_row.store(0, std::memory_order_relaxed);
             return false;
         }
-        std::lock_guard<std::mutex> lock(leaving);
+        MutexLock lock(leaving);
         if (!has_other(file, disk)) {
             return false;
         }
@@ -144,11 +144,11 @@ private:
         int         fd        = -1;
         int         direct_fd = -1;
         // What was said of it when its bytes were the sampled ones, and when they were not.
-        struct stat       opened = {}, refused = {};
+        struct stat       opened GUARDED_BY(mutex) = {}, refused GUARDED_BY(mutex) = {};
         uint64_t          bytes     = 0;
         uint64_t          sampled   = 0;
         bool              is_mirror = false;
-        std::mutex        mutex;
+        Mutex             mutex;
         std::atomic<bool> left_out{ false };
         std::atomic<int>  in_a_row{ 0 }; // requests that failed
 
@@ -174,6 +174,7 @@ private:
         File & file   = *opened;
         file.path     = path;
         file.fd       = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+        MutexLock lock(file.mutex); // for the analysis: nobody else has it yet
         if (file.fd < 0 || fstat(file.fd, &file.opened) != 0) {
             throw Failure(PYORCH_IO, format("%s: %s", path.c_str(), strerror(errno)));
         }
@@ -220,8 +221,8 @@ private:
     }
 
     static bool changed(File & f) {
-        struct stat                 now;
-        std::lock_guard<std::mutex> lock(f.mutex);
+        struct stat now;
+        MutexLock   lock(f.mutex);
         if (fstat(f.fd, &now) != 0 || now.st_size != f.opened.st_size) {
             return true;
         }
@@ -264,7 +265,7 @@ private:
     const int                                       n_shards;
     std::atomic<int>                                n_usable{ 1 }; // disks
     Disks                                           disks;
-    std::mutex                                      leaving; // the last copy of a file stays
+    Mutex                                           leaving; // the last copy of a file stays
     std::vector<std::vector<std::unique_ptr<File>>> files;   // [n_files][n_disks], null where a disk lacks one
 };
 

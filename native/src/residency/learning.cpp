@@ -6,11 +6,10 @@
 
 namespace pyorch {
 
-Learning::Learning(const ModelMap & map, Values & values, std::mutex & mutex) : map(map), values(values), mutex(mutex) {
+Learning::Learning(const ModelMap & map, Values & values, Mutex & mutex) : map(map), mutex(mutex), values(values) {
     make_learner();
 }
 
-// REQUIRES: both mutexes
 void Learning::make_learner() {
     learner = learns() ? std::make_unique<LearnedValue>(map.n_experts(), map.n_expert_used) : nullptr;
     visits.clear();
@@ -18,7 +17,6 @@ void Learning::make_learner() {
     publish_all();
 }
 
-// REQUIRES: learning
 LearnedValue & Learning::checked_learner() {
     if (!learner) {
         throw Failure(PYORCH_INVALID, "the eviction policy learns nothing that could be kept: only learned does");
@@ -26,28 +24,26 @@ LearnedValue & Learning::checked_learner() {
     return *learner;
 }
 
-void Learning::note(Visit visit) {
+void Learning::note(const Locked & locked, Visit visit) {
+    mutex.assert_held(locked);
     visits.push_back(std::move(visit));
     has_visits = true;
 }
 
-// REQUIRES: learning
 void Learning::learn_all() {
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     while (!visits.empty()) {
         const Visit visit = std::move(visits.front());
         visits.pop_front();
         if (!visit.experts.empty()) { // else its experts counted as used since
-            lock.unlock();
+            MutexUnlock unlock(mutex);
             learner->visit(visit);
-            lock.lock();
         }
         publish(visit.layer);
     }
     has_visits = false;
 }
 
-// REQUIRES: both mutexes
 void Learning::publish_all() {
     for (int layer = 0; learner && layer < values.n_layers(); ++layer) {
         publish(layer);
@@ -55,20 +51,20 @@ void Learning::publish_all() {
 }
 
 std::vector<double> Learning::visit(const Visit & visit) {
-    std::lock_guard<std::mutex> learning_lock(learning);
+    MutexLock learning_lock(learning);
     if (!learner) {
         return {};
     }
     learn_all();
     learner->visit(visit);
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     publish(visit.layer);
     return learner->values(visit.layer);
 }
 
 void Learning::forget(const void * context) {
-    std::lock_guard<std::mutex> learning_lock(learning);
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock learning_lock(learning);
+    MutexLock lock(mutex);
     if (learner) {
         learner->forget(context);
     }

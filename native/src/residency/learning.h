@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "base/mutex.h"
 #include "model/model_map.h"
 #include "residency/policies/learned_value.h"
 #include "residency/values.h"
@@ -14,41 +15,42 @@
 #include <atomic>
 #include <deque>
 #include <memory>
-#include <mutex>
 
 namespace pyorch {
 
 class Learning {
 public:
     // mutex: of the table, which guards the values.
-    Learning(const ModelMap & map, Values & values, std::mutex & mutex);
+    Learning(const ModelMap & map, Values & values, Mutex & mutex);
 
     // Another policy was chosen. From what `choose` does on, nothing of the last one is left.
     template <typename Choose>
     void change_policy(Choose choose) {
-        std::lock_guard<std::mutex> learning_lock(learning);
-        std::lock_guard<std::mutex> lock(mutex);
-        choose();
+        MutexLock learning_lock(learning);
+        MutexLock lock(mutex);
+        choose(mutex.locked());
         make_learner();
     }
 
-    // Notes a visit; without experts, what was learned from it is only to be published: its layer comes. REQUIRES: the
-    // mutex of the table
-    void note(Visit visit);
-    bool learns() const { return values.chosen().learns; } // the same
+    // Notes a visit; without experts, what was learned from it is only to be published: its layer comes.
+    void note(const Locked & locked, Visit visit);
+    bool learns(const Locked & locked) const {
+        mutex.assert_held(locked);
+        return learns();
+    }
 
     // Learns from all visits that were noted.
     void learn() {
         if (has_visits) {
-            std::lock_guard<std::mutex> learning_lock(learning);
+            MutexLock learning_lock(learning);
             learn_all();
         }
     }
 
     // The same, unless another thread does.
     void try_learn() {
-        std::unique_lock<std::mutex> learning_lock(learning, std::defer_lock);
-        if (has_visits && learning_lock.try_lock()) {
+        if (has_visits && learning.try_lock()) {
+            MutexLock learning_lock(learning, std::adopt_lock);
             learn_all();
         }
     }
@@ -56,9 +58,9 @@ public:
     // Calls use(LearnedValue &) of the policy learned, while nothing is learned. Throws Failure for other policies.
     template <typename Use>
     void with_learned(Use use) {
-        std::lock_guard<std::mutex> learning_lock(learning);
+        MutexLock learning_lock(learning);
         use(checked_learner());
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         publish_all();
     }
 
@@ -69,19 +71,22 @@ public:
     void forget(const void * context);
 
 private:
-    const ModelMap &              map;
-    Values &                      values;
-    std::mutex &                  mutex;
-    std::mutex                    learning;
-    std::unique_ptr<LearnedValue> learner; // guarded by it; null where the policy learns nothing
-    std::deque<Visit>             visits;  // that nothing was learned from yet; guarded by the mutex of the table
-    std::atomic<bool>             has_visits{ false };
+    const ModelMap &  map;
+    Mutex &           mutex;
+    Mutex             learning;
+    Values &          values GUARDED_BY(mutex);
+    std::deque<Visit> visits GUARDED_BY(mutex); // that nothing was learned from yet
+    std::atomic<bool> has_visits{ false };
 
-    void           make_learner();
-    LearnedValue & checked_learner();
-    void           learn_all();
-    void           publish(int layer) { values.set_learned(layer, learner->values(layer)); }
-    void           publish_all();
+    // Null where the policy learns nothing.
+    std::unique_ptr<LearnedValue> learner GUARDED_BY(learning) PT_GUARDED_BY(learning);
+
+    bool           learns() const REQUIRES(mutex) { return values.chosen().learns; }
+    void           make_learner() REQUIRES(learning, mutex);
+    LearnedValue & checked_learner() REQUIRES(learning);
+    void           learn_all() REQUIRES(learning);
+    void           publish(int layer) REQUIRES(learning, mutex) { values.set_learned(layer, learner->values(layer)); }
+    void           publish_all() REQUIRES(learning, mutex);
 };
 
 } // namespace pyorch

@@ -44,23 +44,23 @@ void ReadAhead::want_layer(int layer) {
 }
 
 // The first that is wanted. What is pinned gets its memory like a demand. scan: for a prompt.
-bool ReadAhead::next(std::deque<Expert *> & wanted, bool scan) {
+bool ReadAhead::next(const Locked & locked, std::deque<Expert *> & wanted, bool scan) {
     while (!wanted.empty()) {
         Expert & e = *wanted.front();
         if (!e.absent() || e.holds > 0 || (order.is_full(e.layer) && !e.pinned)) {
             wanted.pop_front(); // there, or demanded, or one too many
             continue;
         }
-        const bool fits = room.make_room(e.layer, 1, e.pinned ? FOR_DEMAND : FOR_ORDER);
+        const bool fits = room.make_room(locked, e.layer, 1, e.pinned ? FOR_DEMAND : FOR_ORDER);
         if (!fits || !residents.start_load(e, e.pinned ? ReadFor::DEMAND : scan ? ReadFor::PROMPT : ReadFor::ORDER)) {
-            if (residents.n_in_use() > 0 || (e.pinned && !fits && !loads.idle())) {
+            if (residents.n_in_use() > 0 || (e.pinned && !fits && !loads.idle(locked))) {
                 return false; // a running layer or a read will let go of memory
             }
             wanted.pop_front();
             continue;
         }
         wanted.pop_front();
-        loads.read_ahead(e.load);
+        loads.read_ahead(locked, e.load);
         return true;
     }
     return false;
@@ -109,7 +109,7 @@ void ReadAhead::end_forecast(int layer, const void * context) {
 }
 
 // What was read for this pass of the context is in use now, or was read in vain.
-void ReadAhead::settle_guessed(int layer, const void * context) {
+void ReadAhead::settle_guessed(const Locked & locked, int layer, const void * context) {
     auto &           l = residents[layer];
     std::vector<int> unsettled;
     unsettled.swap(l.guessed);
@@ -126,39 +126,39 @@ void ReadAhead::settle_guessed(int layer, const void * context) {
             e.abandoned = e.loading() && !e.pinned;
         }
         e.guess_of = nullptr;
-        end_abandoned(e);
+        end_abandoned(locked, e);
         residents.seats.changed(e);
     }
 }
 
-void ReadAhead::end_abandoned(Expert & e) {
+void ReadAhead::end_abandoned(const Locked & locked, Expert & e) {
     if (e.abandoned && e.load.in_flight == 0) {
-        loads.take_back(e.load);
+        loads.take_back(locked, e.load);
         residents.drop(e);
     }
 }
 
-void ReadAhead::settle(const void * context, int layer) {
+void ReadAhead::settle(const Locked & locked, const void * context, int layer) {
     Passage & passage = passages[context];
     passage.at        = layer;
     passage.last      = std::max(passage.last, layer);
     guesses.settle(context, layer);
-    settle_guessed(layer, context);
+    settle_guessed(locked, layer, context);
     end_forecast(layer, context);
 }
 
-void ReadAhead::forget(const void * context) {
+void ReadAhead::forget(const Locked & locked, const void * context) {
     guesses.forget(context);
     passages.erase(context);
     for (int layer = 0; layer < residents.n_layers(); ++layer) {
-        settle_guessed(layer, context);
+        settle_guessed(locked, layer, context);
         end_forecast(layer, context);
     }
 }
 
 // The best guess: that with the highest probability over distance (FineMoE section 4.5; there, the probability is that
 // of the map found, here how often such guesses came true).
-bool ReadAhead::next_guess() {
+bool ReadAhead::next_guess(const Locked & locked) {
     while (!guesses.empty()) {
         const auto [context, layer, guess] = guesses.take_best([&](const void * context, int layer) {
             const auto passage = passages.find(context);
@@ -169,12 +169,12 @@ bool ReadAhead::next_guess() {
             continue;
         }
         const float probability = values.probability(layer)[e.id];
-        if (!room.make_room(layer, 1, FOR_GUESS, probability > 0 ? probability : INFINITY) ||
+        if (!room.make_room(locked, layer, 1, FOR_GUESS, probability > 0 ? probability : INFINITY) ||
             !residents.start_load(e, ReadFor::GUESS)) {
             continue;
         }
         residents.guess_for(e, context);
-        loads.guess(e.load);
+        loads.guess(locked, e.load);
         return true;
     }
     return false;
@@ -189,7 +189,7 @@ void ReadAhead::defer(int layer, const std::vector<int> & experts) {
 }
 
 // An expert that others stood in for. Otherwise what is absent would stay so: nobody demands it.
-bool ReadAhead::next_deferred() {
+bool ReadAhead::next_deferred(const Locked & locked) {
     while (!deferred.empty()) {
         Expert & e = *deferred.front();
         deferred.pop_front();
@@ -197,8 +197,9 @@ bool ReadAhead::next_deferred() {
             continue;
         }
         const Victim gain = { e.layer, e.id, 1, values.worth(e.layer, values.value(e.layer, e.id)) };
-        if (room.make_room(e.layer, 1, FOR_GUESS, INFINITY, gain) && residents.start_load(e, ReadFor::DEFERRED)) {
-            loads.guess(e.load);
+        if (room.make_room(locked, e.layer, 1, FOR_GUESS, INFINITY, gain) &&
+            residents.start_load(e, ReadFor::DEFERRED)) {
+            loads.guess(locked, e.load);
             return true;
         }
     }

@@ -29,8 +29,8 @@ public:
             residents(residents), room(room), loads(loads), forecast_for(residents.n_layers()) {}
 
     // Start the load of an expert, if there is one and memory for it.
-    bool start_order() { return next(ordered, false) || next(prompt, true); }
-    bool start_guess() { return next_guess() || next_deferred(); }
+    bool start_order(const Locked & locked) { return next(locked, ordered, false) || next(locked, prompt, true); }
+    bool start_guess(const Locked & locked) { return next_guess(locked) || next_deferred(locked); }
 
     bool is_idle() const { return ordered.empty() && prompt.empty() && guesses.empty() && deferred.empty(); }
 
@@ -46,13 +46,13 @@ public:
     void defer(int layer, const std::vector<int> & experts);
 
     // A context comes to a layer: what was guessed for it was right, or in vain, or is not wanted any more.
-    void settle(const void * context, int layer);
+    void settle(const Locked & locked, const void * context, int layer);
 
     // The context is gone.
-    void forget(const void * context);
+    void forget(const Locked & locked, const void * context);
 
     // An abandoned load ends, unless a reader works on it: then it ends with that request.
-    void end_abandoned(Expert & e);
+    void end_abandoned(const Locked & locked, Expert & e);
 
     // Of a guess, the share that was read when its pass came; fading mean. Where no guess pays, one is tried now and
     // then: a layer comes.
@@ -79,11 +79,11 @@ private:
     std::vector<const void *> forecast_for;             // by layer: the context of its forecast, null: there is none
     double                    share_read = 0.5;
 
-    bool next(std::deque<Expert *> & wanted, bool scan);
-    bool next_guess();
-    bool next_deferred();
+    bool next(const Locked & locked, std::deque<Expert *> & wanted, bool scan);
+    bool next_guess(const Locked & locked);
+    bool next_deferred(const Locked & locked);
     bool has_passed(const void * context, int layer, int from) const;
-    void settle_guessed(int layer, const void * context);
+    void settle_guessed(const Locked & locked, int layer, const void * context);
     void end_forecast(int layer, const void * context);
 };
 

@@ -1,7 +1,7 @@
 // Who is in host memory, why, and who holds it.
 //
-// Only Residents moves an expert from one state to another (seats.h), and takes and gives its memory. Who calls it has
-// the mutex of the table; kernels read two fields of an expert without it.
+// Only Residents moves an expert from one state to another (seats.h), and takes and gives its memory. Kernels read two
+// fields of an expert without the mutex of the table.
 //
 // States are about the matrices that kernels compute with. Beside them, stored parts of a compressed expert may be in
 // memory (stored_parts.h): a load has them all, and when it ends, those that the expert's pool wants stay.

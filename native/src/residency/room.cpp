@@ -14,7 +14,8 @@ static constexpr int REBALANCE = 16;
 // What came at once within so many tokens says how much may come at once.
 static constexpr uint64_t WIDTH_TOKENS = 64;
 
-Room::Room(Residents & residents, StoredParts & stored, Loader & loads, const PoolShares & shares) :
+Room::Room(
+    const Locked & locked, Residents & residents, StoredParts & stored, Loader & loads, const PoolShares & shares) :
         residents(residents), stored(stored), loads(loads), shares(shares), displaced(residents.n_layers()) {
     if (bank.budget() < map.floor_bytes()) {
         throw Failure(PYORCH_BUDGET,
@@ -25,7 +26,7 @@ Room::Room(Residents & residents, StoredParts & stored, Loader & loads, const Po
         size_class.push_back(residents[layer].size_class);
         pressure.resize(std::max(pressure.size(), (size_t) size_class.back() + 1));
     }
-    divide_budget(bank.budget());
+    divide_budget(locked, bank.budget());
 }
 
 void Room::evict(Expert & e) {
@@ -67,7 +68,8 @@ Victim Room::choose_victim(int layer, Purpose purpose, float more_likely_than) {
     return any;
 }
 
-bool Room::make_room(int layer, int n, Purpose purpose, float more_likely_than, const Victim & below) {
+bool Room::make_room(
+    const Locked & locked, int layer, int n, Purpose purpose, float more_likely_than, const Victim & below) {
     const auto & l     = residents[layer];
     uint64_t     moved = 0; // bytes from other classes
     while (!bank.fits(l.size_class, n)) {
@@ -84,7 +86,7 @@ bool Room::make_room(int layer, int n, Purpose purpose, float more_likely_than, 
                 pressure[l.size_class] = 0; // the class has one slot more
                 moved                  = 0;
             }
-        } else if (purpose != FOR_DEMAND || !drop_queued()) {
+        } else if (purpose != FOR_DEMAND || !drop_queued(locked)) {
             break;
         }
     }
@@ -93,31 +95,31 @@ bool Room::make_room(int layer, int n, Purpose purpose, float more_likely_than, 
 
 // Takes back a load that nobody waits for and no reader works on, for what is needed now. False if there is none; a
 // guess that a reader works on ends with that request.
-bool Room::drop_queued() {
+bool Room::drop_queued(const Locked & locked) {
     const auto may_go = [&](const Load & load) {
         const Expert & e = residents.expert_of(load);
         return !load.stream && !e.holds && !e.pinned && order.n(load.layer) > values.min(load.layer);
     };
-    Load * load = loads.find_queued([&](const Load & load) { return load.in_flight == 0 && may_go(load); });
+    Load * load = loads.find_queued(locked, [&](const Load & load) { return load.in_flight == 0 && may_go(load); });
     if (!load) {
-        load =
-            loads.find_queued([&](const Load & load) { return residents.expert_of(load).guessed() && may_go(load); });
+        load = loads.find_queued(
+            locked, [&](const Load & load) { return residents.expert_of(load).guessed() && may_go(load); });
         if (load) {
             residents.expert_of(*load).abandoned = true;
         }
         return false;
     }
-    loads.take_back(*load);
+    loads.take_back(locked, *load);
     residents.drop(residents.expert_of(*load));
     return true;
 }
 
-void Room::keep_budget() {
+void Room::keep_budget(const Locked & locked) {
     while (bank.matrices_taken() > bank.matrices_budget()) {
         const Victim victim = choose_victim(-1, FOR_DEMAND, INFINITY);
         if (victim) {
             evict(residents.expert(victim.layer, victim.expert));
-        } else if (!drop_queued()) {
+        } else if (!drop_queued(locked)) {
             break;
         }
     }
@@ -151,7 +153,7 @@ int Room::n_with_pinned(int layer, const std::vector<int> & experts) const {
     return residents[layer].n_pinned + (int) std::count_if(experts.begin(), experts.end(), is_unpinned);
 }
 
-void Room::widen(int layer, const Demand & demand) {
+void Room::widen(const Locked & locked, int layer, const Demand & demand) {
     if (!stored.pools.any() || (demand.scans() && !demand.continues)) { // a prompt
         return;
     }
@@ -161,7 +163,7 @@ void Room::widen(int layer, const Demand & demand) {
     const bool ends       = values.now() >= width.begin + WIDTH_TOKENS * residents.n_layers();
     if (width.next > width.most || (ends && width.next < width.most)) {
         width.most = width.next;
-        divide_budget(bank.budget());
+        divide_budget(locked, bank.budget());
     }
     if (ends) {
         width = { width.most, 0, values.now() };
@@ -187,13 +189,13 @@ std::vector<int> Room::reserved() const {
     return n;
 }
 
-void Room::reserve() {
+void Room::reserve(const Locked & locked) {
     const std::vector<int> n = reserved();
     reserved_bytes           = 0;
     for (int layer = 0; layer < residents.n_layers(); ++layer) {
         reserved_bytes += n[layer] * residents[layer].slot_bytes;
     }
-    divide_budget(bank.budget());
+    divide_budget(locked, bank.budget());
 }
 
 // The budget that lets every layer run, whole or through its window, beside what is reserved.
@@ -224,7 +226,7 @@ void Room::check_pins(int layer, int n_pins) const {
     }
 }
 
-void Room::set_limits(int layer, int min, int max) {
+void Room::set_limits(const Locked & locked, int layer, int min, int max) {
     const int il       = map.layers[layer].il;
     const int n_expert = residents[layer].n_expert;
     if (min < 0 || max > n_expert || min > max) {
@@ -240,11 +242,11 @@ void Room::set_limits(int layer, int min, int max) {
                 mebibytes(most).c_str(), mebibytes(most_for_full()).c_str()));
     }
     values.set_limits(layer, min, max);
-    reserve();
+    reserve(locked);
     make_room_within(layer, 0);
 }
 
-void Room::set_budget(uint64_t bytes) {
+void Room::set_budget(const Locked & locked, uint64_t bytes) {
     bytes               = std::min(bytes, map.slots_bytes());
     const uint64_t most = needed_budget(reserved()) + stored.least();
     if (bytes < most) {
@@ -252,22 +254,22 @@ void Room::set_budget(uint64_t bytes) {
             format("budget %s is below the %s that the largest layer needs beside what is reserved",
                 mebibytes(bytes).c_str(), mebibytes(most).c_str()));
     }
-    divide_budget(bytes);
+    divide_budget(locked, bytes);
 }
 
-void Room::set_shares(const PoolShares & wanted) {
+void Room::set_shares(const Locked & locked, const PoolShares & wanted) {
     shares = wanted;
-    divide_budget(bank.budget());
+    divide_budget(locked, bank.budget());
 }
 
 // REQUIRES: the budget is enough for what is reserved
-void Room::divide_budget(uint64_t bytes) {
+void Room::divide_budget(const Locked & locked, uint64_t bytes) {
     const uint64_t needed  = needed_budget(reserved());
     const uint64_t at_once = std::max(needed, std::min(width.most, bytes - stored.least()));
     stored.pools.divide(bytes, at_once, shares, at_once);
     bank.set_budget(bytes, stored.pools.stored_limit());
     stored.trim();
-    keep_budget();
+    keep_budget(locked);
 }
 
 } // namespace pyorch

@@ -22,19 +22,19 @@ namespace pyorch {
 class Room {
 public:
     // Throws Failure: PYORCH_BUDGET below the map's floor.
-    Room(Residents & residents, StoredParts & stored, Loader & loads, const PoolShares & shares);
+    Room(const Locked & locked, Residents & residents, StoredParts & stored, Loader & loads, const PoolShares & shares);
 
     // Evicts until n experts of the layer fit, and only what goes before `below`. What was read ahead and not used yet
     // goes only for demand; what was used in the last pass of its layer not for a guess. False if what is left is in
     // use: the caller waits and tries again.
-    bool make_room(int layer, int n, Purpose purpose, float more_likely_than = INFINITY,
+    bool make_room(const Locked & locked, int layer, int n, Purpose purpose, float more_likely_than = INFINITY,
         const Victim & below = { -1, -1, INT_MAX, 0 });
 
     // So that n more experts of the layer are not more than its most.
     void make_room_within(int layer, int n);
 
     // Under a budget that was lowered: what nobody holds goes at once, what running layers hold when they end.
-    void keep_budget();
+    void keep_budget(const Locked & locked);
 
     // Slots of the smallest budget that the layer can be computed with, beside what is reserved.
     int window(int layer) const { return map.floor_experts(map.layers[layer]); }
@@ -52,7 +52,7 @@ public:
 
     // A layer comes, of several sequences perhaps: together they compute with more experts of a layer than one, for
     // which a plan is made.
-    void widen(int layer, const Demand & demand);
+    void widen(const Locked & locked, int layer, const Demand & demand);
 
     // The same: what had to go since it last came was missed, or not.
     void count_regret(int layer, const Demand & demand);
@@ -61,14 +61,15 @@ public:
     double regret() const { return missed.value(); }
 
     // These throw Failure, and change nothing then, where a layer could not run any more.
-    void set_budget(uint64_t bytes);
+    void set_budget(const Locked & locked, uint64_t bytes);
     void check_pins(int layer, int n_pins) const; // so many more in the layer
-    void set_limits(int layer, int min, int max);
+    void set_limits(const Locked & locked, int layer, int min, int max);
 
-    void set_shares(const PoolShares & wanted); // by form, their sum is 1; only compressed experts have forms
+    void set_shares(const Locked & locked,
+        const PoolShares &         wanted); // by form, their sum is 1; only compressed experts have forms
 
     // What is pinned has changed.
-    void reserve();
+    void reserve(const Locked & locked);
 
 private:
     // Bytes of full experts that a layer of a decode computes with at once, and what is reserved in the others: the
@@ -96,12 +97,12 @@ private:
 
     Victim           choose_victim(int layer, Purpose purpose, float more_likely_than);
     void             evict(Expert & e);
-    bool             drop_queued();
+    bool             drop_queued(const Locked & locked);
     int              n_with_pinned(int layer, const std::vector<int> & experts) const;
     std::vector<int> reserved() const;
     uint64_t         needed_budget(const std::vector<int> & reserved) const;
     uint64_t         most_for_full() const;
-    void             divide_budget(uint64_t bytes);
+    void             divide_budget(const Locked & locked, uint64_t bytes);
 };
 
 } // namespace pyorch

@@ -93,12 +93,11 @@ void SimulatedReader::decode(const ReadRequest & read, double at) {
     decoding.insert(later, { read, last });
 }
 
-void SimulatedReader::wait(std::unique_lock<std::mutex> & lock, std::condition_variable &) {
-    lock.unlock();
+void SimulatedReader::wait(Mutex & mutex, CondVar &) {
+    MutexUnlock unlock(mutex);
     if (at_work()) {
         waited(end_next());
     }
-    lock.lock();
 }
 
 namespace {
@@ -133,8 +132,10 @@ pyorch_config simulated(pyorch_config config) {
 
 SimulatedCache::SimulatedCache(const ModelMap & map, const pyorch_config & config, double read_layers, uint64_t seed) :
         table(map, bank_of(map, config), open_source(map, simulated(config)), no_codec(), simulated(config)),
-        disk(disk_of(map, read_layers, seed)),
-        reader(table.loader(), disk, { 1, INFINITY }, [this](double ended) { now = std::max(now, ended); }) {}
+        disk(disk_of(map, read_layers, seed)), reader(table.loader(), disk, { 1, INFINITY }, [this](double ended) {
+            mutex.assert_held(); // every call of the table and of the reader is made under it
+            now = std::max(now, ended);
+        }) {}
 
 SimulatedCache::~SimulatedCache() {
     table.forget(owner);
@@ -144,7 +145,7 @@ SimulatedCache::~SimulatedCache() {
 }
 
 void SimulatedCache::fill(int il, const int32_t * experts, int n) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     table.prefetch(il, experts, n);
     do {
         reader.run_until(now);
@@ -153,13 +154,13 @@ void SimulatedCache::fill(int il, const int32_t * experts, int n) {
 }
 
 void SimulatedCache::look(int layer, std::vector<uint8_t> & resident, std::vector<uint8_t> & loading) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     reader.run_until(now);
     table.resident(layer, resident, &loading);
 }
 
 void SimulatedCache::pass(const void * context, int layer, const Demand & demand, const std::vector<int> & deferred) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     owner.context = context;
     table.acquire(owner, layer, demand);
     if (!deferred.empty()) {
@@ -185,7 +186,7 @@ void SimulatedCache::pass(const void * context, int layer, const Demand & demand
 }
 
 void SimulatedCache::forget(const void * context) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     owner.context = context;
     table.forget(owner);
 }

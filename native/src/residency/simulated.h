@@ -4,12 +4,12 @@
 #pragma once
 
 #include "banks/bank.h"
+#include "base/mutex.h"
 #include "loading/readers.h"
 #include "residency/table.h"
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <random>
 
 namespace pyorch {
@@ -61,7 +61,7 @@ public:
     double busy_seconds   = 0; // of the disk
     double decode_seconds = 0; // the sum over threads
 
-    void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) override;
+    void wait(Mutex & mutex, CondVar & changed) override REQUIRES(mutex);
 
 private:
     struct Decoding {
@@ -114,14 +114,14 @@ public:
     Tier & tier() { return table; }
 
 private:
-    std::mutex      mutex; // contexts may compute beside each other
+    Mutex           mutex; // contexts may compute beside each other
     Table           table;
     SimulatedDisk   disk;
-    SimulatedReader reader;
-    Owner           owner;
-    double          now = 0;
+    SimulatedReader reader GUARDED_BY(mutex);
+    Owner           owner GUARDED_BY(mutex);
+    double          now GUARDED_BY(mutex) = 0;
 
-    void wait_for(int layer, int expert, int role);
+    void wait_for(int layer, int expert, int role) REQUIRES(mutex);
 };
 
 } // namespace pyorch

@@ -16,8 +16,8 @@ uint8_t flags_of(const Expert & e) {
 } // namespace
 
 void Table::get_residency(int il, uint8_t * mask, int n) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const auto &                l = residents[layer_index(il)];
+    MutexLock    lock(mutex);
+    const auto & l = residents[layer_index(il)];
     if (n != l.n_expert) {
         throw Failure(PYORCH_INVALID, format("layer %d has %d experts, the mask %d", il, l.n_expert, n));
     }
@@ -27,9 +27,9 @@ void Table::get_residency(int il, uint8_t * mask, int n) {
 }
 
 void Table::get_snapshot(pyorch_snapshot & out) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const int                   n_layers = residents.n_layers();
-    int                         widest   = 0;
+    MutexLock lock(mutex);
+    const int n_layers = residents.n_layers();
+    int       widest   = 0;
     for (int layer = 0; layer < n_layers; ++layer) {
         widest = std::max(widest, residents[layer].n_expert);
     }
@@ -56,15 +56,17 @@ void Table::get_snapshot(pyorch_snapshot & out) {
 }
 
 void Table::add_stats(int layer, pyorch_stats & stats) {
-    locked([&] { count(layer, stats); });
+    MutexLock lock(mutex);
+    count(layer, stats);
 }
 
-// REQUIRES: the mutex. only: a layer, -1: all of them.
+// only: a layer, -1: all of them.
 void Table::count(int only, pyorch_stats & out) {
     if (only < 0) {
+        const Loader::Counts of_loads = loads.counts(mutex.locked());
         add_counts(out, totals);
-        out.read_ns += loads.read_ns();
-        out.decoded_bytes += loads.bytes_decoded();
+        out.read_ns += of_loads.read_ns;
+        out.decoded_bytes += of_loads.bytes_decoded;
         out.decode_ns += loads.decode_ns();
         for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
             out.stored_bytes += stored.pools.bytes(form);
@@ -75,7 +77,7 @@ void Table::count(int only, pyorch_stats & out) {
             continue;
         }
         add_counts(out, residents.seats.counts(i));
-        out.bytes_read += loads.bytes_read(i);
+        out.bytes_read += loads.bytes_read(mutex.locked(), i);
         out.resident_experts += residents.seats.n_resident(i);
         out.resident_bytes += residents.seats.n_resident(i) * residents[i].slot_bytes;
     }
@@ -85,10 +87,10 @@ void Table::count(int only, pyorch_stats & out) {
 }
 
 void Table::reset_stats() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     totals = {};
     bank->reset_peak();
-    loads.reset_stats();
+    loads.reset_stats(mutex.locked());
     residents.seats.reset_counts();
     for (int layer = 0; layer < residents.n_layers(); ++layer) {
         for (int id = 0; id < residents[layer].n_expert; ++id) {
@@ -98,11 +100,11 @@ void Table::reset_stats() {
 }
 
 void Table::wait_idle() {
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     loads.wake();
-    while (!is_idle() && !loads.was_stopped() && loads.has_reader()) {
-        if (!loads.decode_next(lock)) {
-            idle.wait(lock);
+    while (!is_idle() && !loads.was_stopped(mutex.locked()) && loads.has_reader(mutex.locked())) {
+        if (!loads.decode_next(mutex.locked())) {
+            idle.wait(mutex);
         }
     }
 }

@@ -49,7 +49,7 @@ Streams::Streams(Residents & residents, Loader & loads) : residents(residents), 
     }
 }
 
-void Streams::open(Owner & owner, int layer, const std::vector<int> & experts, int window) {
+void Streams::open(const Locked & locked, Owner & owner, int layer, const std::vector<int> & experts, int window) {
     auto s     = std::make_unique<Stream>();
     s->layer   = layer;
     s->experts = experts;
@@ -70,11 +70,11 @@ void Streams::open(Owner & owner, int layer, const std::vector<int> & experts, i
     residents.hold_window();
     owner.stream = s.get();
     streams.push_back(std::move(s));
-    fill(*owner.stream);
+    fill(locked, *owner.stream);
 }
 
 // Begins to read what the window has room for.
-void Streams::fill(Stream & s) {
+void Streams::fill(const Locked & locked, Stream & s) {
     std::vector<Load *> started;
     while (s.error.empty() && s.begun < std::min(s.n_matrices(), s.passed + (int64_t) s.frames.size())) {
         Stream::Frame & frame = s.frame(s.begun);
@@ -89,29 +89,29 @@ void Streams::fill(Stream & s) {
         ++s.begun;
     }
     if (!started.empty()) {
-        loads.demand(started, {});
+        loads.demand(locked, started, {});
         loads.wake();
     }
 }
 
-int64_t Streams::ask(Stream & s, int expert, int role, const void * thread, int n_threads) {
+int64_t Streams::ask(const Locked & locked, Stream & s, int expert, int role, const void * thread, int n_threads) {
     const int place = s.place_of[expert];
     if (!s.ask(role, place, thread, n_threads)) {
         passes[s.layer] = s.roles;
         s.begun         = s.passed;
         for (Stream::Frame & frame : s.frames) {
-            loads.take_back(frame.load);
+            loads.take_back(locked, frame.load);
             if (frame.load.ended()) {
                 residents.unstage(frame.load);
             }
             frame.number = -1;
         }
     }
-    fill(s);
+    fill(locked, s);
     return s.number(place);
 }
 
-void Streams::finished(Load & load) {
+void Streams::finished(const Locked & locked, Load & load) {
     Stream & s = *load.stream;
     if (!load.ended()) {
         return;
@@ -119,7 +119,7 @@ void Streams::finished(Load & load) {
     residents.unstage(load);
     if (!s.closed) {
         residents.seats.counts(s.layer).loads += !load.failed && load.roles == 1u << s.roles.back();
-        fill(s);
+        fill(locked, s);
     } else {
         give_frames(s); // and the load goes with them
     }
@@ -142,13 +142,13 @@ void Streams::give_frames(Stream & s) {
     }
 }
 
-void Streams::close(Owner & owner) {
+void Streams::close(const Locked & locked, Owner & owner) {
     Stream & s   = *owner.stream;
     owner.stream = nullptr;
     s.closed     = true;
     residents.unhold_window();
     for (Stream::Frame & frame : s.frames) {
-        loads.take_back(frame.load);
+        loads.take_back(locked, frame.load);
     }
     give_frames(s);
 }

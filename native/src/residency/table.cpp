@@ -23,19 +23,24 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         map(map_), bank(std::move(bank_)), loads(map, std::move(source), codec, plan_reads(config).bytes, mutex, *this),
         residents(map, *bank, policies, (pyorch_policy) config.policy,
             [this](Victims & victims, int layer, int id) {
+                mutex.assert_held(); // who asks for victims holds it
                 residents.set_keys(victims, layer, id);
                 if (stored.pools.any()) {
                     stored.set_keys(residents.expert(layer, id));
                 }
             }),
-        stored(residents), room(residents, stored, loads, shares_of(config)), ahead(residents, room, loads),
-        streams(residents, loads), learning(map, values, mutex), recovery((pyorch_recovery) config.recovery) {
+        stored(residents), room(mutex.locked(), residents, stored, loads, shares_of(config)),
+        ahead(residents, room, loads), streams(residents, loads), learning(map, values, mutex),
+        recovery((pyorch_recovery) config.recovery) {
     for (const MoeLayer & layer : map.layers) {
         for (const auto & t : layer.tensors) {
             zeros_size = std::max(zeros_size, t.stride);
         }
     }
-    bank->on_give_up([this](char * slot) { loads.given_up(slot); });
+    bank->on_give_up([this](char * slot) {
+        mutex.assert_held(); // who takes or gives a slot holds it
+        loads.given_up(mutex.locked(), slot);
+    });
     if (zeros_size) {
         // Never written, so it is the system's one page of zeros however large it is.
         void * p = mmap(nullptr, zeros_size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -54,10 +59,10 @@ Table::~Table() {
 }
 
 bool Table::has_nearly_all() {
-    constexpr int               LACKING = 16; // of the experts, at most one in so many
-    std::lock_guard<std::mutex> lock(mutex);
-    int                         n_lacking = 0, n_experts = 0;
-    uint64_t                    room = bank->budget();
+    constexpr int LACKING = 16; // of the experts, at most one in so many
+    MutexLock     lock(mutex);
+    int           n_lacking = 0, n_experts = 0;
+    uint64_t      room = bank->budget();
     for (int i = 0; i < residents.n_layers(); ++i) {
         const Residents::Layer & layer = residents[i];
         n_lacking += layer.n_expert - residents.seats.n_resident(i) - layer.n_only_above;
@@ -68,20 +73,20 @@ bool Table::has_nearly_all() {
 }
 
 void Table::count_tokens(uint64_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     totals.tokens += n;
 }
 
 // Sleeps until something is there that the compute threads need, and decodes while there is something to decode.
 template <typename Condition>
-void Table::wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Condition there) {
+void Table::wait_for_arrival(int layer, Condition there) {
     if (n_waiting++ == 0) {
         wait_begin = clock_ns();
         wait_layer = layer;
     }
     while (!there()) {
-        if (!loads.decode_next(lock)) {
-            arrived.wait(lock);
+        if (!loads.decode_next(mutex.locked())) {
+            arrived.wait(mutex);
         }
     }
     if (--n_waiting == 0) {
@@ -97,13 +102,15 @@ void Table::count_absent(const Residents::Layer & l, const Expert & e) {
 }
 
 double Table::break_even() {
-    std::lock_guard<std::mutex> lock(mutex);
-    const auto                  bytes = (double) residents[0].read_bytes;
-    const double request = std::min((double) loads.guess_bytes(), bytes / (double) map.layers[0].tensors.size());
-    const double rest    = 0.5 * request / bytes;
+    MutexLock    lock(mutex);
+    const auto   bytes = (double) residents[0].read_bytes;
+    const double request =
+        std::min((double) loads.guess_bytes(mutex.locked()), bytes / (double) map.layers[0].tensors.size());
+    const double rest = 0.5 * request / bytes;
     // p * share = cpu * share + regret + (1 - p) * rest
     const double share = ahead.read_share();
-    return std::min(1.0, (loads.cpu_share() * share + room.regret() + rest) / (share + rest));
+    return std::min(
+        1.0, (loads.read_rates(mutex.locked()).cpu_share() * share + room.regret() + rest) / (share + rest));
 }
 
 // A layer comes. What it computes with is held: hits and misses. What its router asked for is used, even where another
@@ -149,21 +156,21 @@ void Table::count_uses(int layer, const Demand & demand, const std::vector<int> 
 
 void Table::acquire(Owner & owner, int layer, const Demand & demand) {
     learning.learn();
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
 
     // A decode that was aborted inside a layer never reached its release.
     if (!owner.held.empty() || owner.stream) {
         release_held(owner);
         space.notify_all();
     }
-    room.widen(layer, demand);
+    room.widen(mutex.locked(), layer, demand);
 
     // Who waits holds nothing, so nobody waits for who waits. Who came first is served first, else a layer that needs
     // much would wait for ever beside contexts that need little.
     const uint64_t turn    = n_arrived++;
     bool           counted = false;
     while (turn != n_served || !try_acquire(owner, layer, demand, counted)) {
-        loads.wait(lock, space); // a layer that ends, or a read
+        loads.wait(mutex.locked(), space); // a layer that ends, or a read
     }
     if (++n_served != n_arrived) {
         space.notify_all();
@@ -212,12 +219,12 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     if (!counted) {
         counted = true;
         count_uses(layer, demand, streamed);
-        ahead.settle(owner.context, layer);
+        ahead.settle(mutex.locked(), owner.context, layer);
     }
     const int n_frames = streamed.empty() ? 0 : room.window(layer);
     if (!absent.empty() || n_frames > 0) {
         room.make_room_within(layer, (int) absent.size());
-        if (!room.make_room(layer, (int) absent.size() + n_frames, FOR_DEMAND)) {
+        if (!room.make_room(mutex.locked(), layer, (int) absent.size() + n_frames, FOR_DEMAND)) {
             for (Expert * e : owner.held) {
                 residents.seats.release(*e);
             }
@@ -240,10 +247,10 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     }
     const int n_processors = std::max(1, (int) std::thread::hardware_concurrency());
     const int n_recovering = std::min(n_processors, owner.n_threads + default_threads());
-    loads.demand(
-        started, loading, { orders_by_rows(layer) ? n_recovering : 0, recovery != PYORCH_RECOVERY_EXPONENTS_FIRST });
+    loads.demand(mutex.locked(), started, loading,
+        { orders_by_rows(layer) ? n_recovering : 0, recovery != PYORCH_RECOVERY_EXPONENTS_FIRST });
     if (!streamed.empty()) {
-        streams.open(owner, layer, streamed, n_frames);
+        streams.open(mutex.locked(), owner, layer, streamed, n_frames);
         error = owner.stream->error.empty() ? error : owner.stream->error;
     }
     return true;
@@ -274,15 +281,15 @@ bool Table::release_held(Owner & owner) {
             failed      = true;
             owner.error = owner.stream->error;
         }
-        streams.close(owner);
+        streams.close(mutex.locked(), owner);
     }
-    room.keep_budget();
+    room.keep_budget(mutex.locked());
     return !failed;
 }
 
 bool Table::release(Owner & owner) {
     bool failed;
-    change([&] {
+    change([&]() REQUIRES(mutex) {
         failed = !release_held(owner);
         totals.failures += failed;
     });
@@ -291,9 +298,9 @@ bool Table::release(Owner & owner) {
 
 void Table::forget(Owner & owner) {
     learning.forget(owner.context);
-    change([&] {
+    change([&]() REQUIRES(mutex) {
         release_held(owner);
-        ahead.forget(owner.context);
+        ahead.forget(mutex.locked(), owner.context);
         if (is_idle()) {
             idle.notify_all();
         }
@@ -304,7 +311,7 @@ const char * Table::address(const Owner & owner, int layer, int expert, int role
     if (owner.stream && owner.stream->place_of[expert] >= 0) {
         return pass_by(*owner.stream, expert, role, wait, thread, owner.n_threads);
     }
-    Expert &       e   = residents.expert(layer, expert);
+    Expert &       e   = unlocked(layer, expert);
     const uint32_t bit = 1u << role;
 
     uint32_t ready = e.ready.load(std::memory_order_acquire);
@@ -315,8 +322,8 @@ const char * Table::address(const Owner & owner, int layer, int expert, int role
         return nullptr;
     }
     learning.try_learn();
-    std::unique_lock<std::mutex> lock(mutex);
-    wait_for_arrival(lock, layer, [&] {
+    MutexLock lock(mutex);
+    wait_for_arrival(layer, [&] {
         ready = e.ready.load(std::memory_order_acquire);
         return (ready & (bit | Expert::FAILED)) || e.absent();
     });
@@ -324,11 +331,11 @@ const char * Table::address(const Owner & owner, int layer, int expert, int role
 }
 
 const char * Table::pass_by(Stream & s, int expert, int role, bool wait, const void * thread, int n_threads) {
-    std::unique_lock<std::mutex> lock(mutex);
-    const int64_t                number = streams.ask(s, expert, role, thread, n_threads);
-    const char *                 there  = Streams::address(s, number);
+    MutexLock     lock(mutex);
+    const int64_t number = streams.ask(mutex.locked(), s, expert, role, thread, n_threads);
+    const char *  there  = Streams::address(s, number);
     if (!there && wait && s.error.empty()) {
-        wait_for_arrival(lock, s.layer, [&] { return (there = Streams::address(s, number)) || !s.error.empty(); });
+        wait_for_arrival(s.layer, [&] { return (there = Streams::address(s, number)) || !s.error.empty(); });
     }
     return there || s.error.empty() ? there : zeros;
 }
@@ -340,23 +347,23 @@ bool Table::share(Expert & e, Owner & other) {
 }
 
 bool Table::share(const Owner & owner, int layer, int expert, Owner & other) {
-    std::lock_guard<std::mutex> lock(mutex);
-    Expert &                    e = residents.expert(layer, expert);
+    MutexLock lock(mutex);
+    Expert &  e = residents.expert(layer, expert);
     return std::find(owner.held.begin(), owner.held.end(), &e) != owner.held.end() && share(e, other);
 }
 
 bool Table::share_resident(int layer, int expert, Owner & other) {
-    std::lock_guard<std::mutex> lock(mutex);
-    Expert &                    e = residents.expert(layer, expert);
+    MutexLock lock(mutex);
+    Expert &  e = residents.expert(layer, expert);
     return e.resident() && !e.failed() && share(e, other);
 }
 
 void Table::unshare(Owner & other) {
-    change([&] { release_held(other); });
+    change([&]() REQUIRES(mutex) { release_held(other); });
 }
 
 void Table::resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     mask = residents.seats.mask(layer);
     if (loading) {
         loading->resize(mask.size());
@@ -367,58 +374,74 @@ void Table::resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t
 }
 
 void Table::mark(int layer, std::vector<uint8_t> & mask) {
-    locked([&] { residents.seats.mark(layer, mask); });
+    MutexLock lock(mutex);
+    residents.seats.mark(layer, mask);
 }
 
 bool Table::read_time(int layer, double & queued, double & expert, double & busy) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const double                rate = loads.bytes_per_second();
+    MutexLock       lock(mutex);
+    const ReadRates rates = loads.read_rates(mutex.locked());
+    const double    rate  = rates.bytes_per_second();
     if (!(rate > 0)) {
         return false;
     }
-    queued = (double) loads.bytes_demanded() / rate;
+    queued = (double) loads.bytes_demanded(mutex.locked()) / rate;
     expert = (double) residents[layer].read_bytes / rate;
-    busy   = loads.busy_share();
+    busy   = rates.busy_share();
     return true;
 }
 
 void Table::set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     for (int id = 0; id < residents[layer].n_expert; ++id) {
         residents.expert(layer, id).elsewhere = elsewhere[id] || map.layers[layer].lacks(id);
     }
 }
 
 void Table::set_above(int layer, const std::vector<uint8_t> & there) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     for (int id = 0; id < residents[layer].n_expert; ++id) {
         residents.set_above(residents.expert(layer, id), there[id] != 0);
     }
 }
 
 void Table::want(const void * context, int layer, int from, std::vector<Want> & wants) {
-    locked([&] { ahead.want(context, layer, from, wants); });
+    {
+        MutexLock lock(mutex);
+        ahead.want(context, layer, from, wants);
+    }
     loads.wake();
 }
 
 void Table::defer(int layer, const std::vector<int> & experts) {
-    locked([&] { ahead.defer(layer, experts); });
+    {
+        MutexLock lock(mutex);
+        ahead.defer(layer, experts);
+    }
     loads.wake();
 }
 
-bool Table::order_ahead() { return !layer_waits() && ahead.start_order(); }
+bool Table::order_ahead(const Locked & locked) {
+    mutex.assert_held(locked);
+    return !layer_waits() && ahead.start_order(locked);
+}
 
-bool Table::order_guess() {
-    const bool did = !layer_waits() && ahead.start_guess();
+bool Table::order_guess(const Locked & locked) {
+    mutex.assert_held(locked);
+    const bool did = !layer_waits() && ahead.start_guess(locked);
     if (!did && is_idle()) {
         idle.notify_all();
     }
     return did;
 }
 
-Staged Table::stage(Load & load) { return stored.stage(load); }
+Staged Table::stage(const Locked & locked, Load & load) {
+    mutex.assert_held(locked);
+    return stored.stage(load);
+}
 
-void Table::published(Load & load, int role, const char * address) {
+void Table::published(const Locked & locked, Load & load, int role, const char * address) {
+    mutex.assert_held(locked);
     if (load.stream) {
         load.stream->frame_of(load).address = address;
         return;
@@ -428,7 +451,8 @@ void Table::published(Load & load, int role, const char * address) {
     e.ready.fetch_or(1u << role, std::memory_order_release);
 }
 
-void Table::failed(Load & load, const std::string & sentence) {
+void Table::failed(const Locked & locked, Load & load, const std::string & sentence) {
+    mutex.assert_held(locked);
     error = sentence;
     if (load.stream) {
         load.stream->error = sentence;
@@ -438,14 +462,15 @@ void Table::failed(Load & load, const std::string & sentence) {
     residents.expert_of(load).ready.fetch_or(Expert::FAILED, std::memory_order_release);
 }
 
-void Table::finished(Load & load) {
+void Table::finished(const Locked & locked, Load & load) {
+    mutex.assert_held(locked);
     const bool lets_go = load.in_flight == 0;
     if (load.stream) {
-        streams.finished(load);
+        streams.finished(locked, load);
     } else {
         expert_finished(residents.expert_of(load));
     }
-    room.keep_budget();
+    room.keep_budget(mutex.locked());
     if (lets_go) {
         space.notify_all();
         loads.wake(); // a reader sleeps where a decode thread ends this: there may be memory now for what waits
@@ -459,7 +484,8 @@ void Table::finished(Load & load) {
 }
 
 // Who waits for a matrix decodes meanwhile.
-void Table::decodable() {
+void Table::decodable(const Locked & locked) {
+    mutex.assert_held(locked);
     if (n_waiting > 0) {
         arrived.notify_all();
     }
@@ -482,14 +508,14 @@ void Table::expert_finished(Expert & e) {
     } else if (load.ended() && e.holds == 0) {
         residents.drop(e);
     } else {
-        ahead.end_abandoned(e);
+        ahead.end_abandoned(mutex.locked(), e);
     }
 }
 
 // Changes the named experts of a layer, or none of them if one does not exist.
 template <typename Change>
 void Table::for_each(int il, const int32_t * experts, int n, Change change_expert) {
-    change([&] {
+    change([&]() REQUIRES(mutex) {
         const int layer = layer_index(il);
         for (int i = 0; i < n; ++i) {
             residents.checked(layer, experts[i]);
@@ -501,7 +527,7 @@ void Table::for_each(int il, const int32_t * experts, int n, Change change_exper
 }
 
 void Table::prefetch(int il, const int32_t * experts, int n) {
-    for_each(il, experts, n, [&](Expert & e) {
+    for_each(il, experts, n, [&](Expert & e) REQUIRES(mutex) {
         e.abandoned = false; // a guess that was given up is an order now
         if (e.absent() && !map.layers[e.layer].lacks(e.id)) {
             // What was asked for by name counts as a use now, else it would be the next to go.
@@ -512,7 +538,7 @@ void Table::prefetch(int il, const int32_t * experts, int n) {
 }
 
 void Table::pin(int il, const int32_t * experts, int n) {
-    change([&] {
+    change([&]() REQUIRES(mutex) {
         const int         layer = layer_index(il);
         std::vector<bool> also(residents[layer].n_expert);
         for (int i = 0; i < n; ++i) {
@@ -534,16 +560,16 @@ void Table::pin(int il, const int32_t * experts, int n) {
                 ahead.order_first(e);
             }
         }
-        room.reserve();
+        room.reserve(mutex.locked());
     });
 }
 
 void Table::offer(int il, int expert, const void * bytes, uint64_t size) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const int                   layer = layer_index(il);
-    const MoeLayer &            of    = map.layers[layer];
-    const Expert &              e     = residents.checked(layer, expert);
-    uint64_t                    all   = 0;
+    MutexLock        lock(mutex);
+    const int        layer = layer_index(il);
+    const MoeLayer & of    = map.layers[layer];
+    const Expert &   e     = residents.checked(layer, expert);
+    uint64_t         all   = 0;
     for (int role = 0; role < (int) of.tensors.size(); ++role) {
         all += in_model(of, role, expert).bytes;
     }
@@ -553,21 +579,22 @@ void Table::offer(int il, int expert, const void * bytes, uint64_t size) {
                 (unsigned long long) size));
     }
     if (e.absent() && !of.pack) {
-        loads.offer(layer, expert, std::vector<char>((const char *) bytes, (const char *) bytes + size));
+        loads.offer(
+            mutex.locked(), layer, expert, std::vector<char>((const char *) bytes, (const char *) bytes + size));
     }
 }
 
 void Table::unpin(int il, const int32_t * experts, int n) {
-    for_each(il, experts, n, [&](Expert & e) {
+    for_each(il, experts, n, [&](Expert & e) REQUIRES(mutex) {
         if (e.pinned) {
             residents.unpin(e);
         }
     });
-    change([&] { room.reserve(); }); // pools may have memory again
+    change([&]() REQUIRES(mutex) { room.reserve(mutex.locked()); }); // pools may have memory again
 }
 
 void Table::evict(int il, const int32_t * experts, int n) {
-    for_each(il, experts, n, [&](Expert & e) {
+    for_each(il, experts, n, [&](Expert & e) REQUIRES(mutex) {
         if (e.may_go()) {
             ++residents.seats.counts(e.layer).evictions;
             residents.drop(e);
@@ -579,9 +606,9 @@ void Table::evict(int il, const int32_t * experts, int n) {
 }
 
 void Table::set_uses(int il, const double * uses, int n) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const int                   layer    = layer_index(il);
-    const int                   n_expert = residents[layer].n_expert;
+    MutexLock lock(mutex);
+    const int layer    = layer_index(il);
+    const int n_expert = residents[layer].n_expert;
     if (n != n_expert) {
         throw Failure(PYORCH_INVALID, format("uses of %d experts were given, layer %d has %d", n, il, n_expert));
     }
@@ -594,8 +621,10 @@ void Table::set_uses(int il, const double * uses, int n) {
 // A layer was routed. A prompt says little about what decoding will need, and a warm-up, which asks for nothing, none.
 // Where all experts fit none goes.
 void Table::note_visit(const Owner & owner, int layer, const Demand & demand) {
-    if (learning.learns() && !demand.scans() && !demand.asked.empty() && bank->budget() < map.slots_bytes()) {
-        learning.note({ owner.context, layer, demand.continues, demand.learned ? std::vector<int>() : demand.asked });
+    if (learning.learns(mutex.locked()) && !demand.scans() && !demand.asked.empty() &&
+        bank->budget() < map.slots_bytes()) {
+        learning.note(mutex.locked(),
+            { owner.context, layer, demand.continues, demand.learned ? std::vector<int>() : demand.asked });
     }
 }
 

@@ -1,6 +1,7 @@
 // The residency table: what layers, the prefetcher, readers and everybody else ask of host memory, under one mutex.
 //
-// It is made of parts that know nothing of threads; each says what holds in it:
+// It is made of parts that know nothing of threads, but for a `const Locked &` on its way to the loader; each says what
+// holds in it:
 //
 //     residents.h     which experts are in memory, and which layers hold them (seats.h)
 //     room.h          the budget, and what goes when something else comes
@@ -12,8 +13,8 @@
 // What takes several of them is decided here: whether a layer fits or is streamed (try_acquire), and whether a batch
 // orders the next layer (acquire; from how many tokens on it is a prompt: Demand::SCAN_TOKENS in expert.h).
 //
-// One mutex guards all of them but the two fields of an expert that the kernels read; it is never held across I/O or
-// compute.
+// One mutex guards all of them but the two fields of an expert that the kernels read (see unlocked()); it is never held
+// across I/O or compute.
 //
 // A layer that runs holds its experts from acquire() to release(). A layer gets all its experts at once, or
 // holds none and waits for others to release theirs; so contexts that share an engine cannot wait for each other in a
@@ -26,6 +27,7 @@
 #pragma once
 
 #include "banks/bank.h"
+#include "base/mutex.h"
 #include "loading/loader.h"
 #include "residency/learning.h"
 #include "residency/read_ahead.h"
@@ -33,11 +35,8 @@
 #include "residency/stream.h"
 #include "residency/tier.h"
 
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 namespace pyorch {
@@ -86,7 +85,8 @@ public:
     // Whether these fit into memory together, beside what is reserved in other layers: else some of them are streamed,
     // and which, depends on what is there.
     bool fits(int layer, const std::vector<int> & experts) {
-        return locked([&] { return room.fits(layer, experts); });
+        MutexLock lock(mutex);
+        return room.fits(layer, experts);
     }
 
     // Whether an address is that of a matrix, and not of the zeros that stand for one that could not be read.
@@ -122,18 +122,21 @@ public:
     // Of the experts that were absent when layers of decoding tokens came, or would have been but for guesses, since the
     // beginning.
     double decoding_absent_bytes() {
-        return locked([&] { return absent_bytes; });
+        MutexLock lock(mutex);
+        return absent_bytes;
     }
 
     // probability[n_expert]: with which that pass will need each expert of the layer. Ignored if it has come meanwhile.
     void expect(const void * context, int layer, int from, const std::vector<float> & probability) {
-        locked([&] { ahead.expect(context, layer, from, probability); });
+        MutexLock lock(mutex);
+        ahead.expect(context, layer, from, probability);
     }
 
     // For whoever knows the graph: the layers that a decode passes, ascending; all, until told. Others are not read
     // ahead, neither for a prompt nor on a guess.
     void set_executed(const std::vector<int> & layers) {
-        locked([&] { values.set_executed(layers); });
+        MutexLock lock(mutex);
+        values.set_executed(layers);
     }
 
     // elsewhere[n_expert]: nonzero for experts of the layer that another server computes now. They are read here only
@@ -146,7 +149,8 @@ public:
 
     // For a replay: when an expert will be used next, in layers computed (see EvictionPolicy).
     void foresee(int layer, int expert, uint64_t next_use) {
-        locked([&] { values.foresee(layer, expert, next_use); });
+        MutexLock lock(mutex);
+        values.foresee(layer, expert, next_use);
     }
 
     // For everybody else. Layers are given by il; throws Failure.
@@ -157,7 +161,7 @@ public:
     void unpin(int il, const int32_t * experts, int n);
     void evict(int il, const int32_t * experts, int n);
     void set_budget(uint64_t bytes) {
-        change([&] { room.set_budget(bytes); });
+        change([&]() REQUIRES(mutex) { room.set_budget(mutex.locked(), bytes); });
     }
 
     // Whether there is room for all experts, here and above, and nearly all are there.
@@ -167,17 +171,20 @@ public:
     void count_tokens(uint64_t n);
 
     void set_pools(const PoolShares & shares) {
-        change([&] { room.set_shares(shares); });
+        change([&]() REQUIRES(mutex) { room.set_shares(mutex.locked(), shares); });
     } // see Room::set_shares
 
     void set_limits(int layer, int min, int max) override {
-        change([&] { room.set_limits(layer, min, max); });
+        change([&]() REQUIRES(mutex) { room.set_limits(mutex.locked(), layer, min, max); });
     }
 
     void set_uses(int il, const double * uses, int n); // see pyorch_set_uses
 
     void set_policy(pyorch_policy policy) override {
-        learning.change_policy([&] { values.set_policy(policy); });
+        learning.change_policy([&](const Locked & locked) {
+            mutex.assert_held(locked);
+            values.set_policy(policy);
+        });
     }
 
     // See Learning.
@@ -197,7 +204,8 @@ public:
     void        reset_stats() override;
     void        wait_idle();
     std::string last_error() {
-        return locked([&] { return error; });
+        MutexLock lock(mutex);
+        return error;
     }
 
     // Index into the layers with experts.
@@ -206,47 +214,44 @@ public:
     const ModelMap map;
 
 private:
-    std::unique_ptr<Bank> bank;
+    Mutex   mutex;
+    CondVar arrived; // for compute threads: a matrix
+    CondVar space;   // for acquire: something was released or finished
+    CondVar idle;
 
-    std::mutex              mutex;
-    std::condition_variable arrived; // for compute threads: a matrix
-    std::condition_variable space;   // for acquire: something was released or finished
-    std::condition_variable idle;
-    Loader                  loads;
+    std::unique_ptr<Bank> bank PT_GUARDED_BY(mutex);
+    Loader                loads;
 
-    Residents   residents;
-    Values &    values = residents.values;
-    StoredParts stored;
-    Room        room;
-    ReadAhead   ahead;
-    Streams     streams;
+    Residents   residents GUARDED_BY(mutex);
+    Values &    values GUARDED_BY(mutex) = residents.values;
+    StoredParts stored GUARDED_BY(mutex);
+    Room        room GUARDED_BY(mutex);
+    ReadAhead   ahead GUARDED_BY(mutex);
+    Streams     streams GUARDED_BY(mutex);
     Learning    learning;
 
     const pyorch_recovery recovery;
 
-    uint64_t    n_arrived    = 0; // layers that came to acquire(), served in that order
-    uint64_t    n_served     = 0;
-    double      absent_bytes = 0; // see decoding_absent_bytes()
-    std::string error;
+    uint64_t    n_arrived GUARDED_BY(mutex)    = 0; // layers that came to acquire(), served in that order
+    uint64_t    n_served GUARDED_BY(mutex)     = 0;
+    double      absent_bytes GUARDED_BY(mutex) = 0; // see decoding_absent_bytes()
+    std::string error GUARDED_BY(mutex);
 
-    int          n_waiting  = 0; // compute threads asleep in address()
-    uint64_t     wait_begin = 0;
-    int          wait_layer = 0;  // of the first of them
-    pyorch_stats totals     = {}; // what is not counted by layer
+    int          n_waiting GUARDED_BY(mutex)  = 0; // compute threads asleep in address()
+    uint64_t     wait_begin GUARDED_BY(mutex) = 0;
+    int          wait_layer GUARDED_BY(mutex) = 0;  // of the first of them
+    pyorch_stats totals GUARDED_BY(mutex)     = {}; // what is not counted by layer
 
     char *   zeros      = nullptr;
     uint64_t zeros_size = 0;
 
-    template <typename Ask>
-    std::invoke_result_t<Ask> locked(Ask ask) {
-        std::lock_guard<std::mutex> lock(mutex);
-        return ask();
-    }
-
-    // The same of what may change what is to be read, or what memory there is.
-    template <typename Ask>
-    void change(Ask ask) {
-        locked(ask);
+    // Does what may change what is to be read, or what memory there is.
+    template <typename Do>
+    void change(Do act) {
+        {
+            MutexLock lock(mutex);
+            act();
+        }
         space.notify_all();
         loads.wake();
     }
@@ -254,35 +259,38 @@ private:
     template <typename Change>
     void for_each(int il, const int32_t * experts, int n, Change change);
 
+    // For kernels, which read `ready` of an expert, and then `addr`, without the mutex. Experts never move.
+    Expert & unlocked(int layer, int expert) NO_THREAD_SAFETY_ANALYSIS { return residents.expert(layer, expert); }
+
     // Loader::Orders
-    bool   order_ahead() override;
-    bool   order_guess() override;
-    Staged stage(Load & load) override;
-    void   published(Load & load, int role, const char * address) override;
-    void   failed(Load & load, const std::string & sentence) override;
-    void   finished(Load & load) override;
-    void   decodable() override;
+    bool   order_ahead(const Locked & locked) override;
+    bool   order_guess(const Locked & locked) override;
+    Staged stage(const Locked & locked, Load & load) override;
+    void   published(const Locked & locked, Load & load, int role, const char * address) override;
+    void   failed(const Locked & locked, Load & load, const std::string & sentence) override;
+    void   finished(const Locked & locked, Load & load) override;
+    void   decodable(const Locked & locked) override;
 
-    void expert_finished(Expert & e);
+    void expert_finished(Expert & e) REQUIRES(mutex);
 
-    bool share(Expert & e, Owner & other);
-    bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted);
-    bool release_held(Owner & owner);
-    void count_uses(int layer, const Demand & demand, const std::vector<int> & streamed);
-    void count_absent(const Residents::Layer & l, const Expert & e);
+    bool share(Expert & e, Owner & other) REQUIRES(mutex);
+    bool try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted) REQUIRES(mutex);
+    bool release_held(Owner & owner) REQUIRES(mutex);
+    void count_uses(int layer, const Demand & demand, const std::vector<int> & streamed) REQUIRES(mutex);
+    void count_absent(const Residents::Layer & l, const Expert & e) REQUIRES(mutex);
 
-    void count(int only, pyorch_stats & out);
-    void note_visit(const Owner & owner, int layer, const Demand & demand);
+    void count(int only, pyorch_stats & out) REQUIRES(mutex);
+    void note_visit(const Owner & owner, int layer, const Demand & demand) REQUIRES(mutex);
 
     template <typename Condition>
-    void wait_for_arrival(std::unique_lock<std::mutex> & lock, int layer, Condition there);
+    void wait_for_arrival(int layer, Condition there) REQUIRES(mutex);
 
     const char * pass_by(Stream & s, int expert, int role, bool wait, const void * thread, int n_threads);
 
-    bool is_idle() const { return loads.idle() && ahead.is_idle(); }
+    bool is_idle() const REQUIRES(mutex) { return loads.idle(mutex.locked()) && ahead.is_idle(); }
 
     // Asleep for memory: what goes for it must not be taken for anything else before it wakes.
-    bool layer_waits() const { return n_served != n_arrived; }
+    bool layer_waits() const REQUIRES(mutex) { return n_served != n_arrived; }
 };
 
 } // namespace pyorch

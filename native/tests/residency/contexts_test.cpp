@@ -65,9 +65,9 @@ public:
 
     std::atomic<int> n_waiting{ 0 };
 
-    void wait(std::unique_lock<std::mutex> & lock, std::condition_variable & changed) override {
+    void wait(Mutex & mutex, CondVar & changed) override REQUIRES(mutex) {
         ++n_waiting;
-        changed.wait(lock);
+        changed.wait(mutex);
         --n_waiting;
     }
 };

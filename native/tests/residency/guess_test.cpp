@@ -40,11 +40,10 @@ struct House {
         }
         int layer_of(const ReadRequest & request) { return request.load->layer; }
 
-        void wait(std::unique_lock<std::mutex> & lock, std::condition_variable &) override {
-            lock.unlock();
+        void wait(Mutex & mutex, CondVar &) override REQUIRES(mutex) {
+            MutexUnlock unlock(mutex);
             CHECK(while_short);
             while_short();
-            lock.lock();
         }
 
         std::function<void()> while_short;
