@@ -48,8 +48,8 @@ struct pyorch_engine {
         pyorch::ExpertWorker worker;
         pyorch::Listener     listener;
     };
-    std::mutex              serving;
-    std::unique_ptr<Server> server;
+    pyorch::Mutex           serving;
+    std::unique_ptr<Server> server GUARDED_BY(serving);
 
     // What two servers must have in common to compute for each other, and what for the same bits.
     uint64_t shape() const;

@@ -32,7 +32,7 @@ pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_endpoint * at, 
             throw Failure(
                 PYORCH_INVALID, format("%d threads cannot compute for other servers: 1 to 512 can", n_threads));
         }
-        std::lock_guard<std::mutex> lock(engine->serving);
+        MutexLock lock(engine->serving);
         if (engine->server) {
             throw Failure(PYORCH_INVALID, format("it listens already, at port %d", engine->server->listener.port()));
         }
@@ -46,14 +46,14 @@ pyorch_status pyorch_listen(pyorch_engine * engine, const pyorch_endpoint * at, 
 pyorch_status pyorch_stop_listening(pyorch_engine * engine) {
     return guarded_outside_callbacks(__func__, [&] {
         std::unique_ptr<pyorch_engine::Server> ended;
-        std::lock_guard<std::mutex>            lock(engine->serving);
+        MutexLock                              lock(engine->serving);
         ended.swap(engine->server); // it goes without the mutex: it may take as long as what it computes
     });
 }
 
 pyorch_status pyorch_get_served(pyorch_engine * engine, pyorch_served * served) {
     return guarded([&] {
-        std::lock_guard<std::mutex> lock(engine->serving);
+        MutexLock lock(engine->serving);
         if (!engine->server) {
             throw Failure(PYORCH_INVALID, "it does not listen: pyorch_listen begins that");
         }

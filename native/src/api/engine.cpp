@@ -300,8 +300,8 @@ pyorch_status pyorch_measure_disk(
 
 pyorch_status pyorch_set_observer(pyorch_engine * engine, pyorch_observer_fn observer, void * user) {
     return guarded_outside_callbacks(__func__, [&] {
-        Observer &                  shown = engine->routing.observer;
-        std::lock_guard<std::mutex> lock(shown.mutex);
+        Observer & shown = engine->routing.observer;
+        MutexLock  lock(shown.mutex);
         shown.function = observer;
         shown.user     = user;
         shown.active   = observer != nullptr;

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <iterator>
-#include <mutex>
 
 namespace pyorch {
 
@@ -29,7 +28,7 @@ PageLocks::PageLocks(const std::vector<ggml_backend_dev_t> & devices) {
 }
 
 void PageLocks::lock(char * begin, uint64_t bytes) {
-    std::unique_lock<std::shared_mutex> lock(mutex);
+    WriteLock lock(mutex);
     if (!do_lock) {
         return;
     }
@@ -41,8 +40,8 @@ void PageLocks::lock(char * begin, uint64_t bytes) {
 }
 
 void PageLocks::unlock(const char * begin, uint64_t bytes) {
-    std::unique_lock<std::shared_mutex> lock(mutex); // from here on nobody begins to read
-    bool                                settled = false;
+    WriteLock lock(mutex); // from here on nobody begins to read
+    bool      settled = false;
     for (auto piece = pieces.begin(); piece != pieces.end();) {
         const bool meets = piece->first < begin + bytes && begin < piece->first + piece->second;
         for (const auto & [reader, settle] : settles) {
@@ -60,8 +59,8 @@ void PageLocks::unlock(const char * begin, uint64_t bytes) {
 
 bool PageLocks::read(
     const char * bytes, uint64_t n, const std::function<void(const char * begin, uint64_t n)> & use) const {
-    std::shared_lock<std::shared_mutex> lock(mutex);
-    const auto                          first = pieces.upper_bound((char *) bytes);
+    ReadLock   lock(mutex);
+    const auto first = pieces.upper_bound((char *) bytes);
     if (first == pieces.begin()) {
         return false;
     }
@@ -84,7 +83,7 @@ bool PageLocks::read(
 }
 
 void PageLocks::on_unlock(const void * reader, std::function<void()> f) {
-    std::unique_lock<std::shared_mutex> lock(mutex);
+    WriteLock lock(mutex);
     settles.erase(reader);
     if (f) {
         settles[reader] = std::move(f);

@@ -10,12 +10,13 @@
 
 #pragma once
 
+#include "base/mutex.h"
+
 #include "ggml-backend.h"
 
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <shared_mutex>
 #include <vector>
 
 namespace pyorch {
@@ -46,12 +47,12 @@ public:
     void on_unlock(const void * reader, std::function<void()> f);
 
 private:
-    Lock                       do_lock; // none: it cannot
+    mutable SharedMutex        mutex;
+    Lock                       do_lock GUARDED_BY(mutex); // none: it cannot
     Unlock                     do_unlock;
-    std::map<char *, uint64_t> pieces; // bytes by begin
-    mutable std::shared_mutex  mutex;
+    std::map<char *, uint64_t> pieces GUARDED_BY(mutex); // bytes by begin
 
-    std::map<const void *, std::function<void()>> settles; // by reader
+    std::map<const void *, std::function<void()>> settles GUARDED_BY(mutex); // by reader
 };
 
 } // namespace pyorch

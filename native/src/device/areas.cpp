@@ -23,7 +23,7 @@ DeviceAreas::DeviceAreas(Table & table, DeviceBanks & banks, int least_tokens) :
 
 DeviceAreas::~DeviceAreas() {
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         ending = true;
     }
     changed.notify_all();
@@ -42,21 +42,21 @@ DeviceAreas::Area & DeviceAreas::area_for(int layer) {
 }
 
 bool DeviceAreas::own(const void * context) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     owner = owner ? owner : context;
     return owner == context;
 }
 
 bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> & experts,
     const std::vector<int> & slots, std::vector<int> & from_host) {
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (owner && owner != context) {
         return false;
     }
     owner = context;
     ahead = -1;
     changed.notify_all();
-    changed.wait(lock, [&] { return !busy; });
+    changed.wait(mutex, [&]() REQUIRES(mutex) { return !busy; });
     const Area & area = area_for(layer);
     slots_here.assign(slots.size(), -1);
     from_host.clear();
@@ -108,7 +108,7 @@ void DeviceAreas::bring(Owner & holder, int layer, const std::vector<int> & from
 }
 
 void DeviceAreas::bring_ahead(int layer, const std::vector<int> & slots) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     area_for(layer);
     ahead_slots = slots;
     ahead       = layer;
@@ -116,17 +116,17 @@ void DeviceAreas::bring_ahead(int layer, const std::vector<int> & slots) {
 }
 
 void DeviceAreas::stop_ahead(const void * context) {
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (owner == context) {
         ahead = -1;
         changed.notify_all();
-        changed.wait(lock, [&] { return !busy; });
+        changed.wait(mutex, [&]() REQUIRES(mutex) { return !busy; });
     }
 }
 
 void DeviceAreas::release(const void * context) {
     stop_ahead(context);
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (owner == context) {
         owner = nullptr;
         changed.notify_all();
@@ -134,31 +134,32 @@ void DeviceAreas::release(const void * context) {
 }
 
 void DeviceAreas::wait_idle() {
-    std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [&] { return !busy && ahead < 0; });
+    MutexLock lock(mutex);
+    changed.wait(mutex, [&]() REQUIRES(mutex) { return !busy && ahead < 0; });
 }
 
 void DeviceAreas::work() {
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     while (!ending) {
         place_thread(false);
         if (ahead >= 0) {
             const int layer = ahead;
-            copy_ahead(lock, layer);
-            upload_ahead(lock, layer);
+            copy_ahead(layer);
+            upload_ahead(layer);
         } else {
-            changed.wait(lock, [&] { return ending || ahead >= 0; });
+            changed.wait(mutex, [&]() REQUIRES(mutex) { return ending || ahead >= 0; });
         }
     }
 }
 
 // Those that have slots: all of them, for that takes a part of a millisecond.
-void DeviceAreas::copy_ahead(std::unique_lock<std::mutex> & lock, int layer) {
+void DeviceAreas::copy_ahead(int layer) {
     const std::vector<int> slots = ahead_slots;
     busy                         = true;
-    lock.unlock();
-    copy(layer, slots);
-    lock.lock();
+    {
+        MutexUnlock unlock(mutex);
+        copy(layer, slots);
+    }
     for (int expert = 0; expert < (int) slots.size(); ++expert) {
         areas[index_of[layer]].there[expert] |= slots[expert] >= 0;
     }
@@ -167,7 +168,7 @@ void DeviceAreas::copy_ahead(std::unique_lock<std::mutex> & lock, int layer) {
 }
 
 // Those that are in host memory, until the layer comes: some at a time, lest each is waited for.
-void DeviceAreas::upload_ahead(std::unique_lock<std::mutex> & lock, int layer) {
+void DeviceAreas::upload_ahead(int layer) {
     constexpr int          AT_ONCE = 16;
     const int              number  = this->number(layer);
     const auto             n_roles = (int) table.map.layers[layer].tensors.size();
@@ -175,32 +176,33 @@ void DeviceAreas::upload_ahead(std::unique_lock<std::mutex> & lock, int layer) {
     DeviceBank &           bank    = banks.of(layer);
     for (int next = 0; next < table.map.layers[layer].n_expert && ahead == layer && !ending;) {
         busy = true;
-        lock.unlock();
-        std::list<Owner> holders;
         std::vector<int> sent;
-        bool             stays = false;
-        for (; next < table.map.layers[layer].n_expert && (int) sent.size() < AT_ONCE; ++next) {
-            if (there[next]) {
-                continue;
+        {
+            MutexUnlock      unlock(mutex);
+            std::list<Owner> holders;
+            bool             stays = false;
+            for (; next < table.map.layers[layer].n_expert && (int) sent.size() < AT_ONCE; ++next) {
+                if (there[next]) {
+                    continue;
+                }
+                holders.emplace_back();
+                if (!table.share_resident(layer, next, holders.back())) {
+                    holders.pop_back();
+                    continue;
+                }
+                sent.push_back(next);
+                for (int role = 0; role < n_roles; ++role) {
+                    stays |= bank.upload_to_area(
+                        number, layer, next, role, table.address(holders.back(), layer, next, role, true));
+                }
             }
-            holders.emplace_back();
-            if (!table.share_resident(layer, next, holders.back())) {
-                holders.pop_back();
-                continue;
+            if (stays) {
+                bank.wait_for_uploads();
             }
-            sent.push_back(next);
-            for (int role = 0; role < n_roles; ++role) {
-                stays |= bank.upload_to_area(
-                    number, layer, next, role, table.address(holders.back(), layer, next, role, true));
+            for (Owner & holder : holders) {
+                table.unshare(holder);
             }
         }
-        if (stays) {
-            bank.wait_for_uploads();
-        }
-        for (Owner & holder : holders) {
-            table.unshare(holder);
-        }
-        lock.lock();
         for (int expert : sent) {
             there[expert] = 1;
         }
@@ -208,9 +210,10 @@ void DeviceAreas::upload_ahead(std::unique_lock<std::mutex> & lock, int layer) {
         changed.notify_all();
     }
     busy = true; // who comes next may write there
-    lock.unlock();
-    bank.wait_for_uploads();
-    lock.lock();
+    {
+        MutexUnlock unlock(mutex);
+        bank.wait_for_uploads();
+    }
     busy  = false;
     ahead = ahead == layer ? -1 : ahead;
     changed.notify_all();

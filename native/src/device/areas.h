@@ -10,11 +10,10 @@
 
 #pragma once
 
+#include "base/mutex.h"
 #include "device/bank.h"
 #include "residency/table.h"
 
-#include <condition_variable>
-#include <mutex>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -104,26 +103,28 @@ private:
         std::vector<uint8_t> there = {}; // by expert
     };
 
-    Table &                 table;
-    DeviceBanks &           banks;
-    const int               least_tokens;
-    std::mutex              mutex;
-    std::condition_variable changed;
-    const void *            owner = nullptr;
-    std::vector<Area>       areas;          // of all devices
-    std::vector<int>        index_of;       // by layer, in these; -1: none of its device
-    std::vector<int>        slots_here;     // of experts of the layer at hand, that are to be copied; -1: none
-    int                     ahead  = -1;    // the layer that is coming
-    bool                    busy   = false; // one of its experts is on its way
-    bool                    ending = false;
-    std::vector<int>        ahead_slots; // of its experts
-    std::thread             thread;
+    Table &          table;
+    DeviceBanks &    banks;
+    const int        least_tokens;
+    Mutex            mutex;
+    CondVar          changed;
+    const void *     owner GUARDED_BY(mutex) = nullptr;
+    int              ahead GUARDED_BY(mutex) = -1;     // the layer that is coming
+    std::vector<int> ahead_slots GUARDED_BY(mutex);    // of its experts
+    bool             busy GUARDED_BY(mutex)   = false; // one of its experts is on its way
+    bool             ending GUARDED_BY(mutex) = false;
+    std::thread      thread;
+
+    // Without the mutex: the layer at hand uses them, which waits until the thread is not busy, or the busy thread.
+    std::vector<Area> areas;      // of all devices
+    std::vector<int>  index_of;   // by layer, in these; -1: none of its device
+    std::vector<int>  slots_here; // of experts of the layer at hand, that are to be copied; -1: none
 
     Area & area_for(int layer);
     void   copy(int layer, const std::vector<int> & slots);
     void   work();
-    void   copy_ahead(std::unique_lock<std::mutex> & lock, int layer);
-    void   upload_ahead(std::unique_lock<std::mutex> & lock, int layer);
+    void   copy_ahead(int layer) REQUIRES(mutex);
+    void   upload_ahead(int layer) REQUIRES(mutex);
 };
 
 } // namespace pyorch

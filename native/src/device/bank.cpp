@@ -358,10 +358,10 @@ bool DeviceBank::gather(int number, int layer, const std::vector<int> & slots) {
     if (backend != "CUDA" && backend != "RPC") {
         return false;
     }
-    std::lock_guard<std::mutex> lock(gathering);
-    const int                   n_roles = (int) map.layers[layer].tensors.size();
-    const int64_t               n       = (int64_t) slots.size();
-    const ggml_context_ptr      ctx(
+    MutexLock              lock(gathering);
+    const int              n_roles = (int) map.layers[layer].tensors.size();
+    const int64_t          n       = (int64_t) slots.size();
+    const ggml_context_ptr ctx(
         ggml_init({ 4 * n_roles * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }));
     ggml_cgraph * graph   = ggml_new_graph(ctx.get());
     ggml_tensor * numbers = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, n);

@@ -17,6 +17,7 @@
 
 #pragma once
 
+#include "base/mutex.h"
 #include "device/landings.h"
 #include "device/link.h"
 #include "model/model_map.h"
@@ -26,7 +27,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 namespace pyorch {
@@ -176,9 +176,9 @@ private:
     void     copy(int number, int layer, int expert, int slot, bool to_area);
     bool     send(ggml_tensor * to, int index, const char * bytes);
 
-    std::mutex              gathering;
-    ggml_backend_buffer_ptr gathered; // the numbers of slots
-    ggml_backend_ptr        gatherer; // the device's kernels; null: not yet
+    Mutex                   gathering;
+    ggml_backend_buffer_ptr gathered GUARDED_BY(gathering); // the numbers of slots
+    ggml_backend_ptr        gatherer GUARDED_BY(gathering); // the device's kernels; null: not yet
 
     std::shared_ptr<PageLocks>  locks;
     std::unique_ptr<DeviceLink> link; // goes first: it may be on its way to a buffer

@@ -11,8 +11,8 @@ ggml_tensor * HostCopies::of(ggml_tensor * weight) {
     if (!weight->data || !weight->buffer || ggml_backend_buffer_is_host(weight->buffer)) {
         return weight;
     }
-    std::lock_guard<std::mutex> lock(mutex);
-    const auto                  found = copies.find(weight);
+    MutexLock  lock(mutex);
+    const auto found = copies.find(weight);
     if (found != copies.end()) {
         return found->second.tensor;
     }
@@ -32,7 +32,7 @@ ggml_tensor * HostCopies::of(ggml_tensor * weight) {
 }
 
 void HostCopies::forget() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     copies.clear();
 }
 

@@ -3,11 +3,12 @@
 
 #pragma once
 
+#include "base/mutex.h"
+
 #include "ggml-cpp.h"
 
 #include <map>
 #include <memory>
-#include <mutex>
 
 namespace pyorch {
 
@@ -26,8 +27,8 @@ private:
         ggml_tensor *           tensor;
     };
 
-    std::mutex                          mutex;
-    std::map<const ggml_tensor *, Copy> copies;
+    Mutex                               mutex;
+    std::map<const ggml_tensor *, Copy> copies GUARDED_BY(mutex);
 };
 
 } // namespace pyorch

@@ -7,7 +7,7 @@ namespace pyorch {
 DeviceLandings::DeviceLandings(ggml_backend_dev_t device) : reads_host(reads_host_memory(device)), device(device) {}
 
 void DeviceLandings::set_limit(uint64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     limit = bytes;
 }
 
@@ -19,7 +19,6 @@ ggml_tensor * DeviceLandings::Landing::tensor(
     return made;
 }
 
-// REQUIRES: the mutex
 DeviceLandings::Piece * DeviceLandings::find(int64_t n, int64_t n_numbers) {
     for (Piece & piece : pieces) {
         if (!piece.taken && (piece.host != nullptr) == (n_numbers > 0) && piece.holds(n, n_numbers)) {
@@ -30,7 +29,7 @@ DeviceLandings::Piece * DeviceLandings::find(int64_t n, int64_t n_numbers) {
     return nullptr;
 }
 
-// Of the device. REQUIRES: the mutex
+// Of the device.
 bool DeviceLandings::allocate(Piece & piece, int64_t n) {
     piece.ctx.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
     piece.rows = ggml_new_tensor_1d(piece.ctx.get(), GGML_TYPE_F32, n);
@@ -50,7 +49,7 @@ bool DeviceLandings::allocate(Piece & piece, int64_t n) {
 }
 
 const DeviceLandings::Landing * DeviceLandings::take(int64_t n) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (const Piece * found = find(n, 0)) {
         return found;
     }
@@ -64,7 +63,7 @@ const DeviceLandings::Landing * DeviceLandings::take(int64_t n) {
 }
 
 const DeviceLandings::Landing * DeviceLandings::take_zero_copy(int64_t n, int64_t n_numbers) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (!reads_host) {
         return nullptr;
     }
@@ -89,7 +88,7 @@ const DeviceLandings::Landing * DeviceLandings::take_zero_copy(int64_t n, int64_
 }
 
 void DeviceLandings::give_back(const Landing * landing) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     for (Piece & piece : pieces) {
         piece.taken = piece.taken && &piece != landing;
     }

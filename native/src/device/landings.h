@@ -6,12 +6,13 @@
 
 #pragma once
 
+#include "base/mutex.h"
+
 #include "ggml-cpp.h"
 
 #include <atomic>
 #include <cstdint>
 #include <list>
-#include <mutex>
 
 namespace pyorch {
 
@@ -59,13 +60,13 @@ private:
     };
 
     const ggml_backend_dev_t device;
-    std::mutex               mutex;
-    std::list<Piece>         pieces;
-    uint64_t                 limit = 0;
+    Mutex                    mutex;
+    std::list<Piece>         pieces GUARDED_BY(mutex);
+    uint64_t                 limit GUARDED_BY(mutex) = 0;
     std::atomic<uint64_t>    used_bytes{ 0 };
 
-    Piece * find(int64_t n, int64_t n_numbers);
-    bool    allocate(Piece & piece, int64_t n);
+    Piece * find(int64_t n, int64_t n_numbers) REQUIRES(mutex);
+    bool    allocate(Piece & piece, int64_t n) REQUIRES(mutex);
 };
 
 } // namespace pyorch

@@ -63,17 +63,17 @@ bool DeviceLink::send(ggml_tensor * to, uint64_t offset, const char * bytes, uin
         return false;
     }
     const auto read_there = [&](const char * from, uint64_t n_part) {
-        Lane &                      lane = *lanes[next++ % lanes.size()];
-        std::lock_guard<std::mutex> lock(lane.mutex);
+        Lane &    lane = *lanes[next++ % lanes.size()];
+        MutexLock lock(lane.mutex);
         begin(lane, to, offset + (from - bytes), from, n_part);
     };
     if (locks && locks->read(bytes, n, read_there)) {
         return true;
     }
     for (uint64_t begin = 0; begin < n; begin += piece_bytes) {
-        const uint64_t              n_piece = std::min(piece_bytes, n - begin);
-        Lane &                      lane    = *lanes[next++ % lanes.size()];
-        std::lock_guard<std::mutex> lock(lane.mutex);
+        const uint64_t n_piece = std::min(piece_bytes, n - begin);
+        Lane &         lane    = *lanes[next++ % lanes.size()];
+        MutexLock      lock(lane.mutex);
         finish(lane);
         void * const piece = ggml_backend_buffer_get_base(lane.piece.get());
         memcpy(piece, bytes + begin, n_piece);
@@ -87,13 +87,12 @@ void DeviceLink::copy(ggml_tensor * from, ggml_tensor * to) {
         ggml_backend_tensor_copy(from, to);
         return;
     }
-    Lane &                      lane = *lanes[next++ % lanes.size()];
-    std::lock_guard<std::mutex> lock(lane.mutex);
+    Lane &    lane = *lanes[next++ % lanes.size()];
+    MutexLock lock(lane.mutex);
     ggml_backend_tensor_copy_async(lane.queue.get(), lane.queue.get(), from, to);
     lane.under_way = true;
 }
 
-// REQUIRES: the lane's mutex
 void DeviceLink::begin(Lane & lane, ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n) {
     ggml_backend_tensor_set_async(lane.queue.get(), to, bytes, offset, n);
     lane.under_way = true;
@@ -101,12 +100,12 @@ void DeviceLink::begin(Lane & lane, ggml_tensor * to, uint64_t offset, const cha
 
 void DeviceLink::wait() {
     for (const auto & lane : lanes) {
-        std::lock_guard<std::mutex> lock(lane->mutex);
+        MutexLock lock(lane->mutex);
         finish(*lane);
     }
 }
 
-// REQUIRES: its mutex. Some backends keep what an event or an instance was told until both were waited for.
+// Some backends keep what an event or an instance was told until both were waited for.
 void DeviceLink::finish(Lane & lane) {
     if (lane.under_way && lane.sent) {
         ggml_backend_event_record(lane.sent.get(), lane.queue.get());

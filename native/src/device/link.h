@@ -16,13 +16,13 @@
 #pragma once
 
 #include "banks/page_locks.h"
+#include "base/mutex.h"
 
 #include "ggml-cpp.h"
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 namespace pyorch {
@@ -55,8 +55,8 @@ private:
         ggml_backend_ptr        queue;
         ggml_backend_event_ptr  sent; // null: the device has none
         ggml_backend_buffer_ptr piece;
-        std::mutex              mutex;
-        bool                    under_way = false;
+        Mutex                   mutex;
+        bool                    under_way GUARDED_BY(mutex) = false;
     };
 
     uint64_t                           piece_bytes;
@@ -64,8 +64,9 @@ private:
     std::vector<std::unique_ptr<Lane>> lanes; // none: plain
     std::atomic<unsigned>              next{ 0 };
 
-    static void begin(Lane & lane, ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n);
-    static void finish(Lane & lane);
+    static void begin(Lane & lane, ggml_tensor * to, uint64_t offset, const char * bytes, uint64_t n)
+        REQUIRES(lane.mutex);
+    static void finish(Lane & lane) REQUIRES(lane.mutex);
 };
 
 } // namespace pyorch

@@ -1,6 +1,7 @@
 #include "kernels/kernels.h"
 
 #include "base/cpu_backend.h"
+#include "base/mutex.h"
 #include "kernels/candidates.h"
 
 #include "ggml-alloc.h"
@@ -9,7 +10,6 @@
 #include <cmath>
 #include <cstring>
 #include <map>
-#include <mutex>
 #include <tuple>
 #include <vector>
 
@@ -129,9 +129,9 @@ Kernel find_kernel(ggml_type type, int64_t n_in, int64_t n_out, bool repacked, i
     if ((ggml_blck_size(type) == 1 && n_in % FLOATS != 0) || (repacked && n_out % ROWS != 0)) {
         return nullptr;
     }
-    static std::mutex                                         mutex;
+    static Mutex                                              mutex;
     static std::map<std::tuple<ggml_type, bool, int>, Kernel> found;
-    std::lock_guard<std::mutex>                               lock(mutex);
+    MutexLock                                                 lock(mutex);
     const auto                                                key   = std::make_tuple(type, repacked, n_refused);
     const auto                                                known = found.find(key);
     return known != found.end() ? known->second : found[key] = tried(type, repacked, n_refused);

@@ -11,7 +11,7 @@ Calibration::Calibration(const std::vector<int> & n_expert) {
 }
 
 void Calibration::set(bool on_) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (on_) {
         for (auto & l : layers) {
             l = { l.n_expert, 0, {}, std::vector<uint64_t>(l.n_expert) };
@@ -21,8 +21,8 @@ void Calibration::set(bool on_) {
 }
 
 void Calibration::add(int layer, const int32_t * ids, int64_t n_slots, const float * outputs, int n_embd) {
-    std::lock_guard<std::mutex> lock(mutex);
-    Layer &                     l = layers[layer];
+    MutexLock lock(mutex);
+    Layer &   l = layers[layer];
     if (l.sums.empty()) {
         l.n_embd = n_embd;
         l.sums.resize((size_t) l.n_expert * n_embd);
@@ -38,8 +38,8 @@ void Calibration::add(int layer, const int32_t * ids, int64_t n_slots, const flo
 }
 
 bool Calibration::means(int layer, float * vectors, uint64_t * counts, int n_embd) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const Layer &               l = layers[layer];
+    MutexLock     lock(mutex);
+    const Layer & l = layers[layer];
     if (!l.sums.empty() && l.n_embd != n_embd) {
         return false;
     }

@@ -2,9 +2,10 @@
 
 #pragma once
 
+#include "base/mutex.h"
+
 #include <atomic>
 #include <cstdint>
-#include <mutex>
 #include <vector>
 
 namespace pyorch {
@@ -32,8 +33,8 @@ private:
     };
 
     std::atomic<bool>  on{ false };
-    std::mutex         mutex;
-    std::vector<Layer> layers;
+    Mutex              mutex;
+    std::vector<Layer> layers GUARDED_BY(mutex);
 };
 
 // How often the routers of an engine selected each expert for the tokens of its own requests, wherever it was computed

@@ -9,8 +9,8 @@ namespace pyorch {
 
 namespace {
 
-std::mutex                                       mutex;
-std::map<const void *, std::unique_ptr<Context>> contexts;
+Mutex                                            mutex;
+std::map<const void *, std::unique_ptr<Context>> contexts GUARDED_BY(mutex);
 
 } // namespace
 
@@ -108,14 +108,14 @@ void Context::advance(const int32_t * to, int n_tokens) {
 }
 
 Context * find_context(const void * id) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const auto                  found = contexts.find(id);
+    MutexLock  lock(mutex);
+    const auto found = contexts.find(id);
     return found != contexts.end() ? found->second.get() : nullptr;
 }
 
 Context & open_context(const void * id, Routing & routing) {
-    std::lock_guard<std::mutex> lock(mutex);
-    auto &                      context = contexts[id];
+    MutexLock lock(mutex);
+    auto &    context = contexts[id];
     if (!context) {
         context = std::make_unique<Context>(id, routing);
     }
@@ -146,13 +146,13 @@ void end_context(const void * id, bool freed) {
                 of->give_back(piece);
             }
         }
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         contexts.erase(id);
     }
 }
 
 void forget_contexts(const Routing & routing) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     for (auto context = contexts.begin(); context != contexts.end();) {
         context = &context->second->routing == &routing ? contexts.erase(context) : std::next(context);
     }

@@ -19,13 +19,13 @@ std::vector<ggml_backend_dev_t> devices_of(const pyorch_config & config) {
 
 DeviceTier::DeviceTier(Table & table, const pyorch_config & config, const std::shared_ptr<PageLocks> & locks) :
         banks(table.map, devices_of(config), { config.device_ends, config.device_ends + config.n_devices }, locks),
-        table(table), policy((pyorch_policy) config.policy), misses((pyorch_device_misses) config.device_misses),
-        n_ahead((int) config.device_ahead), least_tokens((int) std::min<uint64_t>(config.device_prompt, INT_MAX)),
+        table(table), misses((pyorch_device_misses) config.device_misses), n_ahead((int) config.device_ahead),
+        least_tokens((int) std::min<uint64_t>(config.device_prompt, INT_MAX)), policy((pyorch_policy) config.policy),
         budgets(config.device_bytes, config.device_bytes + config.n_devices) {}
 
 DeviceTier::~DeviceTier() {
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         stopping = true;
     }
     wanted.notify_all();
@@ -35,7 +35,7 @@ DeviceTier::~DeviceTier() {
 }
 
 void DeviceTier::set_budget(int device, uint64_t bytes) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (opened) {
         throw Failure(
             PYORCH_INVALID, "the memory of the device is taken when the first context is made, and stays as it is");
@@ -45,7 +45,7 @@ void DeviceTier::set_budget(int device, uint64_t bytes) {
 
 void DeviceTier::open(uint64_t landing_bytes) {
     constexpr uint64_t LANDING_SHARE = 16; // of the memory, one part in so many at most: else rows go with the graph
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock          lock(mutex);
     if (opened) {
         return;
     }
@@ -103,7 +103,7 @@ static std::vector<int> all_experts(const MoeLayer & layer) {
     return all;
 }
 
-// REQUIRES: the mutex; nothing came to the layer yet. False: its experts cannot be read. Who asks for them says why.
+// REQUIRES: nothing came to the layer yet. False: its experts cannot be read. Who asks for them says why.
 bool DeviceTier::load_whole(int layer) {
     Owner                  owner{ this };
     const std::vector<int> all = all_experts(table.map.layers[layer]);
@@ -128,7 +128,7 @@ void DeviceTier::give_back(DeviceHold & hold) {
     hold.experts.clear();
 }
 
-// REQUIRES: the mutex. Holds those that have slots. By expert: the slot, or NONE.
+// Holds those that have slots. By expert: the slot, or NONE.
 std::vector<int> DeviceTier::hold_slots(DeviceHold & hold, int layer, const std::vector<int> & experts) {
     std::vector<int> slots(table.map.layers[layer].n_expert, SlotPools::NONE);
     for (int expert : experts) {
@@ -145,18 +145,18 @@ void DeviceTier::release(DeviceHold & hold) {
     if (areas) {
         areas->release(&hold);
     }
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     give_back(hold);
 }
 
 // What was to come for the layer is there now, or is waited for.
-void DeviceTier::settle(std::unique_lock<std::mutex> & lock, int layer) {
+void DeviceTier::settle(int layer) {
     const auto is_seen = [&](const Upload & u) { return u.ahead || u.layer != layer || u.ended; };
-    ended.wait(lock, [&] { return std::all_of(uploads.begin(), uploads.end(), is_seen); });
+    ended.wait(mutex, [&]() REQUIRES(mutex) { return std::all_of(uploads.begin(), uploads.end(), is_seen); });
     if (std::any_of(uploads.begin(), uploads.end(), [&](const Upload & u) { return u.layer == layer; })) {
         bank(layer).wait_for_uploads(); // what was sent arrives
     }
-    uploads.remove_if([&](const Upload & u) {
+    uploads.remove_if([&](const Upload & u) REQUIRES(mutex) {
         if (u.ahead || u.layer != layer) {
             return false;
         }
@@ -166,17 +166,16 @@ void DeviceTier::settle(std::unique_lock<std::mutex> & lock, int layer) {
 }
 
 // The layer comes, and computes with these experts: of what was ordered for it, those are there now, or to be brought.
-void DeviceTier::settle_ahead(
-    std::unique_lock<std::mutex> & lock, const void * context, int layer, const std::vector<int> & experts) {
+void DeviceTier::settle_ahead(const void * context, int layer, const std::vector<int> & experts) {
     const auto is_wanted = [&](int expert) { return std::binary_search(experts.begin(), experts.end(), expert); };
-    const auto upload_of = [&](int expert) {
+    const auto upload_of = [&](int expert) REQUIRES(mutex) {
         return std::find_if(uploads.begin(), uploads.end(),
             [&](const Upload & u) { return u.ahead && !u.dropped && u.layer == layer && u.expert == expert; });
     };
     // While this waits, more may be ordered: what comes behind it is one step.
-    ended.wait(lock, [&] {
+    ended.wait(mutex, [&]() REQUIRES(mutex) {
         const auto & guests = pools->ordered(context, layer);
-        return std::none_of(guests.begin(), guests.end(), [&](int expert) {
+        return std::none_of(guests.begin(), guests.end(), [&](int expert) REQUIRES(mutex) {
             const auto upload = upload_of(expert);
             return upload->begun && !upload->ended && is_wanted(expert);
         });
@@ -214,7 +213,7 @@ void DeviceTier::order(
     if (!takes_forecasts()) {
         return;
     }
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (!pools) {
         return;
     }
@@ -229,13 +228,13 @@ void DeviceTier::order(
 }
 
 void DeviceTier::forget(const void * context, int only) {
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (!pools) {
         return;
     }
     for (int layer : pools->layers_ordered(context)) {
         if (only < 0 || layer == only) {
-            settle_ahead(lock, context, layer, {});
+            settle_ahead(context, layer, {});
             pools->forget(context, layer);
         }
     }
@@ -246,14 +245,15 @@ std::vector<double> DeviceTier::learn(const RoutedBatch & batch, const Visit & v
                                                                             std::vector<double>();
 }
 
-// REQUIRES: the mutex. What does not fit into host memory passes through a window, but for what happens to be there.
+// What does not fit into host memory passes through a window, but for what happens to be there.
 // Who computes what must not depend on that: so nothing of such a layer comes here.
 bool DeviceTier::lets_nothing_come(const RoutedBatch & batch) const {
     const std::vector<int> & found = batch.device.slots; // empty: not yet
     std::vector<int>         from_host;
-    std::copy_if(batch.wanted.begin(), batch.wanted.end(), std::back_inserter(from_host), [&](int expert) {
-        return (found.empty() ? pools->slot(batch.layer, expert) : found[expert]) == SlotPools::NONE;
-    });
+    std::copy_if(
+        batch.wanted.begin(), batch.wanted.end(), std::back_inserter(from_host), [&](int expert) REQUIRES(mutex) {
+            return (found.empty() ? pools->slot(batch.layer, expert) : found[expert]) == SlotPools::NONE;
+        });
     return !batch.alone() && !batch.through_area() && !table.fits(batch.layer, from_host);
 }
 
@@ -261,11 +261,11 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & vi
     const std::vector<double> learned = batch.overlaps() ? std::vector<double>() : learn(batch, visit);
     // A prompt that has the areas keeps them, also where a layer between others has none.
     areas->take(batch.n_tokens, batch.decode) ? areas->stop_ahead(&hold) : areas->release(&hold);
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     give_back(hold);
-    settle(lock, batch.layer);
+    settle(batch.layer);
     const bool stays = !batch.overlaps() && lets_nothing_come(batch);
-    settle_ahead(lock, visit.context, batch.layer, batch.through_area() || stays ? std::vector<int>() : batch.wanted);
+    settle_ahead(visit.context, batch.layer, batch.through_area() || stays ? std::vector<int>() : batch.wanted);
     if (batch.through_area()) {
         pools->forget(visit.context, batch.layer);
         choose_for_area(hold, batch, batch.wanted);
@@ -273,8 +273,8 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & vi
     }
     if (batch
             .alone()) { // what another context brings nobody else computes; and while one is waited for, others set out
-        ended.wait(lock, [&] {
-            return std::none_of(batch.wanted.begin(), batch.wanted.end(), [&](int expert) {
+        ended.wait(mutex, [&]() REQUIRES(mutex) {
+            return std::none_of(batch.wanted.begin(), batch.wanted.end(), [&](int expert) REQUIRES(mutex) {
                 return pools->known(batch.layer, expert) && pools->slot(batch.layer, expert) == SlotPools::NONE;
             });
         });
@@ -299,20 +299,19 @@ int DeviceTier::last_with_area(const std::vector<int> & layers) const {
 }
 
 void DeviceTier::replace(RoutedBatch & batch, const Visit & visit) {
-    const std::vector<double>   learned = learn(batch, visit);
-    std::lock_guard<std::mutex> lock(mutex);
+    const std::vector<double> learned = learn(batch, visit);
+    MutexLock                 lock(mutex);
     pools->replace(batch.layer, { batch.wanted, batch.asked, batch.n_tokens, visit.context, lets_nothing_come(batch) },
         batch.device, learned);
     tell_moved();
 }
 
-// REQUIRES: the mutex
 void DeviceTier::tell_moved() {
     pools->tell_moved([&](int layer, const std::vector<uint8_t> & known) { table.set_above(layer, known); });
 }
 
 void DeviceTier::set_policy(pyorch_policy which) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     policy = which;
     if (pools) {
         pools->seats.values.set_policy(which);
@@ -320,8 +319,8 @@ void DeviceTier::set_policy(pyorch_policy which) {
 }
 
 void DeviceTier::set_limits(int layer, int min, int max) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const int                   n_expert = table.map.layers[layer].n_expert;
+    MutexLock lock(mutex);
+    const int n_expert = table.map.layers[layer].n_expert;
     if (!pools || min < 0 || max > n_expert || min > max) {
         throw Failure(PYORCH_INVALID,
             !pools ? "experts of a layer have limits on a device once its memory was taken" :
@@ -426,8 +425,8 @@ void DeviceTier::bring_next(DeviceHold & hold, int layer) {
     if (layer == (int) table.map.layers.size() || !areas->may_come_ahead(layer)) {
         return;
     }
-    std::unique_lock<std::mutex> lock(mutex);
-    const std::vector<int>       slots = hold_slots(hold, layer, all_experts(table.map.layers[layer]));
+    MutexLock              lock(mutex);
+    const std::vector<int> slots = hold_slots(hold, layer, all_experts(table.map.layers[layer]));
     lock.unlock();
     areas->bring_ahead(layer, slots);
 }
@@ -437,17 +436,17 @@ void DeviceTier::bring_next(DeviceHold & hold, int layer) {
 void DeviceTier::keep_passing(const RoutedBatch & batch) {
     std::vector<int> slots;
     {
-        std::unique_lock<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         for (int expert : batch.device.behind) {
             slots.push_back(pools->coming_to(batch.layer, expert));
-            ended.wait(lock, [&] { return !is_written(batch.layer, slots.back()); });
+            ended.wait(mutex, [&]() REQUIRES(mutex) { return !is_written(batch.layer, slots.back()); });
         }
     }
     for (size_t i = 0; i < slots.size(); ++i) {
         bank(batch.layer).copy_from_area(areas->number(batch.layer), batch.layer, batch.device.behind[i], slots[i]);
     }
     bank(batch.layer).wait_for_uploads();
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     for (int expert : batch.device.behind) {
         areas->has(batch.layer, expert) ? pools->arrived(batch.layer, expert, false) :
                                           pools->abandon(batch.layer, expert);
@@ -457,11 +456,11 @@ void DeviceTier::keep_passing(const RoutedBatch & batch) {
 
 // Where what is brought first is to come. Nothing else is under way there.
 std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
-    std::unique_lock<std::mutex> lock(mutex);
-    std::vector<int>             slots;
+    MutexLock        lock(mutex);
+    std::vector<int> slots;
     for (int expert : batch.device.uploads) {
         slots.push_back(pools->coming_to(batch.layer, expert));
-        ended.wait(lock, [&] { return !is_written(batch.layer, slots.back()); });
+        ended.wait(mutex, [&]() REQUIRES(mutex) { return !is_written(batch.layer, slots.back()); });
     }
     return slots;
 }
@@ -470,7 +469,7 @@ std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
 void DeviceTier::arrive(
     DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came) {
     bank(batch.layer).wait_for_uploads();
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     for (size_t i = 0; i < slots.size(); ++i) {
         const int expert = batch.device.uploads[i];
         if (came[i]) {
@@ -486,23 +485,23 @@ void DeviceTier::arrive(
 }
 
 void DeviceTier::count_unasked(int layer, int n_used) {
-    std::lock_guard<std::mutex> lock(mutex);
-    pyorch_stats &              counts = pools->seats.counts(layer);
+    MutexLock      lock(mutex);
+    pyorch_stats & counts = pools->seats.counts(layer);
     counts.device_hits += n_used;
     counts.device_computed += n_used;
 }
 
 void DeviceTier::count_computed(const RoutedBatch & batch) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     pools->seats.counts(batch.layer).device_computed += std::count_if(
         batch.device.slots.begin(), batch.device.slots.end(), [](int slot) { return slot != SlotPools::NONE; });
 }
 
 void DeviceTier::bring_behind(const Owner & owner, RoutedBatch & batch) {
     for (int expert : batch.device.behind) {
-        Upload                      u    = { batch.layer, expert, SlotPools::NONE };
-        const bool                  held = table.share(owner, batch.layer, expert, u.owner);
-        std::lock_guard<std::mutex> lock(mutex);
+        Upload     u    = { batch.layer, expert, SlotPools::NONE };
+        const bool held = table.share(owner, batch.layer, expert, u.owner);
+        MutexLock  lock(mutex);
         if (!held) {
             pools->abandon(batch.layer, expert);
             continue;
@@ -517,10 +516,10 @@ void DeviceTier::bring_behind(const Owner & owner, RoutedBatch & batch) {
 }
 
 void DeviceTier::work() {
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     while (true) {
         place_thread(false);
-        wanted.wait(lock, [&] { return stopping || !queue.empty(); });
+        wanted.wait(mutex, [&]() REQUIRES(mutex) { return stopping || !queue.empty(); });
         if (queue.empty()) {
             return;
         }
@@ -528,14 +527,16 @@ void DeviceTier::work() {
         queue.pop_front();
         const bool wants = !stopping;
         u.begun          = true;
-        lock.unlock();
-        const bool held = !u.ahead || table.share_resident(u.layer, u.expert, u.owner); // else its layer reads it
-        const bool came = wants && held && upload(u.owner, u.layer, u.expert, u.slot, true);
-        table.unshare(u.owner);
-        if (u.ahead && held) { // its slot may be somebody else's as soon as it has ended
-            bank(u.layer).wait_for_uploads();
+        bool came;
+        {
+            MutexUnlock unlock(mutex);
+            const bool  held = !u.ahead || table.share_resident(u.layer, u.expert, u.owner); // else its layer reads it
+            came             = wants && held && upload(u.owner, u.layer, u.expert, u.slot, true);
+            table.unshare(u.owner);
+            if (u.ahead && held) { // its slot may be somebody else's as soon as it has ended
+                bank(u.layer).wait_for_uploads();
+            }
         }
-        lock.lock();
         u.came  = came;
         u.ended = true;
         if (u.dropped) {
@@ -546,9 +547,9 @@ void DeviceTier::work() {
 }
 
 void DeviceTier::wait_idle() {
-    std::unique_lock<std::mutex> lock(mutex);
-    const auto                   has_ended = [](const Upload & u) { return u.ended; };
-    ended.wait(lock, [&] { return std::all_of(uploads.begin(), uploads.end(), has_ended); });
+    MutexLock  lock(mutex);
+    const auto has_ended = [](const Upload & u) { return u.ended; };
+    ended.wait(mutex, [&]() REQUIRES(mutex) { return std::all_of(uploads.begin(), uploads.end(), has_ended); });
     if (opened) {
         lock.unlock();
         areas->wait_idle();
@@ -557,14 +558,14 @@ void DeviceTier::wait_idle() {
 }
 
 void DeviceTier::mark(int layer, std::vector<uint8_t> & mask) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (pools) {
         pools->seats.mark(layer, mask);
     }
 }
 
 void DeviceTier::add_stats(int only, pyorch_stats & stats) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     for (size_t i = 0; only < 0 && i < budgets.size(); ++i) {
         const DeviceBank & bank = *banks.all()[i];
         const uint64_t     used = bank.used() + bank.landings.used();
@@ -586,7 +587,7 @@ void DeviceTier::add_stats(int only, pyorch_stats & stats) {
 }
 
 void DeviceTier::reset_stats() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     banks.reset_counts();
     if (pools) {
         pools->seats.reset_counts();

@@ -19,6 +19,7 @@
 
 #pragma once
 
+#include "base/mutex.h"
 #include "device/bank.h"
 #include "device/host_copies.h"
 #include "device/slot_pools.h"
@@ -27,11 +28,9 @@
 #include "routing/routed_batch.h"
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <thread>
 
 namespace pyorch {
@@ -148,43 +147,44 @@ private:
     };
 
     Table &                    table;
-    pyorch_policy              policy;
     const pyorch_device_misses misses;
     const int                  n_ahead;      // experts of forecasts a layer
     const int                  least_tokens; // of a prompt that passes through areas
     std::atomic<bool>          by_forecasts{ true };
-    std::vector<uint64_t>      budgets; // by device
+    std::atomic<bool>          all_fit{ false };
 
-    std::mutex                   mutex;
-    std::condition_variable      wanted;
-    std::condition_variable      ended;
-    std::atomic<bool>            all_fit{ false };
-    std::unique_ptr<SlotPools>   pools; // null until there is memory
-    std::unique_ptr<DeviceAreas> areas; // the same
-    std::vector<uint8_t>         whole; // by layer, once it is open
-    bool                         opened   = false;
-    bool                         stopping = false;
-    std::list<Upload>            uploads; // under way, or not yet seen by their layer
-    std::deque<Upload *>         queue;
-    std::thread                  uploader;
+    Mutex                      mutex;
+    CondVar                    wanted;
+    CondVar                    ended;
+    pyorch_policy              policy GUARDED_BY(mutex);
+    std::vector<uint64_t>      budgets GUARDED_BY(mutex);                    // by device
+    std::unique_ptr<SlotPools> pools GUARDED_BY(mutex) PT_GUARDED_BY(mutex); // null until there is memory
+    bool                       opened GUARDED_BY(mutex)   = false;
+    bool                       stopping GUARDED_BY(mutex) = false;
+    std::list<Upload>          uploads GUARDED_BY(mutex); // under way, or not yet seen by their layer
+    std::deque<Upload *>       queue GUARDED_BY(mutex);
+    std::thread                uploader;
 
-    void                give_back(DeviceHold & hold);
-    std::vector<int>    hold_slots(DeviceHold & hold, int layer, const std::vector<int> & experts);
-    void                tell_moved();
-    bool                load_whole(int layer);
+    // open() sets these before the first context computes. They are read without the mutex.
+    std::unique_ptr<DeviceAreas> areas; // null until there is memory
+    std::vector<uint8_t>         whole; // by layer
+
+    void                give_back(DeviceHold & hold) REQUIRES(mutex);
+    std::vector<int>    hold_slots(DeviceHold & hold, int layer, const std::vector<int> & experts) REQUIRES(mutex);
+    void                tell_moved() REQUIRES(mutex);
+    bool                load_whole(int layer) REQUIRES(mutex);
     std::vector<double> learn(const RoutedBatch & batch, const Visit & visit);
-    bool                lets_nothing_come(const RoutedBatch & batch) const;
-    void                choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts);
-    std::vector<int>    places_of(const RoutedBatch & batch);
-    void                arrive(
+    bool                lets_nothing_come(const RoutedBatch & batch) const REQUIRES(mutex);
+    void choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts) REQUIRES(mutex);
+    std::vector<int> places_of(const RoutedBatch & batch);
+    void             arrive(
         DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
     void keep_passing(const RoutedBatch & batch);
     void bring_next(DeviceHold & hold, int layer);
-    void settle(std::unique_lock<std::mutex> & lock, int layer);
-    void settle_ahead(
-        std::unique_lock<std::mutex> & lock, const void * context, int layer, const std::vector<int> & experts);
-    bool is_written(int layer, int slot) const;
+    void settle(int layer) REQUIRES(mutex);
+    void settle_ahead(const void * context, int layer, const std::vector<int> & experts) REQUIRES(mutex);
+    bool is_written(int layer, int slot) const REQUIRES(mutex);
     void count_computed(const RoutedBatch & batch);
     void work();
     bool upload(const Owner & owner, int layer, int expert, int slot, bool waits = false);

@@ -147,20 +147,20 @@ std::string ExpertRecipes::learn(const ExpertGraph & graph) {
         }
     }
     {
-        std::shared_lock<std::shared_mutex> lock(mutex);
+        ReadLock lock(mutex);
         if (recipes.count(graph.layer)) {
             return "";
         }
     }
     ExpertRecipe recipe;
     std::transform(graph.nodes.begin(), graph.nodes.end(), std::back_inserter(recipe.steps), step_of);
-    std::lock_guard<std::shared_mutex> lock(mutex);
+    WriteLock lock(mutex);
     recipes.emplace(graph.layer, std::move(recipe));
     return "";
 }
 
 void ExpertRecipes::forget(int layer) {
-    std::lock_guard<std::shared_mutex> lock(mutex);
+    WriteLock lock(mutex);
     recipes.erase(layer);
 }
 

@@ -4,11 +4,11 @@
 
 #pragma once
 
+#include "base/mutex.h"
+
 #include "ggml.h"
 
 #include <map>
-#include <mutex>
-#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -87,15 +87,15 @@ public:
     // Calls use(const ExpertRecipe &), for as long as the weights stay. Throws Failure where nothing is known.
     template <typename Use>
     void with(int layer, Use use) {
-        std::shared_lock<std::shared_mutex> lock(mutex);
+        ReadLock lock(mutex);
         use(known(layer));
     }
 
 private:
-    std::shared_mutex           mutex;
-    std::map<int, ExpertRecipe> recipes; // by layer
+    SharedMutex                 mutex;
+    std::map<int, ExpertRecipe> recipes GUARDED_BY(mutex); // by layer
 
-    const ExpertRecipe & known(int layer) const;
+    const ExpertRecipe & known(int layer) const REQUIRES_SHARED(mutex);
 };
 
 } // namespace pyorch

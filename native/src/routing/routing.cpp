@@ -8,8 +8,8 @@
 
 namespace pyorch {
 
-static std::mutex                        owners_mutex;
-static std::map<const void *, Routing *> owners; // of managed tensors
+static Mutex                             owners_mutex;
+static std::map<const void *, Routing *> owners GUARDED_BY(owners_mutex); // of managed tensors
 
 const ManagedTensor * managed(const ggml_tensor * tensor) {
     const auto * m = tensor ? (const ManagedTensor *) tensor->extra : nullptr;
@@ -42,21 +42,21 @@ Routing::Routing(
             tensors.push_back(std::move(t));
         }
     }
-    std::lock_guard<std::mutex> lock(owners_mutex);
+    MutexLock lock(owners_mutex);
     for (const auto & t : tensors) {
         owners[t.get()] = this;
     }
 }
 
 Routing * Routing::owner_of(const void * tensor) {
-    std::lock_guard<std::mutex> lock(owners_mutex);
-    const auto                  owner = owners.find(tensor);
+    MutexLock  lock(owners_mutex);
+    const auto owner = owners.find(tensor);
     return owner == owners.end() ? nullptr : owner->second;
 }
 
 Routing::~Routing() {
     forget_contexts(*this);
-    std::lock_guard<std::mutex> lock(owners_mutex);
+    MutexLock lock(owners_mutex);
     for (const auto & t : tensors) {
         owners.erase(t.get());
     }
@@ -77,7 +77,7 @@ bool insert(std::vector<int> & ascending, int number) {
 }
 
 void Routing::computes(int layer) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (insert(layers, layer)) {
         table.set_executed(layers);
     }

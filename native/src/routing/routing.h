@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "base/mutex.h"
 #include "cluster/remote_bank.h"
 #include "kernels/multiply.h"
 #include "prediction/prefetcher.h"
@@ -15,7 +16,6 @@
 
 #include <atomic>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 namespace pyorch {
@@ -42,9 +42,9 @@ const ManagedTensor * managed(const ggml_tensor * tensor);
 
 // Who is shown each batch.
 struct Observer {
-    std::mutex         mutex;
-    pyorch_observer_fn function = nullptr;
-    void *             user     = nullptr;
+    Mutex              mutex;
+    pyorch_observer_fn function GUARDED_BY(mutex) = nullptr;
+    void *             user GUARDED_BY(mutex)     = nullptr;
     std::atomic<bool>  active{ false }; // there is one; who asks does not lock, for it may be the observer itself
 };
 
@@ -90,8 +90,8 @@ struct Routing {
     void check_routers() const;
 
 private:
-    std::mutex       mutex;
-    std::vector<int> layers; // that some graph computes, ascending
+    Mutex            mutex;
+    std::vector<int> layers GUARDED_BY(mutex); // that some graph computes, ascending
 };
 
 // Puts a number into ascending ones. False if it is there.

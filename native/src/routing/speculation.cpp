@@ -26,7 +26,7 @@ bool Speculation::count(const RoutedBatch & batch, const std::vector<Forecast> &
             std::count_if(asked, asked + batch.n_used, [&](int32_t e) { return std::find(begin, end, e) != end; });
     }
     now.slots = !executed ? now.right : complete ? (uint64_t) batch.n_tokens * batch.n_used : 0;
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     counted.tokens += now.tokens;
     counted.slots += now.slots;
     counted.right += now.right;
@@ -55,12 +55,12 @@ bool Speculation::mark(RoutedBatch & batch, const std::vector<Forecast> & foreca
 }
 
 pyorch_speculation_counts Speculation::counts() const {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return counted;
 }
 
 void Speculation::reset_counts() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     counted = {};
 }
 

@@ -6,11 +6,11 @@
 
 #pragma once
 
+#include "base/mutex.h"
 #include "prediction/prediction.h"
 #include "routing/routed_batch.h"
 
 #include <atomic>
-#include <mutex>
 #include <vector>
 
 namespace pyorch {
@@ -37,8 +37,8 @@ public:
 
 private:
     std::atomic<pyorch_speculate> chosen{ PYORCH_SPECULATE_NONE };
-    mutable std::mutex            mutex;
-    pyorch_speculation_counts     counted = {};
+    mutable Mutex                 mutex;
+    pyorch_speculation_counts     counted GUARDED_BY(mutex) = {};
 
     bool count(const RoutedBatch & batch, const std::vector<Forecast> & forecasts, bool executed);
 };

@@ -12,8 +12,8 @@ namespace {
 
 void observe(Context & context, RoutedBatch & batch) {
     context.routing.activations.count(batch.layer, batch.requested, batch.n_tokens * batch.n_used);
-    Observer &                  observer = context.routing.observer;
-    std::lock_guard<std::mutex> lock(observer.mutex);
+    Observer & observer = context.routing.observer;
+    MutexLock  lock(observer.mutex);
     if (!observer.function || !batch.has(GRAPH_ALL)) { // it came after the graph was made
         return;
     }

@@ -85,35 +85,35 @@ double AdaptiveBeta::next(double bytes_read, double budget) {
 }
 
 void Substitutions::set(int layer, const pyorch_substitution & settings) {
-    std::lock_guard<std::mutex> lock(mutex);
-    Layer &                     l = layers[layer];
-    l.settings                    = settings;
-    l.adaptive                    = {};
+    MutexLock lock(mutex);
+    Layer &   l = layers[layer];
+    l.settings  = settings;
+    l.adaptive  = {};
     if (settings.read_budget > 0) {
         l.settings.beta = 0;
     }
     mean_weight    = {};
     const bool off = settings.mode == PYORCH_SUBSTITUTE_NONE && settings.on_miss == PYORCH_MISS_FETCH;
-    l.active.store(off ? NEVER : settings.prefill ? ALWAYS : DECODE, std::memory_order_relaxed);
+    modes[layer].store(off ? NEVER : settings.prefill ? ALWAYS : DECODE, std::memory_order_relaxed);
 }
 
 void Substitutions::set_buddies(int layer, BuddyLists lists) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     layers[layer].lists = std::move(lists);
 }
 
 void Substitutions::set_ghosts(int layer, std::shared_ptr<const GhostLayer> ghosts) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     layers[layer].ghosts = std::move(ghosts);
 }
 
 std::shared_ptr<const GhostLayer> Substitutions::ghosts(int layer) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return layers[layer].ghosts;
 }
 
 void Substitutions::set_cache(int layer, std::vector<uint8_t> mask) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     layers[layer].cache = std::move(mask);
 }
 
@@ -147,10 +147,10 @@ static Substitutions::Seen seen_by(const pyorch_substitution & settings) {
 }
 
 Substitutions::Seen Substitutions::seen() const {
-    std::lock_guard<std::mutex> lock(mutex);
-    Seen                        seen;
-    for (const Layer & l : layers) {
-        const Seen its = l.active == NEVER ? Seen() : seen_by(l.settings);
+    MutexLock lock(mutex);
+    Seen      seen;
+    for (size_t layer = 0; layer < layers.size(); ++layer) {
+        const Seen its = modes[layer] == NEVER ? Seen() : seen_by(layers[layer].settings);
         seen           = { seen.probs || its.probs, seen.logits || its.logits, seen.inputs || its.inputs };
     }
     return seen;
@@ -158,9 +158,9 @@ Substitutions::Seen Substitutions::seen() const {
 
 void Substitutions::apply(
     RoutedBatch & batch, const uint8_t * resident, const uint8_t * loading, uint64_t expert_bytes) {
-    std::lock_guard<std::mutex> lock(mutex);
-    Layer &                     l    = layers[batch.layer];
-    const Seen                  seen = seen_by(l.settings);
+    MutexLock  lock(mutex);
+    Layer &    l    = layers[batch.layer];
+    const Seen seen = seen_by(l.settings);
     if ((seen.probs && !batch.probs) || (seen.logits && !batch.logits) ||
         (seen.inputs && !(batch.inputs && batch.has(GRAPH_GHOSTS)))) {
         return;
@@ -184,20 +184,20 @@ void Substitutions::apply(
 }
 
 pyorch_substitution_counts Substitutions::preview(RoutedBatch & batch, const uint8_t * resident) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const Layer &               l      = layers[batch.layer];
-    MeanWeight                  weight = mean_weight;
+    MutexLock     lock(mutex);
+    const Layer & l      = layers[batch.layer];
+    MeanWeight    weight = mean_weight;
     weight.add(batch);
     return substitute(l.settings, weight.value(), l.lists, l.ghosts.get(), batch, resident);
 }
 
 pyorch_substitution_counts Substitutions::counts(int layer) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return layers[layer].counts;
 }
 
 void Substitutions::reset_counts() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     for (auto & l : layers) {
         l.counts = {};
     }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "pyorch.h"
+#include "base/mutex.h"
 #include "routing/ghosts.h"
 #include "routing/substitute/choose.h"
 
@@ -16,7 +17,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 namespace pyorch {
@@ -43,7 +43,7 @@ private:
 // What the layers of one engine do with absent experts.
 class Substitutions {
 public:
-    explicit Substitutions(int n_layers) : layers(n_layers) {}
+    explicit Substitutions(int n_layers) : modes(n_layers), layers(n_layers) {}
 
     void set(int layer, const pyorch_substitution & settings);
     void set_buddies(int layer, BuddyLists lists);
@@ -57,13 +57,13 @@ public:
 
     // Whether substitution may touch this layer of an ubatch. Does not lock.
     bool active(int layer, bool decode) const {
-        const int mode = layers[layer].active.load(std::memory_order_relaxed);
+        const int mode = modes[layer].load(std::memory_order_relaxed);
         return mode == ALWAYS || (mode == DECODE && decode);
     }
 
     // Any layer of any ubatch.
     bool active() const {
-        return std::any_of(layers.begin(), layers.end(), [](const Layer & l) { return l.active != NEVER; });
+        return std::any_of(modes.begin(), modes.end(), [](const std::atomic<int> & mode) { return mode != NEVER; });
     }
 
     // What settings that may touch a layer go by, beside the weights of the chosen experts: what the router says of all
@@ -87,7 +87,7 @@ public:
     void                       reset_counts();
 
 private:
-    enum Active { NEVER, DECODE, ALWAYS };
+    enum Active { NEVER, DECODE, ALWAYS }; // NEVER is 0, as modes begin
 
     // Of an expert of a token, in all layers since settings were set: what max_weight is a multiple of. A layer whose
     // experts all weigh little adds little, and what is left out there is missed less.
@@ -100,7 +100,6 @@ private:
     };
 
     struct Layer {
-        std::atomic<int>                  active{ NEVER };
         pyorch_substitution               settings = pyorch_default_substitution;
         BuddyLists                        lists;
         std::shared_ptr<const GhostLayer> ghosts;
@@ -109,9 +108,11 @@ private:
         pyorch_substitution_counts        counts = {};
     };
 
-    mutable std::mutex mutex;
-    std::vector<Layer> layers;
-    MeanWeight         mean_weight;
+    std::vector<std::atomic<int>> modes; // Active, by layer
+
+    mutable Mutex      mutex;
+    std::vector<Layer> layers GUARDED_BY(mutex);
+    MeanWeight         mean_weight GUARDED_BY(mutex);
 };
 
 } // namespace pyorch
