@@ -34,12 +34,12 @@ bool ExpertMapStore::add(const float * embedding, const float * map) {
 }
 
 int ExpertMapStore::size() const {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return (int) generation.size();
 }
 
 int ExpertMapStore::copy_to(float * embeddings_out, float * maps, int n) const {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     n = std::min(n, (int) generation.size());
     if (embeddings_out) {
         std::copy_n(embeddings.data(), (size_t) n * n_embd, embeddings_out);
@@ -53,7 +53,7 @@ int ExpertMapStore::copy_to(float * embeddings_out, float * maps, int n) const {
 }
 
 bool ExpertMapStore::row(const Match & match, int layer, float * probs, int n) const {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (generation[match.index] != match.generation) {
         return false;
     }
@@ -96,7 +96,7 @@ Match ExpertMapSearch::begin(const float * values) {
     }
     embedding_squares = squares_of(embedding.data(), store.n_embd);
 
-    std::lock_guard<std::mutex> lock(store.mutex);
+    MutexLock lock(store.mutex);
     generation.clear();
     refresh();
     return best(semantic, store.inverse_embedding_norm, embedding_squares);
@@ -109,7 +109,7 @@ Match ExpertMapSearch::observe(const float * probs, int n) {
     std::fill(row + n, row + E, 0.0f);
     squares += squares_of(row, n);
 
-    std::lock_guard<std::mutex> lock(store.mutex);
+    MutexLock lock(store.mutex);
     refresh();
     const auto & layer = store.layers[known++];
     for (size_t c = 0; c < trajectory.size(); ++c) {
@@ -122,7 +122,7 @@ bool ExpertMapSearch::add() {
     if (!std::isfinite(embedding_squares) || !std::isfinite(squares)) {
         return false;
     }
-    std::lock_guard<std::mutex> lock(store.mutex);
+    MutexLock lock(store.mutex);
     refresh();
     size_t entry = store.generation.size();
     if (entry == (size_t) store.capacity) {

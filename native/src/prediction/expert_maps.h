@@ -10,9 +10,10 @@
 
 #pragma once
 
+#include "base/mutex.h"
+
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <vector>
 
 namespace pyorch {
@@ -56,13 +57,13 @@ private:
         std::vector<float> inverse_norm; // [size] of the layers up to this one, 0 where that norm is 0
     };
 
-    mutable std::mutex    mutex;
-    std::vector<float>    embeddings;             // [size][n_embd]
-    std::vector<float>    inverse_embedding_norm; // [size]
-    std::vector<Layer>    layers;
-    std::vector<uint32_t> generation; // [size]
+    mutable Mutex         mutex;
+    std::vector<float>    embeddings GUARDED_BY(mutex);             // [size][n_embd]
+    std::vector<float>    inverse_embedding_norm GUARDED_BY(mutex); // [size]
+    std::vector<Layer>    layers GUARDED_BY(mutex);
+    std::vector<uint32_t> generation GUARDED_BY(mutex); // [size]
 
-    void put(size_t entry, const float * embedding, const float * map);
+    void put(size_t entry, const float * embedding, const float * map) REQUIRES(mutex);
 };
 
 // One iteration on its way through the layers. Outlived by the store.
@@ -93,8 +94,9 @@ private:
     std::vector<float>    trajectory;            // [size] dot products of the layers observed
     std::vector<uint32_t> generation;            // [size] of what these were made with
 
-    void  refresh();
-    Match best(const std::vector<float> & dots, const std::vector<float> & inverse_norm, double own_squares) const;
+    void  refresh() REQUIRES(store.mutex);
+    Match best(const std::vector<float> & dots, const std::vector<float> & inverse_norm, double own_squares) const
+        REQUIRES(store.mutex);
 };
 
 } // namespace pyorch

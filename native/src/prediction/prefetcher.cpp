@@ -18,7 +18,7 @@ Prefetcher::Prefetcher(Table & table, const Routers & routers) : table(table), p
 
 Prefetcher::~Prefetcher() {
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         stopped = true;
     }
     work.notify_all();
@@ -27,9 +27,8 @@ Prefetcher::~Prefetcher() {
     }
 }
 
-// REQUIRES: state_mutex
 void Prefetcher::changed() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     queue.clear();
     settled.notify_all();
     if (planner.active() && !thread.joinable()) {
@@ -40,8 +39,8 @@ void Prefetcher::changed() {
 }
 
 void Prefetcher::set_automatic(bool automatic_) {
-    const double                now = table.decoding_absent_bytes();
-    std::lock_guard<std::mutex> lock(mutex);
+    const double now = table.decoding_absent_bytes();
+    MutexLock    lock(mutex);
     automatic    = automatic_;
     predicts     = false;
     lacked       = false;
@@ -51,12 +50,12 @@ void Prefetcher::set_automatic(bool automatic_) {
 }
 
 bool Prefetcher::is_automatic() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return automatic;
 }
 
 void Prefetcher::set_layers(const void * context, const std::vector<int> & layers) {
-    std::lock_guard<std::mutex> state_lock(state_mutex);
+    MutexLock state_lock(state_mutex);
     planner.set_layers(context, layers);
 }
 
@@ -79,9 +78,9 @@ void Prefetcher::drop_iteration() {
 }
 
 void Prefetcher::begin(const void * context, IterationBegin && iteration) {
-    const bool                   collecting = needs() & PYORCH_NEEDS_DISTRIBUTIONS;
-    const double                 now        = iteration.decode ? table.decoding_absent_bytes() : 0;
-    std::unique_lock<std::mutex> lock(mutex);
+    const bool   collecting = needs() & PYORCH_NEEDS_DISTRIBUTIONS;
+    const double now        = iteration.decode ? table.decoding_absent_bytes() : 0;
+    MutexLock    lock(mutex);
     if (automatic) {
         const uint64_t before = std::exchange(decode_ns, iteration.decode ? clock_ns() : 0);
         if (iteration.decode) {
@@ -108,17 +107,17 @@ bool Prefetcher::wants() {
     if (!active()) {
         return false;
     }
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return !automatic || predicts;
 }
 
 void Prefetcher::routed(const void * context, RoutedLayer && layer) {
     const bool collecting = needs() & PYORCH_NEEDS_DISTRIBUTIONS;
     {
-        std::unique_lock<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         // A router takes less time than waking the thread, which would stop one that computes.
         if (layer.decode && !collecting && !processors_to_spare() && queue.empty() && !predicting) {
-            predict(context, std::move(layer), lock);
+            predict(context, std::move(layer));
             return;
         }
         if (count<RoutedLayer>() >= (collecting ? MAX_WAITING_COLLECTING : MAX_WAITING)) {
@@ -131,8 +130,8 @@ void Prefetcher::routed(const void * context, RoutedLayer && layer) {
 }
 
 void Prefetcher::settle(const void * context) {
-    std::unique_lock<std::mutex> lock(mutex);
-    settled.wait(lock, [&] {
+    MutexLock lock(mutex);
+    settled.wait(mutex, [&]() REQUIRES(mutex) {
         return predicting != context &&
             std::none_of(queue.begin(), queue.end(), [&](const auto & queued) { return queued.first == context; });
     });
@@ -140,61 +139,63 @@ void Prefetcher::settle(const void * context) {
 
 std::vector<Forecast> Prefetcher::next_forecasts(const void * context, int layer) {
     settle(context);
-    std::lock_guard<std::mutex> state_lock(state_mutex);
+    MutexLock state_lock(state_mutex);
     return planner.next_forecasts(context, layer);
 }
 
 void Prefetcher::wait_idle() {
-    std::unique_lock<std::mutex> lock(mutex);
-    settled.wait(lock, [&] { return !predicting && queue.empty(); });
+    MutexLock lock(mutex);
+    settled.wait(mutex, [&]() REQUIRES(mutex) { return !predicting && queue.empty(); });
 }
 
 void Prefetcher::forget(const void * context) {
     // A predictor that collects is shown what waits for it, unless it is its thread that waits, in an observer.
     const bool collecting = needs() & PYORCH_NEEDS_DISTRIBUTIONS;
-    if (!collecting || std::this_thread::get_id() == thread.get_id()) {
-        std::lock_guard<std::mutex> lock(mutex);
-        queue.erase(
-            std::remove_if(queue.begin(), queue.end(), [&](const auto & queued) { return queued.first == context; }),
-            queue.end());
+    {
+        MutexLock lock(mutex);
+        if (!collecting || std::this_thread::get_id() == thread.get_id()) {
+            queue.erase(std::remove_if(
+                            queue.begin(), queue.end(), [&](const auto & queued) { return queued.first == context; }),
+                queue.end());
+        }
     }
     settled.notify_all(); // what others wait for may have been in the queue
     settle(context);
-    std::lock_guard<std::mutex> state_lock(state_mutex);
+    MutexLock state_lock(state_mutex);
     planner.forget(context);
 }
 
 void Prefetcher::forget_routers() {
-    std::lock_guard<std::mutex> state_lock(state_mutex);
+    MutexLock state_lock(state_mutex);
     planner.forget_routers();
 }
 
 void Prefetcher::run() {
-    std::unique_lock<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     while (true) {
-        work.wait(lock, [&] { return stopped || !queue.empty(); });
+        work.wait(mutex, [&]() REQUIRES(mutex) { return stopped || !queue.empty(); });
         if (stopped) {
             return;
         }
         const auto [context, event] = std::move(queue.front());
         queue.pop_front();
         place_thread(false);
-        predict(context, event, lock);
+        predict(context, event);
     }
 }
 
-void Prefetcher::predict(const void * context, const Event & event, std::unique_lock<std::mutex> & lock) {
+// Unlocks the mutex meanwhile.
+void Prefetcher::predict(const void * context, const Event & event) {
     predicting = context;
-    lock.unlock();
     {
-        std::lock_guard<std::mutex> state_lock(state_mutex);
+        MutexUnlock unlock(mutex);
+        MutexLock   state_lock(state_mutex);
         if (const auto * layer = std::get_if<RoutedLayer>(&event)) {
             planner.routed(context, *layer);
         } else {
             planner.begin(context, std::get<IterationBegin>(event));
         }
     }
-    lock.lock();
     predicting = nullptr;
     settled.notify_all();
 }

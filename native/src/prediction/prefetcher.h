@@ -3,13 +3,12 @@
 
 #pragma once
 
+#include "base/mutex.h"
 #include "prediction/prediction_trial.h"
 #include "prediction/prefetch_planner.h"
 
 #include <atomic>
-#include <condition_variable>
 #include <deque>
-#include <mutex>
 #include <thread>
 #include <variant>
 
@@ -26,7 +25,7 @@ public:
     // Changes the planner's settings between two predictions; what waits for one is forgotten.
     template <typename Change>
     void change(Change change) {
-        std::lock_guard<std::mutex> state_lock(state_mutex);
+        MutexLock state_lock(state_mutex);
         change(planner);
         changed();
     }
@@ -72,31 +71,32 @@ private:
     std::atomic<bool>     is_active{ false };
     std::atomic<unsigned> wanted{ 0 };
 
-    std::mutex                                 mutex; // of the queue, and of who decides whether it gets anything
-    std::condition_variable                    work;
-    std::condition_variable                    settled;
-    std::deque<std::pair<const void *, Event>> queue;
-    const void *                               predicting = nullptr; // the context whose event is at work
-    bool                                       automatic  = false;
-    bool                                       predicts   = false; // of automatic: in the ubatch that decodes
-    bool                                       lacked     = false; // experts were absent in the ubatch before that
-    PredictionTrial                            trial;
-    uint64_t                                   decode_ns    = 0; // when the last ubatch began; 0: it was a prompt's
-    double                                     absent_bytes = 0; // of the table, when that ubatch began
-    bool                                       stopped      = false;
+    Mutex                                      mutex; // of the queue, and of who decides whether it gets anything
+    CondVar                                    work;
+    CondVar                                    settled;
+    std::deque<std::pair<const void *, Event>> queue GUARDED_BY(mutex);
+    const void *                               predicting GUARDED_BY(mutex) = nullptr; // whose event is at work
+
+    bool            automatic GUARDED_BY(mutex) = false;
+    bool            predicts GUARDED_BY(mutex)  = false; // of automatic: in the ubatch that decodes
+    bool            lacked GUARDED_BY(mutex)    = false; // experts were absent in the ubatch before that
+    PredictionTrial trial GUARDED_BY(mutex);
+    uint64_t        decode_ns GUARDED_BY(mutex)    = 0; // when the last ubatch began; 0: it was a prompt's
+    double          absent_bytes GUARDED_BY(mutex) = 0; // of the table, when that ubatch began
+    bool            stopped GUARDED_BY(mutex)      = false;
 
     Table &         table;
-    std::mutex      state_mutex; // of the planner; compute threads take it to speculate only
-    PrefetchPlanner planner;
-    std::thread     thread;
+    Mutex           state_mutex; // before the other; compute threads take it to speculate only
+    PrefetchPlanner planner GUARDED_BY(state_mutex);
+    std::thread     thread GUARDED_BY(mutex);
 
     template <typename Waiting>
-    size_t count() const;
+    size_t count() const REQUIRES(mutex);
 
-    void drop_iteration();
-    void changed();
+    void drop_iteration() REQUIRES(mutex);
+    void changed() REQUIRES(state_mutex);
     void run();
-    void predict(const void * context, const Event & event, std::unique_lock<std::mutex> & lock);
+    void predict(const void * context, const Event & event) REQUIRES(mutex);
 };
 
 } // namespace pyorch

@@ -104,14 +104,14 @@ void make_distribution(int32_t gating, float * probs, int n_expert) {
 }
 
 void Routers::set(int layer, const Router & router, const void * model, std::string why) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     entries[layer].router = router;
     entries[layer].model  = model;
     entries[layer].why    = std::move(why);
 }
 
 bool Routers::has_copy(int layer, const void * model) const {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return entries[layer].model == model && !entries[layer].gate.empty();
 }
 
@@ -120,20 +120,20 @@ void Routers::set_copy(int layer, const Router & router, const void * model) {
         to.assign(values, values ? values + n : values);
         return values ? to.data() : nullptr;
     };
-    std::lock_guard<std::mutex> lock(mutex);
-    Entry &                     e = entries[layer];
-    e.router                      = router;
-    e.model                       = model;
-    e.router.gate                 = copy(router.gate, (size_t) router.n_expert * router.n_embd, e.gate);
-    e.router.bias                 = copy(router.bias, router.n_expert, e.bias);
-    e.router.selection_bias       = copy(router.selection_bias, router.n_expert, e.selection_bias);
-    e.router.norm                 = copy(router.norm, router.n_embd, e.norm);
+    MutexLock lock(mutex);
+    Entry &   e             = entries[layer];
+    e.router                = router;
+    e.model                 = model;
+    e.router.gate           = copy(router.gate, (size_t) router.n_expert * router.n_embd, e.gate);
+    e.router.bias           = copy(router.bias, router.n_expert, e.bias);
+    e.router.selection_bias = copy(router.selection_bias, router.n_expert, e.selection_bias);
+    e.router.norm           = copy(router.norm, router.n_embd, e.norm);
     e.why.clear();
 }
 
 bool Routers::forget(const void * model) {
-    std::lock_guard<std::mutex> lock(mutex);
-    bool                        had = false;
+    MutexLock lock(mutex);
+    bool      had = false;
     for (Entry & e : entries) {
         if (e.model == model) {
             e   = {};
@@ -144,8 +144,8 @@ bool Routers::forget(const void * model) {
 }
 
 std::vector<Router> Routers::all() const {
-    std::lock_guard<std::mutex> lock(mutex);
-    std::vector<Router>         routers;
+    MutexLock           lock(mutex);
+    std::vector<Router> routers;
     for (const Entry & e : entries) {
         routers.push_back(e.router);
     }
@@ -153,7 +153,7 @@ std::vector<Router> Routers::all() const {
 }
 
 std::string Routers::unknown() const {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     for (const Entry & e : entries) {
         if (!e.why.empty()) {
             return e.why;

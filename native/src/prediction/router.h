@@ -2,9 +2,10 @@
 
 #pragma once
 
+#include "base/mutex.h"
+
 #include "pyorch.h"
 
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -72,8 +73,8 @@ private:
         std::vector<float> gate, bias, selection_bias, norm; // copies
     };
 
-    mutable std::mutex mutex;
-    std::vector<Entry> entries;
+    mutable Mutex      mutex;
+    std::vector<Entry> entries GUARDED_BY(mutex);
 };
 
 } // namespace pyorch
