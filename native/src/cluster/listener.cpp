@@ -73,7 +73,7 @@ Listener::Listener(ListenerConfig config_, Compute compute) :
 
 Listener::~Listener() {
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         stopping = true;
     }
     asked.notify_all();
@@ -83,14 +83,14 @@ Listener::~Listener() {
 }
 
 pyorch_served Listener::counts() {
-    std::lock_guard<std::mutex> lock(mutex);
-    pyorch_served               out = counters;
-    out.buffer_bytes                = held;
+    MutexLock     lock(mutex);
+    pyorch_served out = counters;
+    out.buffer_bytes  = held;
     return out;
 }
 
 std::string Listener::error() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return sentence;
 }
 
@@ -101,7 +101,7 @@ void Listener::serve_all() {
         fds              = { { waker.fd(), POLLIN, 0 }, { listening.fd(), POLLIN, 0 } };
         size_t n_waiting = 0;
         {
-            std::lock_guard<std::mutex> lock(mutex);
+            MutexLock lock(mutex);
             if (stopping) {
                 return;
             }
@@ -122,12 +122,12 @@ void Listener::serve_all() {
         size_t i = 2;
         for (const auto & session : sessions) {
             if (fds[i].revents & POLLOUT) {
-                std::lock_guard<std::mutex> lock(mutex);
+                MutexLock lock(mutex);
                 flush(*session);
             }
             if (fds[i++].revents & (POLLIN | POLLHUP | POLLERR)) {
                 if (session->waits) { // and is gone
-                    std::lock_guard<std::mutex> lock(mutex);
+                    MutexLock lock(mutex);
                     end(*session);
                 } else {
                     receive(*session);
@@ -137,7 +137,7 @@ void Listener::serve_all() {
         if (fds[1].revents) {
             accept_next();
         }
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         make_room(); // here, where what has come and could go has: nobody else is late for this thread being so
     }
 }
@@ -149,7 +149,7 @@ void Listener::accept_next() {
         poll(&p, 1, TICK_MS / 2);
         return;
     }
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (sessions.size() >= max_sessions) {
         ++counters.refused;
         sentence = format("more than %zu servers are connected", max_sessions);
@@ -184,7 +184,7 @@ void Listener::receive(Session & session) {
         why = NOBODY;
     }
     if (n < 0 || !why.empty()) {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         if (!why.empty()) {
             refuse(session, why);
         }
@@ -261,7 +261,7 @@ std::string Listener::accept_header(Session & session) {
 // Of a request: from here on it needs room. Throws Failure, as accept_frame() does, for one that cannot be.
 void Listener::accept_head(Session & session) {
     const ComputeHead head = read_head(session.payload.data(), session.header.bytes, config.layers, max_slots);
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock         lock(mutex);
     session.room = session.header.bytes + sizeof(FrameHeader) +
         (uint64_t) head.n_slots * config.layers[head.layer].n_out * sizeof(float);
     session.waits     = true;
@@ -279,7 +279,7 @@ std::string Listener::accept_frame(Session & session) {
         read_compute(session.payload.data(), session.payload.size(), config.layers, max_slots);
     }
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         if (session.requests.size() + session.out.size() >= MAX_QUEUED) {
             return format("more than %d requests at once", MAX_QUEUED);
         }
@@ -310,13 +310,11 @@ std::string Listener::join(Session & session) {
     session.joined        = true;
     const Welcome welcome = { config.kernels, (uint64_t) max_slots };
 
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     ++counters.connections;
     send(session, make_frame(FrameKind::WELCOME, 0, &welcome, sizeof(welcome)));
     return "";
 }
-
-// All that follow: REQUIRES: the mutex.
 
 void Listener::look_at_clock(Session & session) {
     if (session.ended) {
@@ -470,8 +468,8 @@ void Listener::compute_all() {
         std::shared_ptr<Session> session;
         Request                  request;
         {
-            std::unique_lock<std::mutex> lock(mutex);
-            asked.wait(lock, [&] { return stopping || !turns.empty(); });
+            MutexLock lock(mutex);
+            asked.wait(mutex, [&]() REQUIRES(mutex) { return stopping || !turns.empty(); });
             if (stopping) {
                 return;
             }
@@ -501,7 +499,7 @@ void Listener::compute_all() {
             failed = true;
             frame  = make_frame(FrameKind::FAILED, request.id, failure.what());
         }
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         ++counters.requests;
         counters.failed += failed;
         counters.slots += rows.n_slots;

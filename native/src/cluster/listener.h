@@ -9,16 +9,15 @@
 
 #pragma once
 
+#include "base/mutex.h"
 #include "cluster/frames.h"
 #include "cluster/socket.h"
 #include "pyorch-cluster.h"
 
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <thread>
 
 namespace pyorch {
@@ -75,17 +74,19 @@ private:
         Clock::time_point heard = Clock::now(), begun = heard; // begun: the frame
         Clock::time_point signed_at = {};                      // while it waits, its last sign of life
 
-        // Guarded by the mutex.
-        uint64_t            room  = 0;     // of the request that comes, with its answer
-        bool                waits = false; // for that: nothing is read
-        bool                ended = false;
+        // That thread alone writes these, under the mutex, and reads them without.
+        uint64_t          room   = 0;     // of the request that comes, with its answer
+        bool              waits  = false; // for that: nothing is read
+        bool              ended  = false;
+        Clock::time_point linger = {}; // refused: what it sends is thrown away until then
+
+        // Guarded by the mutex of the listener.
         std::deque<Request> requests;
         std::deque<Frame>   out;
-        uint64_t            sent   = 0;  // bytes of the first of them
-        Clock::time_point   since  = {}; // when that became the first
-        Clock::time_point   moved  = {}; // when something of it went last
-        uint64_t            held   = 0;  // bytes of the quota
-        Clock::time_point   linger = {}; // refused: what it sends is thrown away until then
+        uint64_t            sent  = 0;  // bytes of the first of them
+        Clock::time_point   since = {}; // when that became the first
+        Clock::time_point   moved = {}; // when something of it went last
+        uint64_t            held  = 0;  // bytes of the quota
 
         bool refused() const { return linger != Clock::time_point(); }
         bool cut_off() const { return ended || refused(); }
@@ -102,14 +103,14 @@ private:
     Socket               listening;
     Waker                waker;
 
-    std::mutex                           mutex;
-    std::condition_variable              asked;
-    bool                                 stopping = false;
-    std::deque<std::shared_ptr<Session>> turns;   // who has requests, in the order in which one of each is computed
-    std::list<std::shared_ptr<Session>>  waiting; // for room, in their order
-    uint64_t                             held     = 0;
-    pyorch_served                        counters = {};
-    std::string                          sentence;
+    Mutex                                mutex;
+    CondVar                              asked;
+    bool                                 stopping GUARDED_BY(mutex) = false;
+    std::deque<std::shared_ptr<Session>> turns GUARDED_BY(mutex);   // sessions with requests: the next one has its turn
+    std::list<std::shared_ptr<Session>>  waiting GUARDED_BY(mutex); // for room, in their order
+    uint64_t                             held GUARDED_BY(mutex)     = 0;
+    pyorch_served                        counters GUARDED_BY(mutex) = {};
+    std::string                          sentence GUARDED_BY(mutex);
 
     std::list<std::shared_ptr<Session>> sessions; // of the thread that has them, and so are the functions down to end()
     char                                ignored[4096];
@@ -124,16 +125,16 @@ private:
     void        accept_head(Session & session);
     std::string accept_frame(Session & session);
     std::string join(Session & session);
-    void        look_at_clock(Session & session);
-    bool        give_room();
-    bool        stalls(const Session & session) const;
-    void        make_room();
-    void        refuse(Session & session, const std::string & why);
-    void        end(Session & session);
-    void        send(Session & session, Frame frame);
-    void        flush(Session & session);
-    void        hold(Session & session, int64_t bytes);
-    void        release(Session & session);
+    void        look_at_clock(Session & session) REQUIRES(mutex);
+    bool        give_room() REQUIRES(mutex);
+    bool        stalls(const Session & session) const REQUIRES(mutex);
+    void        make_room() REQUIRES(mutex);
+    void        refuse(Session & session, const std::string & why) REQUIRES(mutex);
+    void        end(Session & session) REQUIRES(mutex);
+    void        send(Session & session, Frame frame) REQUIRES(mutex);
+    void        flush(Session & session) REQUIRES(mutex);
+    void        hold(Session & session, int64_t bytes) REQUIRES(mutex);
+    void        release(Session & session) REQUIRES(mutex);
     void        compute_all();
 };
 

@@ -18,19 +18,19 @@ using std::chrono::milliseconds;
 static constexpr int SIGN_MS = 50;
 
 bool Answer::wait() {
-    std::unique_lock<std::mutex> lock(mutex);
-    settled.wait(lock, [&] { return state != PENDING; });
+    MutexLock lock(mutex);
+    settled.wait(mutex, [&]() REQUIRES(mutex) { return state != PENDING; });
     return state == HERE;
 }
 
 bool Answer::was_lost() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return state == LOST;
 }
 
 void Answer::settle(State as) {
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         state = as;
     }
     settled.notify_all();
@@ -49,27 +49,26 @@ Peer::~Peer() {
 }
 
 std::string Peer::wait_joined() {
-    std::unique_lock<std::mutex> lock(mutex);
-    tried.wait(lock, [&] { return has_tried; });
+    MutexLock lock(mutex);
+    tried.wait(mutex, [&]() REQUIRES(mutex) { return has_tried; });
     return is_joined ? "" : sentence;
 }
 
 pyorch_peer_info Peer::counts() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return counters;
 }
 
 std::string Peer::error() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return sentence;
 }
 
 Clock::time_point Peer::lost_since() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return lost_at;
 }
 
-// Slots. REQUIRES: the mutex.
 int64_t Peer::pending() const {
     int64_t n = 0;
     for (const auto & [id, one] : questions) {
@@ -79,27 +78,25 @@ int64_t Peer::pending() const {
 }
 
 int64_t Peer::room() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return (int64_t) MOST_WAITING * most_slots - pending();
 }
 
-// REQUIRES: the mutex.
 bool Peer::has_room_for(int n_slots) const {
     return questions.empty() || pending() + n_slots <= (int64_t) MOST_WAITING * most_slots;
 }
 
 std::shared_ptr<Answer> Peer::ask(std::shared_ptr<Frame> frame, int n_slots, int n_out) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return has_room_for(n_slots) ? send(std::move(frame), n_slots, n_out) : nullptr;
 }
 
 std::shared_ptr<Answer> Peer::ask_in_turn(std::shared_ptr<Frame> frame, int n_slots, int n_out) {
-    std::unique_lock<std::mutex> lock(mutex);
-    answered_some.wait(lock, [&] { return !is_joined || has_room_for(n_slots); });
+    MutexLock lock(mutex);
+    answered_some.wait(mutex, [&]() REQUIRES(mutex) { return !is_joined || has_room_for(n_slots); });
     return send(std::move(frame), n_slots, n_out);
 }
 
-// REQUIRES: the mutex.
 std::shared_ptr<Answer> Peer::send(std::shared_ptr<Frame> frame, int n_slots, int n_out) {
     if (!is_joined) {
         return nullptr;
@@ -142,9 +139,9 @@ const Peer::Pace * Peer::known_pace(int n_slots) const {
 }
 
 double Peer::answer_seconds(int n_slots) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const Pace *                found   = known_pace(n_slots);
-    double                      seconds = found ? found->seconds : 0;
+    MutexLock    lock(mutex);
+    const Pace * found   = known_pace(n_slots);
+    double       seconds = found ? found->seconds : 0;
     if (!questions.empty()) { // which are answered before: the oldest has been waiting, and is overdue perhaps
         const Question & oldest = questions.begin()->second;
         const Pace *     usual  = known_pace(oldest.n_slots);
@@ -157,8 +154,8 @@ double Peer::answer_seconds(int n_slots) {
 }
 
 pyorch_pace Peer::pace() {
-    std::lock_guard<std::mutex> lock(mutex);
-    pyorch_pace                 known = overall;
+    MutexLock   lock(mutex);
+    pyorch_pace known = overall;
     if (seconds_since(answered) * known.answers > FORGOTTEN * known.seconds) {
         known = {};
     }
@@ -166,7 +163,6 @@ pyorch_pace Peer::pace() {
     return known;
 }
 
-// REQUIRES: the mutex.
 void Peer::note_pace(const Question & last) {
     Pace &       pace    = paces[pace_of(last.n_slots)];
     const double seconds = seconds_since(last.since);
@@ -180,7 +176,6 @@ void Peer::note_pace(const Question & last) {
     note_answer(overall, last.n_slots, seconds);
 }
 
-// REQUIRES: the mutex.
 void Peer::push(std::shared_ptr<Frame> frame) {
     counters.bytes_sent += frame->size();
     out.push_back({ std::move(frame), 0 });
@@ -192,7 +187,7 @@ void Peer::push(std::shared_ptr<Frame> frame) {
     }
 }
 
-// As much as goes without waiting. That a connection is at its end, its reader notices. REQUIRES: the mutex.
+// As much as goes without waiting. That a connection is at its end, its reader notices.
 void Peer::flush() {
     while (!out.empty()) {
         Outgoing &    first = out.front();
@@ -237,7 +232,7 @@ void Peer::lose(const std::string & why) {
     std::map<uint64_t, Question> unanswered;
     bool                         was_joined;
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         was_joined = is_joined.exchange(false);
         unanswered.swap(questions);
         counters.failed += unanswered.size() + (question.answer != nullptr);
@@ -280,8 +275,8 @@ std::string Peer::live() {
     n_pongs    = 0;
     last_heard = Clock::now();
     {
-        const Hello                 hello = hello_of(config);
-        std::lock_guard<std::mutex> lock(mutex);
+        const Hello hello = hello_of(config);
+        MutexLock   lock(mutex);
         socket = std::move(connected);
         push(std::make_shared<Frame>(make_frame(FrameKind::HELLO, 0, &hello, sizeof(hello))));
     }
@@ -290,7 +285,7 @@ std::string Peer::live() {
     while (!stopping) {
         bool waits, too_long = false;
         {
-            std::lock_guard<std::mutex> lock(mutex);
+            MutexLock lock(mutex);
             waits = !out.empty();
             if (!questions.empty()) { // ids ascend, so the first was asked first
                 too_long = Clock::now() - questions.begin()->second.since > milliseconds(config.answer_ms);
@@ -306,9 +301,9 @@ std::string Peer::live() {
             waker.drain();
         }
         if (fds[0].revents & POLLOUT) {
-            std::lock_guard<std::mutex> lock(mutex);
-            const size_t                before = out.size();
-            const uint64_t              sent   = before ? out.front().sent : 0;
+            MutexLock      lock(mutex);
+            const size_t   before = out.size();
+            const uint64_t sent   = before ? out.front().sent : 0;
             flush();
             if (out.size() != before || (before && out.front().sent != sent)) {
                 last_heard = Clock::now(); // it takes what the kernel had no room for
@@ -327,7 +322,7 @@ std::string Peer::live() {
         if (is_joined && now - last_beat >= beat) {
             last_beat = now;
             ++n_pings;
-            std::lock_guard<std::mutex> lock(mutex);
+            MutexLock lock(mutex);
             push(std::make_shared<Frame>(make_frame(FrameKind::PING, 0, nullptr, 0)));
         }
     }
@@ -356,7 +351,7 @@ std::string Peer::receive() {
             }
             received += n;
             last_heard = Clock::now();
-            std::lock_guard<std::mutex> lock(mutex);
+            MutexLock lock(mutex);
             counters.bytes_received += n;
         }
         if (received < size) {
@@ -391,8 +386,8 @@ std::string Peer::accept_header() {
     }
     uint64_t bytes = kind == FrameKind::WELCOME ? sizeof(Welcome) : 0;
     if (kind == FrameKind::COMPUTED || kind == FrameKind::FAILED) {
-        std::lock_guard<std::mutex> lock(mutex);
-        const auto                  found = questions.find(header.id);
+        MutexLock  lock(mutex);
+        const auto found = questions.find(header.id);
         if (found == questions.end()) {
             return rubbish("it answers what it was not asked");
         }
@@ -419,7 +414,7 @@ std::string Peer::accept_payload() {
         has_same_kernels = welcome.kernels == config.kernels;
         most_slots       = (int) std::clamp<uint64_t>(welcome.max_slots, 1, ExpertRows::MAX_SLOTS);
         {
-            std::lock_guard<std::mutex> lock(mutex);
+            MutexLock lock(mutex);
             is_joined = true;
             has_tried = true;
         }
@@ -440,7 +435,7 @@ std::string Peer::accept_payload() {
             widen(payload.data(), question.answer->rows);
         }
         {
-            std::lock_guard<std::mutex> lock(mutex);
+            MutexLock lock(mutex);
             note_pace(question);
         }
         refusals = 0;
@@ -452,7 +447,7 @@ std::string Peer::accept_payload() {
         refusals = 0;
         question.answer->settle(Answer::FAILED);
         question = {};
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         ++counters.failed;
         sentence = format(
             "server %s:%d: %s", config.address.c_str(), config.port, sentence_of(payload.data(), header.bytes).c_str());

@@ -11,17 +11,16 @@
 
 #pragma once
 
+#include "base/mutex.h"
 #include "cluster/frames.h"
 #include "cluster/socket.h"
 #include "pyorch-cluster.h"
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <map>
-#include <mutex>
 #include <thread>
 
 namespace pyorch {
@@ -45,10 +44,11 @@ public:
 
 private:
     friend class Peer;
-    enum State { PENDING, HERE, FAILED, LOST } state = PENDING;
+    enum State { PENDING, HERE, FAILED, LOST };
 
-    std::mutex              mutex;
-    std::condition_variable settled;
+    Mutex   mutex;
+    CondVar settled;
+    State   state GUARDED_BY(mutex) = PENDING;
 
     void settle(State as);
 };
@@ -131,19 +131,19 @@ private:
     std::atomic<bool>     stopping{ false };
     Waker                 waker;
 
-    std::mutex                   mutex;
-    std::condition_variable      tried, answered_some;
-    Socket                       socket;
-    std::deque<Outgoing>         out;
-    std::map<uint64_t, Question> questions; // by id
-    uint64_t                     last_id = 0;
-    std::array<Pace, N_PACES>    paces; // by the binary logarithm of their slots, of which there are MAX_SLOTS at most
-    pyorch_pace                  overall = {};
-    Clock::time_point            answered; // the last question
-    pyorch_peer_info             counters = {};
-    std::string                  sentence;
-    Clock::time_point            lost_at;
-    bool                         has_tried = false;
+    Mutex                        mutex;
+    CondVar                      tried, answered_some;
+    Socket                       socket; // its thread alone writes it, under the mutex, and reads it without
+    std::deque<Outgoing>         out GUARDED_BY(mutex);
+    std::map<uint64_t, Question> questions GUARDED_BY(mutex); // by id
+    uint64_t                     last_id GUARDED_BY(mutex) = 0;
+    std::array<Pace, N_PACES>    paces GUARDED_BY(mutex); // by the binary logarithm of their slots: MAX_SLOTS at most
+    pyorch_pace                  overall GUARDED_BY(mutex) = {};
+    Clock::time_point            answered GUARDED_BY(mutex); // the last question
+    pyorch_peer_info             counters GUARDED_BY(mutex) = {};
+    std::string                  sentence GUARDED_BY(mutex);
+    Clock::time_point            lost_at GUARDED_BY(mutex);
+    bool                         has_tried GUARDED_BY(mutex) = false;
 
     // Of its thread alone: the frame that is being received.
     FrameHeader       header;
@@ -160,16 +160,16 @@ private:
     std::thread thread;
 
     static size_t           pace_of(int n_slots);
-    int64_t                 pending() const;
-    bool                    has_room_for(int n_slots) const;
-    std::shared_ptr<Answer> send(std::shared_ptr<Frame> frame, int n_slots, int n_out);
-    const Pace *            known_pace(int n_slots) const;
-    void                    note_pace(const Question & last);
+    int64_t                 pending() const REQUIRES(mutex); // slots
+    bool                    has_room_for(int n_slots) const REQUIRES(mutex);
+    std::shared_ptr<Answer> send(std::shared_ptr<Frame> frame, int n_slots, int n_out) REQUIRES(mutex);
+    const Pace *            known_pace(int n_slots) const REQUIRES(mutex);
+    void                    note_pace(const Question & last) REQUIRES(mutex);
     void                    run();
     std::string             live();
     void                    lose(const std::string & why);
-    void                    push(std::shared_ptr<Frame> frame);
-    void                    flush();
+    void                    push(std::shared_ptr<Frame> frame) REQUIRES(mutex);
+    void                    flush() REQUIRES(mutex);
     bool                    is_as_it_is() const;
     std::string             receive();
     std::string             accept_header();

@@ -23,7 +23,7 @@ RemoteBank::RemoteBank(
 
 RemoteBank::~RemoteBank() {
     std::vector<std::shared_ptr<Peer>> last; // end without the mutex, which their threads may take
-    std::lock_guard<std::mutex>        lock(mutex);
+    MutexLock                          lock(mutex);
     last.swap(peers);
     placement.assign(layers.size(), {});
 }
@@ -36,13 +36,13 @@ int RemoteBank::connect(const PeerConfig & config) {
     if (!why.empty()) {
         throw Failure(PYORCH_IO, why);
     }
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     peers.push_back(std::move(connected));
     return (int) peers.size() - 1;
 }
 
 std::shared_ptr<Peer> RemoteBank::peer(int number) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (number < 0 || number >= (int) peers.size() || !peers[number]) {
         throw Failure(PYORCH_INVALID, format("there is no server %d", number));
     }
@@ -52,7 +52,7 @@ std::shared_ptr<Peer> RemoteBank::peer(int number) {
 void RemoteBank::disconnect(int number) {
     std::shared_ptr<Peer> gone = peer(number);
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         peers[number] = nullptr;
     }
     tell_all();
@@ -61,7 +61,7 @@ void RemoteBank::disconnect(int number) {
 void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
     is_trial = false;
     {
-        std::lock_guard<std::mutex>   lock(mutex);
+        MutexLock                     lock(mutex);
         std::vector<std::vector<int>> of_layer(layers[layer].n_expert);
         for (size_t i = 0; i < to.size(); ++i) {
             if (to[i] < -1 || to[i] >= (int) peers.size() || (to[i] >= 0 && !peers[to[i]])) {
@@ -117,15 +117,16 @@ size_t RemoteBank::keep_for_reading(int layer, const ReadCost & read, int n_read
 }
 
 void RemoteBank::mark(int layer, std::vector<uint8_t> & mask) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const auto &                of_layer = placement[layer];
+    MutexLock    lock(mutex);
+    const auto & of_layer = placement[layer];
     for (size_t e = 0; e < of_layer.size(); ++e) {
-        mask[e] |= std::any_of(of_layer[e].begin(), of_layer[e].end(), [&](int peer) { return computes(peer); });
+        mask[e] |= std::any_of(
+            of_layer[e].begin(), of_layer[e].end(), [&](int peer) REQUIRES(mutex) { return computes(peer); });
     }
 }
 
 void RemoteBank::tell(int layer) {
-    std::lock_guard<std::mutex> telling_lock(telling);
+    MutexLock telling_lock(telling);
     if (changed) {
         std::vector<uint8_t> elsewhere(layers[layer].n_expert);
         mark(layer, elsewhere);
@@ -135,7 +136,7 @@ void RemoteBank::tell(int layer) {
 
 void RemoteBank::tell_all() {
     {
-        std::lock_guard<std::mutex> lock(mutex); // or who looks just now would miss it
+        MutexLock lock(mutex); // or who looks just now would miss it
     }
     arrived.notify_all();
     for (int layer = 0; layer < (int) layers.size(); ++layer) {
@@ -143,7 +144,7 @@ void RemoteBank::tell_all() {
     }
 }
 
-// When something was placed, or a server was lost. REQUIRES: the mutex.
+// When something was placed, or a server was lost.
 Clock::time_point RemoteBank::last_change() const {
     Clock::time_point last = placed_at;
     for (const auto & peer : peers) {
@@ -153,7 +154,7 @@ Clock::time_point RemoteBank::last_change() const {
 }
 
 // By server: the experts that it is asked for. Not those that nobody has who is there, and has room for their slots.
-// failed: numbers of servers that are not asked. is_chosen: becomes, by expert, whether one is. REQUIRES: the mutex.
+// failed: numbers of servers that are not asked. is_chosen: becomes, by expert, whether one is.
 std::vector<std::vector<int>> RemoteBank::choose(int layer, const std::vector<int> & wanted,
     const std::vector<std::vector<int>> & slots_of, const std::vector<int> & failed,
     std::vector<uint8_t> & is_chosen) const {
@@ -167,10 +168,11 @@ std::vector<std::vector<int>> RemoteBank::choose(int layer, const std::vector<in
         const auto & of_expert = placement[layer][e];
         n_slots.push_back((int) slots_of[e].size());
         places.emplace_back();
-        std::copy_if(of_expert.begin(), of_expert.end(), std::back_inserter(places.back()), [&](int peer) {
-            return computes(peer) && n_slots.back() <= peers[peer]->max_slots() &&
-                std::find(failed.begin(), failed.end(), peer) == failed.end();
-        });
+        std::copy_if(
+            of_expert.begin(), of_expert.end(), std::back_inserter(places.back()), [&](int peer) REQUIRES(mutex) {
+                return computes(peer) && n_slots.back() <= peers[peer]->max_slots() &&
+                    std::find(failed.begin(), failed.end(), peer) == failed.end();
+            });
     }
     const std::vector<int>        chosen = choose_replicas(places, n_slots, paces);
     std::vector<std::vector<int>> experts_at(peers.size());
@@ -191,7 +193,7 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
     std::vector<RemoteRows>            rows;
     std::vector<RowType>               types;
     {
-        std::lock_guard<std::mutex>   lock(mutex);
+        MutexLock                     lock(mutex);
         const auto &                  of_layer = placement[layer];
         std::vector<std::vector<int>> slots_of(of_layer.size());
         std::vector<int>              wanted;
@@ -274,7 +276,7 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
             elsewhere[experts[slot]] = 1;
         }
     }
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     counters.slots += n_slots;
     return rows;
 }
@@ -283,12 +285,12 @@ bool RemoteBank::wait(int layer, RemoteRows & rows) {
     if (!rows.answer) {
         std::shared_ptr<Peer> peer;
         {
-            std::lock_guard<std::mutex> lock(mutex);
+            MutexLock lock(mutex);
             peer = rows.peer < 0 ? nullptr : peers[rows.peer];
         }
         rows.answer = peer ? peer->ask_in_turn(rows.frame, (int) rows.slots.size(), layers[layer].n_out) : nullptr;
         if (rows.answer) {
-            std::lock_guard<std::mutex> lock(mutex);
+            MutexLock lock(mutex);
             counters.slots += rows.slots.size();
         }
     }
@@ -320,7 +322,7 @@ std::vector<RemoteRows> RemoteBank::send_again(int layer, const RemoteRows & los
     std::vector<RemoteRows>       rows;
     std::vector<std::vector<int>> experts_at;
     std::vector<uint8_t>          is_chosen;
-    std::unique_lock<std::mutex>  lock(mutex);
+    MutexLock                     lock(mutex);
     for (;;) {
         experts_at = choose(layer, wanted, slots_of, failed, is_chosen);
         if (std::all_of(wanted.begin(), wanted.end(), [&](int e) { return is_chosen[e] || !lacks(layer, e); })) {
@@ -330,7 +332,7 @@ std::vector<RemoteRows> RemoteBank::send_again(int layer, const RemoteRows & los
         if (Clock::now() >= end) {
             return {};
         }
-        arrived.wait_until(lock, end);
+        arrived.wait_until(mutex, end);
     }
     for (size_t peer = 0; peer < experts_at.size(); ++peer) {
         const size_t first = rows.size();
@@ -368,12 +370,12 @@ std::vector<RemoteRows> RemoteBank::send_again(int layer, const RemoteRows & los
 }
 
 pyorch_remote_counts RemoteBank::counts() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     return counters;
 }
 
 void RemoteBank::waited(uint64_t ns, uint64_t n_fallback) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     counters.wait_ns += ns;
     counters.fallback += n_fallback;
 }

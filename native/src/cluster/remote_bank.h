@@ -9,6 +9,7 @@
 
 #pragma once
 
+#include "base/mutex.h"
 #include "cluster/peer.h"
 #include "residency/tier.h"
 
@@ -98,29 +99,30 @@ private:
     const std::vector<std::vector<uint8_t>>    lacking;
     const bool                                 lacks_any;
     const std::chrono::milliseconds            patience;
-    std::mutex                                 mutex;
-    std::condition_variable                    arrived; // somebody joined, or something was placed
-    std::vector<std::shared_ptr<Peer>>         peers;
-    std::vector<std::vector<std::vector<int>>> placement;      // by layer and expert; none: here
-    Clock::time_point                          placed_at = {}; // last
     std::atomic<bool>                          is_active{ false };
     std::atomic<bool>                          may_read{ false };
     std::atomic<bool>                          is_trial{ false };
-    pyorch_remote_counts                       counters = {};
+    Mutex                                      mutex;
+    CondVar                                    arrived; // somebody joined, or something was placed
+    std::vector<std::shared_ptr<Peer>>         peers GUARDED_BY(mutex);
+    std::vector<std::vector<std::vector<int>>> placement GUARDED_BY(mutex);      // by layer and expert; none: here
+    Clock::time_point                          placed_at GUARDED_BY(mutex) = {}; // last
+    pyorch_remote_counts                       counters GUARDED_BY(mutex)  = {};
 
-    std::mutex telling; // so that nobody is told an older state last
-    Changed    changed;
+    Mutex   telling; // so that nobody is told an older state last
+    Changed changed;
 
     void              tell(int layer);
     void              tell_all();
-    bool              computes(int peer) const { return peers[peer] && peers[peer]->joined(); }
+    bool              computes(int peer) const REQUIRES(mutex) { return peers[peer] && peers[peer]->joined(); }
     bool              lacks(int layer, int expert) const { return !lacking.empty() && lacking[layer][expert]; }
-    Clock::time_point last_change() const;
+    Clock::time_point last_change() const REQUIRES(mutex);
     std::vector<std::vector<int>> choose(int layer, const std::vector<int> & wanted,
         const std::vector<std::vector<int>> & slots_of, const std::vector<int> & failed,
-        std::vector<uint8_t> & is_chosen) const;
+        std::vector<uint8_t> & is_chosen) const REQUIRES(mutex);
     size_t                        keep_for_reading(int layer, const ReadCost & read, int n_read,
-        const std::vector<std::vector<int>> & slots_of, std::vector<std::vector<int>> & experts_at) const;
+        const std::vector<std::vector<int>> & slots_of, std::vector<std::vector<int>> & experts_at) const
+        REQUIRES(mutex);
 };
 
 } // namespace pyorch
