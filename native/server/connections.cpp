@@ -12,7 +12,7 @@ thread_local int of_this_thread = -1;
 
 Connections::~Connections() {
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        MutexLock lock(mutex);
         stops = true;
     }
     ended.notify_all();
@@ -28,7 +28,7 @@ void Connections::tell(int socket, State state) {
     if (socket < 0) {
         return;
     }
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     if (state == CLOSED) {
         of_this_thread = -1;
         connections.erase(socket);
@@ -58,8 +58,8 @@ bool Connections::is_local() const {
 }
 
 Connections::Counts Connections::counts() {
-    std::lock_guard<std::mutex> lock(mutex);
-    Counts                      counts;
+    MutexLock lock(mutex);
+    Counts    counts;
     for (const auto & [socket, connection] : connections) {
         ++(connection.arrives() ? counts.arriving : counts.answering);
     }
@@ -67,7 +67,7 @@ Connections::Counts Connections::counts() {
 }
 
 void Connections::limit(double head_seconds, double body_seconds) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     head_limit = std::chrono::duration<double>(head_seconds);
     body_limit = std::chrono::duration<double>(body_seconds);
     if (!watch.joinable()) {
@@ -76,7 +76,7 @@ void Connections::limit(double head_seconds, double body_seconds) {
 }
 
 void Connections::cut(bool all) {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     cuts_arriving = true;
     cuts_all      = all;
     for (const auto & [socket, connection] : connections) {
@@ -87,13 +87,13 @@ void Connections::cut(bool all) {
 }
 
 void Connections::accept() {
-    std::lock_guard<std::mutex> lock(mutex);
+    MutexLock lock(mutex);
     cuts_arriving = cuts_all = false;
 }
 
 void Connections::cut_late() {
-    std::unique_lock<std::mutex> lock(mutex);
-    while (!ended.wait_for(lock, std::chrono::milliseconds(250), [this] { return stops; })) {
+    MutexLock lock(mutex);
+    while (!ended.wait_for(mutex, std::chrono::milliseconds(250), [this]() REQUIRES(mutex) { return stops; })) {
         const auto now = Clock::now();
         for (const auto & [socket, connection] : connections) {
             if (connection.arrives() &&

@@ -7,10 +7,10 @@
 
 #pragma once
 
+#include "base/mutex.h"
+
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
-#include <mutex>
 #include <thread>
 #include <unordered_map>
 
@@ -53,14 +53,14 @@ private:
         bool              arrives() const { return state != RECEIVED; }
     };
 
-    std::mutex                          mutex;
-    std::condition_variable             ended;
-    std::unordered_map<int, Connection> connections; // by socket
-    std::thread                         watch;
-    std::chrono::duration<double>       head_limit{}, body_limit{};
-    bool                                cuts_arriving = false;
-    bool                                cuts_all      = false;
-    bool                                stops         = false;
+    Mutex                               mutex;
+    CondVar                             ended;
+    std::unordered_map<int, Connection> connections GUARDED_BY(mutex); // by socket
+    std::thread                         watch GUARDED_BY(mutex);
+    std::chrono::duration<double>       head_limit GUARDED_BY(mutex) = {}, body_limit GUARDED_BY(mutex) = {};
+    bool                                cuts_arriving GUARDED_BY(mutex) = false;
+    bool                                cuts_all GUARDED_BY(mutex)      = false;
+    bool                                stops GUARDED_BY(mutex)         = false;
 
     void cut_late();
 };

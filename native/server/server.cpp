@@ -45,14 +45,14 @@ Connections & connections() {
 
 std::vector<Route>              routes;
 std::vector<ggml_backend_dev_t> devices;
-std::atomic<bool>               ends_answers;   // see pyorch_server_end_answers()
-std::mutex                      serving;        // guards:
-const server_http_context *     http = nullptr; // while the server runs
+std::atomic<bool>               ends_answers; // see pyorch_server_end_answers()
+Mutex                           serving;
+const server_http_context *     http GUARDED_BY(serving) = nullptr; // while the server runs
 
 // What llama-server answers at the path, where it has it. REQUIRES: its routes were all added.
 server_http_context::handler_t own_handler(const std::string & path) {
-    std::lock_guard<std::mutex> lock(serving);
-    const auto                  found = http ? http->handlers.find(path) : decltype(http->handlers.end()){};
+    MutexLock  lock(serving);
+    const auto found = http ? http->handlers.find(path) : decltype(http->handlers.end()){};
     return http && found != http->handlers.end() ? found->second : nullptr;
 }
 
@@ -170,7 +170,7 @@ void add_routes(const server_http_context & context) {
         route.method == "POST" ? context.post(route.path, handler) : context.get(route.path, handler);
         context.handlers.erase(route.path); // the server enters its own there
     }
-    std::lock_guard<std::mutex> lock(serving);
+    MutexLock lock(serving);
     http = &context;
 }
 
@@ -352,9 +352,9 @@ int32_t pyorch_server_run(int32_t argc, char ** argv) {
     json_schema_incomplete          = on_incomplete;
     llama_server_hooks.refuse_fatal = [](bool on) { pyorch_refuse_fatal_errors(on); };
     connections().accept();
-    ends_answers                       = false;
-    const int                   status = llama_server(argc, argv);
-    std::lock_guard<std::mutex> lock(serving);
+    ends_answers     = false;
+    const int status = llama_server(argc, argv);
+    MutexLock lock(serving);
     http                       = nullptr;
     llama_server_hooks.context = nullptr;
     common_chat_schema_check   = [](const common_json &) {};
@@ -364,7 +364,7 @@ int32_t pyorch_server_run(int32_t argc, char ** argv) {
 }
 
 void * pyorch_server_get_context(void) {
-    std::lock_guard<std::mutex> lock(serving);
+    MutexLock lock(serving);
     return http && llama_server_hooks.context ? llama_server_hooks.context() : nullptr;
 }
 
@@ -375,7 +375,7 @@ void pyorch_server_get_connections(pyorch_connections * out) {
 }
 
 void pyorch_server_stop_accepting(void) {
-    std::lock_guard<std::mutex> lock(serving);
+    MutexLock lock(serving);
     if (http && http->is_ready) {
         http->stop();
         connections().cut(false);
