@@ -32,6 +32,18 @@ lint: setup
 	@$(BIN)/mypy --no-error-summary
 	@git ls-files 'native/*.h' 'native/*.c' 'native/*.cpp' | xargs $(BIN)/clang-format --dry-run -Werror
 	@found=$$($(BIN)/zizmor --offline --quiet .github/workflows) || { echo "$$found" >&2; exit 1; }
+	@$(if $(CLANG),$(MAKE) --no-print-directory $(STAMPS)/locks,echo "the locks of native/ are not checked: there is no clang++")
+
+# Clang alone can check which mutex guards what (native/src/base/mutex.h). Of several versions, the newest.
+CLANG = $(shell command -v clang++ || for n in $$(seq 40 -1 14); do command -v clang++-$$n && break; done)
+INCLUDED = $(addprefix llama.cpp/,include src ggml/include ggml/src vendor vendor/hash/xxhash common tools/server) \
+    llama.cpp-build/tools/ui codecs/zstd
+
+$(STAMPS)/locks: $(filter %.h %.cpp,$(NATIVE_FILES))
+	@git ls-files 'native/src/*.cpp' 'native/server/*.cpp' | xargs -P $(WORKERS) -n 4 $(CLANG) -std=c++17 -fsyntax-only \
+	    -Wno-everything -Wthread-safety -Werror -D PYORCH_VERSION='""' -I native/include -I native/src -I native/server \
+	    $(addprefix -I $(wildcard build/py3-*)/,$(INCLUDED))
+	@touch $@
 
 # The programs of native/tests are a part of what is built. Nothing is printed after pytest's summary.
 test: setup lint
