@@ -9,16 +9,16 @@
 namespace pyorch {
 
 static constexpr size_t CACHE_LINE = 64;
-static constexpr size_t AHEAD      = 16 << 10; // bytes that are fetched while others are multiplied
+static constexpr size_t AHEAD      = 16 << 10; // bytes fetched during the multiplication of earlier ones
 
 static constexpr int N_OF_BLOCK = 32;
 
-struct Q8Block { // of GGML_TYPE_Q8_0, as files have it
+struct Q8Block { // GGML_TYPE_Q8_0 in a file
     ggml_fp16_t scale;
     int8_t      values[N_OF_BLOCK];
 };
 
-static constexpr int COLUMNS_AT_ONCE = 512; // of a row that is added to many: all of theirs stay in the first level
+static constexpr int COLUMNS_AT_ONCE = 512; // of a row that is added to many: all their columns stay in the L1 cache
 
 static ggml_type type_of(int n_columns) {
     return n_columns % ggml_blck_size(GGML_TYPE_Q8_0) == 0 ? GGML_TYPE_Q8_0 : GGML_TYPE_BF16;
@@ -58,7 +58,7 @@ float dot(const float * a, const float * b, size_t n) {
     return sum;
 }
 
-// Into the second level: processors have more such fetches under way at once than of those into the first.
+// Into the L2 cache: processors allow more such fetches in flight than into the L1 cache.
 void prefetch(const void * from, size_t n_bytes) {
     for (size_t at = 0; at < n_bytes; at += CACHE_LINE) {
         __builtin_prefetch((const char *) from + at, 0, 2);
@@ -74,7 +74,7 @@ void CompactMatrix::multiply(const std::vector<CompactVector> & inputs, size_t b
     const size_t ahead = std::min(n, AHEAD / row_bytes + 1);
     prefetch(begin, ahead);
     for (size_t r = 0; r < n; ++r) {
-        // Hardware looks no farther ahead than a page.
+        // The hardware prefetcher stops at the end of a page.
         if (r + ahead < n) {
             prefetch(begin + r + ahead, 1);
         }
@@ -87,8 +87,8 @@ void CompactMatrix::multiply(const std::vector<CompactVector> & inputs, size_t b
     }
 }
 
-// values[n] of n whole blocks, and to[n] += factor * from[n]: what takes the time of add_rows. One body for all
-// processors, without fused multiply-add, so the same bits on all.
+// Decodes n whole blocks to values[n]; and to[n] += factor * from[n], where add_rows spends its time. One body for all
+// processors, without fused multiply-add, so that the bits are the same on all.
 static inline __attribute__((always_inline)) void decode_any(const Q8Block * blocks, int n, float * values) {
     for (int b = 0; b < n / N_OF_BLOCK; ++b) {
         const float scale = ggml_fp16_to_fp32(blocks[b].scale);

@@ -1,7 +1,7 @@
-// Matrices as predictors keep them: small, since they are read for every token beside the model's own weights, and
+// Matrices of predictors: small, because they are read for every token in addition to the model's weights, and
 // multiplied by ggml's kernels.
 //
-// A weight has 8 bits (Q8_0: blocks of 32 with a scale each), or 16 where rows are no whole blocks (BF16, which like
+// A weight has 8 bits (Q8_0: blocks of 32 with one scale), or 16 bits if rows are no whole blocks (BF16, which like
 // Q8_0 holds any value of an activation).
 
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace pyorch {
 
-// One input of matrices with so many columns, in the form that their kernels take.
+// One input of matrices with so many columns, in the form of their kernels.
 class CompactVector {
 public:
     CompactVector(const float * values, int n);
@@ -24,10 +24,10 @@ private:
     std::vector<uint8_t> bytes;
 };
 
-// Of n floats each. Several sums side by side, so that compilers make vectors of them.
+// Returns the dot product of n floats. It sums in several lanes, so that compilers vectorize it.
 float dot(const float * a, const float * b, size_t n);
 
-// Asks for memory that is needed soon.
+// Asks the processor for memory that is needed soon.
 void prefetch(const void * from, size_t n_bytes);
 
 class CompactMatrix {
@@ -44,12 +44,12 @@ public:
     // Asks for rows that are needed soon: decoding has flushed the caches.
     void prefetch(size_t begin, size_t n) const;
 
-    // to[inputs.size()][n] += rows [begin, begin + n) times each input. A row is read once for all inputs.
-    // REQUIRES: as many values in each input as there are columns
+    // to[inputs.size()][n] += rows [begin, begin + n) times each input. Reads a row once for all inputs.
+    // REQUIRES: each input has as many values as there are columns
     void multiply(const std::vector<CompactVector> & inputs, size_t begin, size_t n, float * to) const;
 
-    // to[i][n_columns] += the sum of factors[i * n + r] * row begin + r, r from 0 to n - 1, for each i, in that order.
-    // A row is decoded once for all, and what comes to one of them does not depend on the others.
+    // to[i][n_columns] += the sum over r from 0 to n - 1 of factors[i * n + r] * row begin + r, for each i, in that
+    // order. Decodes a row once for all i. The result of one i does not depend on the others.
     void add_rows(size_t begin, size_t n, const float * factors, const std::vector<float *> & to) const;
 
 private:

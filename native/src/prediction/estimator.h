@@ -1,10 +1,10 @@
-// A small trained network that knows how the router logits of the next layer differ from those that its router gives
-// for a quasi-hidden state (Speculating Experts, section 6 and appendix A).
+// The estimator: a small trained network that corrects the router logits of the next layer, which its router gives for
+// a quasi-hidden state (Speculating Experts, section 6 and appendix A).
 //
-// Linear to a latent vector, plus what was learned about the layer, plus an MLP with SiLU, LayerNorm, and a linear
-// head. As in the paper but for two things: each layer has a head of its own, since expert e of one layer has nothing
-// to do with expert e of another; and the head's output is added to the router's logits, so that the network need
-// not learn the router too.
+// It is linear to a latent vector, plus a learned vector of the layer, plus an MLP with SiLU, LayerNorm, and a linear
+// head. It differs from the paper in two points: each layer has its own head, because expert e of one layer is
+// unrelated to expert e of another; and the output of the head is added to the router's logits, so that the network
+// need not learn the router too.
 
 #pragma once
 
@@ -22,8 +22,8 @@ public:
 
     const int n_embd, n_latent, n_hidden, n_layers, n_expert;
 
-    // The estimate of layer + 1: corrects logits[inputs.size()][n_expert], which its router gives for these states of
-    // n_embd values. REQUIRES: 0 <= layer < n_layers.
+    // Corrects logits[inputs.size()][n_expert] of layer + 1, which its router gives for these states of n_embd values.
+    // REQUIRES: 0 <= layer < n_layers.
     void correct(int layer, const std::vector<CompactVector> & states, float * logits) const;
 
 private:

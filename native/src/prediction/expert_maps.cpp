@@ -130,7 +130,7 @@ bool ExpertMapSearch::add() {
         const float  s            = share * inverse_root(embedding_squares);
         const float  t            = (1 - share) * inverse_root(squares);
         const auto & inverse_norm = store.layers.back().inverse_norm;
-        float        most         = -2; // below all of them
+        float        most         = -2; // below every cosine
         entry                     = 0;
         for (size_t c = 0; c < store.generation.size(); ++c) {
             const float redundancy =
@@ -145,7 +145,7 @@ bool ExpertMapSearch::add() {
     return true;
 }
 
-// Makes the sums of entries that are new, or not those that they were.
+// Computes the sums of new or replaced entries.
 void ExpertMapSearch::refresh() {
     const size_t size = store.generation.size();
     const size_t E    = store.n_expert;

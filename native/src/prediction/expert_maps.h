@@ -1,12 +1,11 @@
-// What routers decided in past iterations, searched for what is most like the iteration at hand (FineMoE, sections
-// 4.1 to 4.4).
+// Expert maps: the routing of past iterations, searched for the most similar one (FineMoE, sections 4.1 to 4.4).
 //
-// The maps lie layer by layer, [n_layers][size][n_expert], and a search keeps the dot products of the layers that it
-// was shown: the next layer costs one pass over size * n_expert numbers that lie one after another. Beside each row
-// lies 1 / norm of the map up to it, so that cosines need no other pass.
+// The maps are stored layer by layer, [n_layers][size][n_expert]. A search keeps the dot products of the layers so far,
+// so the next layer costs one pass over size * n_expert consecutive numbers. Each row also stores 1 / norm of the map
+// up to this layer, so that cosines need no other pass.
 //
-// A store may be shared: it locks for itself. An entry that is replaced gets a new generation, by which a search
-// notices that its sums are those of another iteration and makes them anew.
+// A store may be shared; it locks itself. A replaced entry gets a new generation, by which a search notices that its
+// sums belong to another iteration and computes them again.
 
 #pragma once
 
@@ -18,7 +17,7 @@
 
 namespace pyorch {
 
-// What a search found. index -1: nothing, the store is empty or nothing in it has a direction.
+// The result of a search. index -1: none, because the store is empty or all its entries have the norm 0.
 struct Match {
     int      index      = -1;
     float    score      = 0; // cosine
@@ -27,7 +26,8 @@ struct Match {
 
 class ExpertMapStore {
 public:
-    // distance: of prefetching, d in the redundancy score. All at least 1, but n_embd may be 0: no embeddings.
+    // distance: of prefetching, d in the redundancy score. All sizes are at least 1, except n_embd: 0 means no
+    // embeddings.
     ExpertMapStore(int n_layers, int n_expert, int n_embd, int capacity, int distance);
 
     const int n_layers;
@@ -36,17 +36,17 @@ public:
     const int capacity;
     const int distance;
 
-    // An iteration: embedding [n_embd], or null, and map [n_layers][n_expert]. Into a full store it comes in place of
-    // the entry with the highest redundancy score. False, and nothing is done, if a number is not finite.
+    // Adds an iteration: embedding [n_embd], or null, and map [n_layers][n_expert]. In a full store it replaces the
+    // entry with the highest redundancy score. Returns false, and does nothing, if a number is not finite.
     bool add(const float * embedding, const float * map);
 
     int size() const;
 
-    // The first n entries at most: embeddings [n][n_embd] and maps [n][n_layers][n_expert], each may be null. Returns
-    // how many there were.
+    // Copies at most the first n entries: embeddings [n][n_embd] and maps [n][n_layers][n_expert]; each may be null.
+    // Returns the number of copied entries.
     int copy_to(float * embeddings, float * maps, int n) const;
 
-    // probs [n]: the begin of the row of a layer, by what a search found. False if that entry was replaced meanwhile.
+    // Copies the beginning of a found entry's row of a layer to probs [n]. Returns false if the entry was replaced.
     bool row(const Match & match, int layer, float * probs, int n) const;
 
 private:
@@ -54,7 +54,7 @@ private:
 
     struct Layer {
         std::vector<float> rows;         // [size][n_expert]
-        std::vector<float> inverse_norm; // [size] of the layers up to this one, 0 where that norm is 0
+        std::vector<float> inverse_norm; // [size] of the layers up to this one, 0 if that norm is 0
     };
 
     mutable Mutex         mutex;
@@ -66,21 +66,22 @@ private:
     void put(size_t entry, const float * embedding, const float * map) REQUIRES(mutex);
 };
 
-// One iteration on its way through the layers. Outlived by the store.
+// A search for one iteration, layer by layer. REQUIRES: the store outlives it.
 class ExpertMapSearch {
 public:
     explicit ExpertMapSearch(ExpertMapStore & store);
 
-    // A new iteration, with its embedding [n_embd], or null. The entry with the most alike embedding (eq. 4).
+    // Begins an iteration with its embedding [n_embd], or null. Returns the entry with the most similar embedding (eq.
+    // 4).
     Match begin(const float * embedding);
 
-    // The distribution of the next layer, [n] with n up to n_expert. REQUIRES: n_known() < n_layers. The entry most
-    // alike in all layers that were observed (eq. 5).
+    // Adds the distribution of the next layer, [n] with n up to n_expert. Returns the entry that is most similar in all
+    // observed layers (eq. 5). REQUIRES: n_known() < n_layers.
     Match observe(const float * probs, int n);
 
     int n_known() const { return known; } // layers observed
 
-    // Puts the iteration into the store. REQUIRES: n_known() == n_layers. As ExpertMapStore::add.
+    // Adds the iteration to the store, as ExpertMapStore::add does. REQUIRES: n_known() == n_layers.
     bool add();
 
 private:

@@ -10,11 +10,11 @@ void PredictionTrial::add(double seconds, double absent) {
         --left;
         return;
     }
-    // A pause of who asks is nobody's: the block begins again.
+    // A pause of the caller is not decoding time: the block starts again.
     if (seconds <= 0 || (usual > 0 && seconds > 8 * usual)) {
         n     = 0;
         sum   = {};
-        usual = 0; // unless all are as slow from now on
+        usual = 0; // unless all are this slow from now on
         return;
     }
     sum.seconds += seconds;
@@ -48,7 +48,7 @@ void PredictionTrial::add_pair(const Block & with, const Block & without) {
     if (pairs.n < FEWEST_PAIRS) {
         return;
     }
-    // The line of least squares; what is absent makes nothing faster.
+    // The line of least squares; more absent bytes cannot make decoding faster.
     const double more_more = std::max(pairs.more_more, 1e-300);
     const double slope     = std::max(pairs.longer_more / more_more, 0.0);
     const double gain      = pairs.longer - slope * pairs.more;
@@ -56,16 +56,16 @@ void PredictionTrial::add_pair(const Block & with, const Block & without) {
     const double of_line   = slope > 0 ? pairs.more * pairs.more / more_more : 0;
     const int    free      = pairs.n - 2;
     const double error     = std::sqrt(std::max(rest, 0.0) / free * (1.0 / pairs.n + of_line));
-    // The wider, the fewer: about the quantiles of Student's distribution.
+    // Wider for fewer pairs, approximately the quantiles of Student's distribution.
     const bool told = std::fabs(gain) >= (2 + 6.0 / (free + 1)) * error;
-    const bool vain = gain + error < 0; // a trial costs half of what it finds
+    const bool vain = gain + error < 0; // a trial costs half of the loss that it finds
     if (!told && !vain && pairs.n < MOST_PAIRS) {
         return;
     }
     held  = kept == (gain >= 0) ? std::min(2 * held, MOST_HELD) : HELD;
     kept  = gain >= 0;
     left  = held;
-    block = -1; // the next one begins with it
+    block = -1; // the next ubatch starts the next block
     pairs = {};
 }
 

@@ -1,12 +1,12 @@
-// Whether decoding is sooner with predictions, by trial: a quota of the disk, interrupts, a busy core and the time of
-// predicting take from what guesses gain, and no account has that.
+// Decides by trial whether decoding is faster with predictions. A quota of the disk, interrupts, a busy core and the
+// time of predicting reduce the gain of guesses, and no counter contains them.
 //
-// Some ubatches decode with, as many without, in pairs of such blocks, the first of which alternates. A block also
-// takes longer where more of its experts were absent, which is chance nearly all: the line that pairs follow (how much
-// longer, by how much more was absent) tells what is left where as much was. What wrong guesses displace is absent more
-// often and so in no account here; what a guess must gain has it (Table::break_even). From FEWEST_PAIRS on, when that
-// tells which is sooner or that a gain is unlikely, or after MOST_PAIRS, the sooner is kept for HELD ubatches, and for
-// twice as many as the last time where the trial after them ends as before.
+// Some ubatches decode with predictions and as many without, in pairs of such blocks with alternating order. A block
+// also takes longer if more of its experts were absent, mostly by chance: the line through the pairs (how much longer,
+// by how much more was absent) shows the rest at equal absence. Experts that wrong guesses displace are absent more
+// often, which this comparison hides; Table::break_even counts them instead. From FEWEST_PAIRS on, the trial ends when
+// it shows which side is faster or that a gain is unlikely, and at the latest after MOST_PAIRS. The faster side is kept
+// for HELD ubatches, and for twice as many as the last time if the next trial ends alike.
 
 #pragma once
 
@@ -19,8 +19,8 @@ public:
     // Whether the next decoding ubatch is to be predicted.
     bool on() const { return trying() ? on_in(block) : kept; }
 
-    // seconds: from the beginning of such a ubatch to that of the next; 0: something else was in between. absent: bytes
-    // of the experts that were absent, or would have been but for guesses.
+    // seconds: from the beginning of such a ubatch to the beginning of the next; 0: other work was in between. absent:
+    // bytes of experts that were absent, or would have been without guesses.
     void add(double seconds, double absent);
 
 private:
@@ -30,15 +30,15 @@ private:
     };
 
     bool   kept  = true;
-    int    left  = 16; // ubatches until the next trial: a cold start is no time to try
+    int    left  = 16; // ubatches until the next trial: a cold start would distort it
     int    held  = HELD / 2;
     int    block = 0;
     int    n     = 0; // ubatches in the block
-    Block  sum;       // of them
-    Block  first;     // the block before, which is of the same pair
+    Block  sum;       // over these ubatches
+    Block  first;     // the first block of the pair
     double usual = 0; // seconds of a ubatch in the blocks so far
 
-    // Of pairs, without compared with: by how much longer, and how much more was absent; means, and sums of products of
+    // Over pairs, with against without: how much longer, and how much more was absent; means, and sums of products of
     // the distances from these.
     struct Pairs {
         int    n      = 0;

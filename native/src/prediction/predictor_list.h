@@ -1,4 +1,4 @@
-// The predictors there are: how users call them, what they need, and what makes one.
+// The list of predictors: names, needs, and constructors.
 
 #pragma once
 
@@ -9,19 +9,19 @@ namespace pyorch {
 struct PredictorEntry {
     pyorch_predictor kind;
     const char *     name;
-    unsigned         needs;      // PYORCH_NEEDS_*: without one of them nothing is forecast
-    unsigned         uses;       // PYORCH_NEEDS_*: of what makes forecasts better
+    unsigned         needs;      // PYORCH_NEEDS_*: without any of them there are no forecasts
+    unsigned         uses;       // PYORCH_NEEDS_*: optional data that make forecasts better
     bool             executable; // forecasts are distributions of the next layer's router
     const char *     description;
 
-    // Null for those that predict nothing, or that only a replay can make.
+    // Null for a kind that predicts nothing, or that only a replay can make.
     std::unique_ptr<Predictor> (*make)(const PredictionModel & model, const std::vector<int> & distance);
 };
 
 // In the order of their kinds.
 const std::vector<PredictorEntry> & predictor_list();
 
-using Distances = std::vector<int>; // by layer: how many layers ahead it is guessed at most; 0: it is not
+using Distances = std::vector<int>; // by layer: how many layers ahead it is predicted at most; 0: never
 
 std::unique_ptr<Predictor> make_quasi_hidden(const PredictionModel & model, const Distances & distance);
 std::unique_ptr<Predictor> make_hybrid(const PredictionModel & model, const Distances & distance);

@@ -96,7 +96,7 @@ PrefetchPlanner::Stream & PrefetchPlanner::stream_of(const void * context) {
     return stream;
 }
 
-// One copy for all contexts, made when a predictor first applies the routers.
+// Makes one copy for all contexts, when a predictor first applies the routers.
 void PrefetchPlanner::copy_gates() {
     for (size_t layer = 0; (needs() & PYORCH_NEEDS_ROUTERS) && layer < model.routers.size(); ++layer) {
         const Router & router = model.routers[layer];
@@ -152,7 +152,7 @@ Rate & PrefetchPlanner::precision_of(int layer, const ForecastExpert & forecast_
 }
 
 void PrefetchPlanner::plan(Stream & stream, const void * context, int from, std::vector<Forecast> & forecasts) {
-    // What came of a guess of a layer that the context does not compute, would never be known.
+    // The outcome of a guess would never be known for a layer that the context does not compute.
     if (const auto computed = layers.find(context); computed != layers.end()) {
         const auto is_passed_over = [&](const Forecast & new_forecast) {
             return !std::binary_search(computed->second.begin(), computed->second.end(), new_forecast.layer);
@@ -176,8 +176,8 @@ void PrefetchPlanner::plan(Stream & stream, const void * context, int from, std:
     }
 }
 
-// begin, end: forecasts of one layer, for the tokens of a ubatch. executed: the first n_used of each are what it
-// computes.
+// begin, end: forecasts of one layer, for the tokens of a ubatch. executed: the layer computes the first n_used of
+// each.
 void PrefetchPlanner::plan_layer(
     Stream & stream, const void * context, int from, const Forecast * begin, const Forecast * end, bool executed) {
     const int                   layer = begin->layer;
@@ -187,7 +187,7 @@ void PrefetchPlanner::plan_layer(
             guesses.push_back({ f->experts[rank], rank, f->distance });
         }
     }
-    // Several tokens may want the same expert: its best rank counts.
+    // Several tokens may need the same expert: its best rank counts.
     std::stable_sort(guesses.begin(), guesses.end(),
         [](const ForecastExpert & a, const ForecastExpert & b) { return a.rank < b.rank; });
     std::vector<uint8_t>        seen(model.n_expert[layer]);
@@ -204,7 +204,7 @@ void PrefetchPlanner::plan_layer(
             wants.push_back({ forecast_expert.expert, p, executed ? p > 0 : p >= least, false });
         }
     }
-    // Of several tokens together a forecast says less of what to keep than how often each expert was used.
+    // For several tokens, use counts say more about what to keep than forecasts do.
     if (!begin->probability.empty() && end - begin == 1) {
         table.expect(context, layer, from, begin->probability);
     }

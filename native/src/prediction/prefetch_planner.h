@@ -1,9 +1,9 @@
-// Turns forecasts into guesses: experts that the residency table should read ahead, and keeps to what pays.
+// Turns forecasts into guesses: experts that the residency table should prefetch, if they gain more than they cost.
 //
-// How often a guess of an absent expert came true is counted, by layer, distance and rank, whether it was read or not;
-// only those that come true often enough are asked for. Demand goes first anyway (see the residency table).
+// It counts how often a guess of an absent expert was right, by layer, distance and rank, whether it was read or not,
+// and requests only guesses with enough precision. Demand has priority anyway (see the residency table).
 //
-// Not thread-safe. The prefetcher runs it on a thread of its own, a replay in the course of its events.
+// Not thread-safe. The prefetcher runs it on its own thread, a replay between its events.
 
 #pragma once
 
@@ -17,68 +17,68 @@
 
 namespace pyorch {
 
-// What predicts a layer.
+// The predictor of a layer.
 struct LayerPrefetch {
-    pyorch_predictor kind     = PYORCH_PREDICT_NONE;
-    int              distance = 1; // layers ahead at most
-    double min_precision      = 0; // guesses that come true less often are not read; below 0: those that do not pay
+    pyorch_predictor kind          = PYORCH_PREDICT_NONE;
+    int              distance      = 1; // layers ahead at most
+    double           min_precision = 0; // guesses with a lower precision are not read; below 0: those that do not pay
 };
 
 class PrefetchPlanner {
 public:
-    // from: the layer that was routed, -1 where a ubatch begins.
+    // from: the routed layer, -1 at the beginning of a ubatch.
     using Observer = std::function<void(const void * context, int from, const Forecast & forecast)>;
-    // What is forecast of the next pass of a context through a layer, each expert once, the likeliest first. precision:
-    // as LayerPrefetch::min_precision.
+    // Receives the forecast of a context's next pass through a layer, each expert once, the likeliest first. precision:
+    // see LayerPrefetch::min_precision.
     using Above  = std::function<void(
         const void * context, int layer, const std::vector<ForecastExpert> & experts, double precision)>;
     using Oracle = std::function<std::unique_ptr<Predictor>(const std::vector<int> & distance)>;
 
-    // routers: asked when the first layer of a context comes, by then graphs were built. Outlives this.
+    // routers: read at the first layer of a context, when its graphs exist. REQUIRES: they outlive this.
     PrefetchPlanner(Table & table, const Routers & routers);
 
-    // Each begins anew what was counted and collected.
+    // Each of these resets counts and collected data.
     void set(int layer, const LayerPrefetch & prefetch);
 
-    // What predictors are made of: default vectors, the estimator and the layers that hybrid takes it for, the maps.
+    // Returns the inputs of predictors to change: default vectors, the estimator and its layers, the maps.
     PredictionModel & change_model();
 
-    // For a replay: makes the predictor that only a replay has.
+    // For a replay: sets the predictor that only a replay has.
     void set_oracle(Oracle oracle);
 
-    // Which layers a context computes, ascending. Without it: all.
+    // Sets the layers that a context computes, ascending. Default: all.
     void set_layers(const void * context, std::vector<int> layers);
 
-    // The context is gone, and all that was collected of it goes.
+    // Removes all data of a context that is gone.
     void forget(const void * context);
 
-    // Some of the routers' arrays go: predictors are made anew when a layer next comes.
+    // Forgets routers whose arrays are freed: predictors are made again at the next layer.
     void forget_routers();
 
-    // What is forecast one layer ahead will be executed: it is kept for next_forecasts(), and read in any case.
+    // Layers will compute the forecasts of one layer ahead: they are kept for next_forecasts(), and always read.
     void set_speculative(bool on);
 
-    Observer set_observer(Observer observer); // returns the one before
+    Observer set_observer(Observer observer); // returns the previous one
 
-    // For a tier above host memory, which brings what it lacks.
+    // For a tier above host memory, which uploads missing experts.
     void set_above(Above above);
 
     bool                                     active() const;
     unsigned                                 needs() const;
     const std::shared_ptr<const Estimator> & estimator() const { return model.estimator; }
 
-    // By context, for each of its ubatches and then for their layers.
+    // For each ubatch of a context, and then for its layers.
     void begin(const void * context, const IterationBegin & begin);
     void routed(const void * context, const RoutedLayer & layer);
 
-    // Of the layer that comes next in this context: one for each token, or none.
+    // Returns the forecasts of the next layer of this context: one for each token, or none.
     std::vector<Forecast> next_forecasts(const void * context, int layer) const;
 
 private:
-    // What is known of one context.
+    // The state of one context.
     struct Stream {
         std::vector<std::pair<pyorch_predictor, std::unique_ptr<Predictor>>> predictors;
-        std::vector<std::vector<ForecastExpert>> open; // by layer: guessed, absent then, outcome not known yet
+        std::vector<std::vector<ForecastExpert>> open; // by layer: guesses, absent at that time, without outcome yet
         std::vector<Forecast>                    next;
         int                                      n_used = 0;
     };
@@ -86,7 +86,7 @@ private:
     Table &                                  table;
     const Routers &                          routers;
     PredictionModel                          model;
-    std::vector<const float *>               gates_of; // by layer: of what model.gates are copies
+    std::vector<const float *>               gates_of; // by layer: the originals of model.gates
     Oracle                                   oracle;
     std::vector<LayerPrefetch>               prefetch;  // by layer
     std::vector<std::vector<Rate>>           precision; // by layer, then distance and rank
@@ -94,7 +94,7 @@ private:
     std::map<const void *, Stream>           streams;
     bool                                     speculative = false;
     Observer                                 observer;
-    Above                                    above; // null: there is no such tier
+    Above                                    above; // null: no such tier
 
     Rate &   precision_of(int layer, const ForecastExpert & forecast_expert);
     Stream & stream_of(const void * context);

@@ -9,8 +9,8 @@
 
 namespace pyorch {
 
-// More layers or ubatches than this waiting: the thread does not get its turn, and what it would predict has passed. A
-// predictor that collects whole iterations is shown more of them.
+// If more layers or ubatches are queued, the thread gets too little time, and their predictions would come too late. A
+// predictor that collects whole iterations gets a longer queue.
 static constexpr size_t MAX_WAITING            = 4;
 static constexpr size_t MAX_WAITING_COLLECTING = 256;
 
@@ -32,7 +32,7 @@ void Prefetcher::changed() {
     queue.clear();
     settled.notify_all();
     if (planner.active() && !thread.joinable()) {
-        thread = std::thread([this] { run(); }); // where it cannot be had, nothing waits for it
+        thread = std::thread([this] { run(); }); // if that fails, nothing waits for it
     }
     is_active = planner.active();
     wanted    = planner.needs();
@@ -65,7 +65,7 @@ size_t Prefetcher::count() const {
         queue.begin(), queue.end(), [](const auto & queued) { return std::holds_alternative<Waiting>(queued.second); });
 }
 
-// The ubatch that waits longest goes, with its layers.
+// Drops the oldest queued ubatch with its layers.
 void Prefetcher::drop_iteration() {
     const auto   is_begin = [](const auto & queued) { return std::holds_alternative<IterationBegin>(queued.second); };
     auto         oldest   = std::find_if(queue.begin(), queue.end(), is_begin);
@@ -85,7 +85,7 @@ void Prefetcher::begin(const void * context, IterationBegin && iteration) {
         const uint64_t before = std::exchange(decode_ns, iteration.decode ? clock_ns() : 0);
         if (iteration.decode) {
             const double absent = now - std::exchange(absent_bytes, now);
-            if (lacked) { // else it was not the trial that kept the ubatch from being predicted
+            if (lacked) { // otherwise the trial did not decide about the ubatch
                 trial.add(before ? 1e-9 * (double) (decode_ns - before) : 0, absent);
             }
             lacked   = absent > 0;
@@ -115,7 +115,7 @@ void Prefetcher::routed(const void * context, RoutedLayer && layer) {
     const bool collecting = needs() & PYORCH_NEEDS_DISTRIBUTIONS;
     {
         MutexLock lock(mutex);
-        // A router takes less time than waking the thread, which would stop one that computes.
+        // Predicting takes less time than waking the thread, which would stop a compute thread.
         if (layer.decode && !collecting && !processors_to_spare() && queue.empty() && !predicting) {
             predict(context, std::move(layer));
             return;
@@ -149,7 +149,7 @@ void Prefetcher::wait_idle() {
 }
 
 void Prefetcher::forget(const void * context) {
-    // A predictor that collects is shown what waits for it, unless it is its thread that waits, in an observer.
+    // A predictor that collects gets all queued events, unless its own thread waits, in an observer.
     const bool collecting = needs() & PYORCH_NEEDS_DISTRIBUTIONS;
     {
         MutexLock lock(mutex);
@@ -159,7 +159,7 @@ void Prefetcher::forget(const void * context) {
                 queue.end());
         }
     }
-    settled.notify_all(); // what others wait for may have been in the queue
+    settled.notify_all(); // the queue may have held events that others wait for
     settle(context);
     MutexLock state_lock(state_mutex);
     planner.forget(context);
@@ -184,7 +184,7 @@ void Prefetcher::run() {
     }
 }
 
-// Unlocks the mutex meanwhile.
+// Unlocks the mutex during the prediction.
 void Prefetcher::predict(const void * context, const Event & event) {
     predicting = context;
     {

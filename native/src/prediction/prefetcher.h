@@ -1,5 +1,4 @@
-// The prefetch planner on a thread of its own, beside the compute threads that tell it what is routed, or on one of
-// them.
+// Runs the prefetch planner on its own thread, or on the compute thread that routed a layer.
 
 #pragma once
 
@@ -22,7 +21,7 @@ public:
     Prefetcher(const Prefetcher &)             = delete;
     Prefetcher & operator=(const Prefetcher &) = delete;
 
-    // Changes the planner's settings between two predictions; what waits for one is forgotten.
+    // Changes the planner's settings between two predictions, and drops queued events.
     template <typename Change>
     void change(Change change) {
         MutexLock state_lock(state_mutex);
@@ -30,39 +29,39 @@ public:
         changed();
     }
 
-    // automatic: only while experts are absent, and unless a trial tells that decoding is sooner without.
+    // automatic: predict only while experts are absent, and stop if a trial shows that decoding is faster without.
     void set_automatic(bool automatic);
     bool is_automatic();
 
-    // Which layers a context computes, ascending: known once its graphs were built.
+    // Sets the layers that a context computes, ascending: known once its graphs are built.
     void set_layers(const void * context, const std::vector<int> & layers);
 
-    // By compute threads. active: whether begin() and routed() want anything at all.
+    // For compute threads. active: whether begin() and routed() are needed at all.
     bool     active() const { return is_active.load(std::memory_order_relaxed); }
     unsigned needs() const { return wanted.load(std::memory_order_relaxed); }
     void     begin(const void * context, IterationBegin && iteration);
 
-    // By compute threads: whether routed() wants a layer of a narrow ubatch now.
+    // For compute threads: whether routed() needs a layer of a narrow ubatch now.
     bool wants();
 
-    // By compute threads: a layer was routed and its demand is queued. Returns at once, or predicts itself where the
+    // For compute threads: a layer was routed and its demand is queued. Returns at once, or predicts itself if the
     // thread would have no processor.
     void routed(const void * context, RoutedLayer && layer);
 
-    // By compute threads: sleeps until nothing of the context waits for a prediction.
+    // For compute threads: sleeps until no event of the context waits for a prediction.
     std::vector<Forecast> next_forecasts(const void * context, int layer);
 
-    // The same, for who uses forecasts otherwise.
+    // The same, for callers that use forecasts in another way.
     void settle(const void * context);
 
-    // Sleeps until nothing waits for a prediction.
+    // Sleeps until no event waits for a prediction.
     void wait_idle();
 
-    // Nothing is computed in the context any more, and nothing will. Sleeps until no predictor works for it, and one
-    // that collects has collected all; from then on none reads what it or its model owns.
+    // Ends a context in which nothing is computed any more. Sleeps until no predictor works for it and collected data
+    // are complete; after that none reads what the context or its model owns.
     void forget(const void * context);
 
-    // The arrays of some routers go: the predictors that apply them too.
+    // Forgets some routers whose arrays are freed, and the predictors that apply them.
     void forget_routers();
 
 private:
@@ -71,22 +70,22 @@ private:
     std::atomic<bool>     is_active{ false };
     std::atomic<unsigned> wanted{ 0 };
 
-    Mutex                                      mutex; // of the queue, and of who decides whether it gets anything
+    Mutex                                      mutex; // of the queue, and of the decision whether it gets events
     CondVar                                    work;
     CondVar                                    settled;
     std::deque<std::pair<const void *, Event>> queue GUARDED_BY(mutex);
-    const void *                               predicting GUARDED_BY(mutex) = nullptr; // whose event is at work
+    const void * predicting GUARDED_BY(mutex) = nullptr; // the context of the present event
 
     bool            automatic GUARDED_BY(mutex) = false;
-    bool            predicts GUARDED_BY(mutex)  = false; // of automatic: in the ubatch that decodes
-    bool            lacked GUARDED_BY(mutex)    = false; // experts were absent in the ubatch before that
+    bool            predicts GUARDED_BY(mutex)  = false; // automatic: in the present decoding ubatch
+    bool            lacked GUARDED_BY(mutex)    = false; // experts were absent in the ubatch before
     PredictionTrial trial GUARDED_BY(mutex);
-    uint64_t        decode_ns GUARDED_BY(mutex)    = 0; // when the last ubatch began; 0: it was a prompt's
-    double          absent_bytes GUARDED_BY(mutex) = 0; // of the table, when that ubatch began
+    uint64_t        decode_ns GUARDED_BY(mutex)    = 0; // beginning of the last ubatch; 0: it was a prompt's
+    double          absent_bytes GUARDED_BY(mutex) = 0; // of the table at that beginning
     bool            stopped GUARDED_BY(mutex)      = false;
 
     Table &         table;
-    Mutex           state_mutex; // before the other; compute threads take it to speculate only
+    Mutex           state_mutex; // locked before the other; compute threads take it only to speculate
     PrefetchPlanner planner GUARDED_BY(state_mutex);
     std::thread     thread GUARDED_BY(mutex);
 

@@ -7,7 +7,7 @@
 namespace pyorch {
 namespace {
 
-// llama.cpp's build_moe_ffn divides by no less, the least normal number of F16.
+// llama.cpp's build_moe_ffn divides by at least this, the smallest normal number of F16.
 constexpr float LEAST_SUM = 6.103515625e-5f;
 
 float gated(int32_t gating, float logit) {
@@ -28,7 +28,7 @@ void softmax(float * values, size_t n) {
     std::transform(values, values + n, values, [&](float p) { return p / sum; });
 }
 
-// Leaves to the choice only the groups whose two best experts have the highest sum.
+// Leaves only the groups with the highest sums of their two best experts.
 void mask_groups(const Router & router, std::vector<float> & scores) {
     const int          size = router.n_expert / router.n_groups;
     std::vector<float> best;
@@ -63,7 +63,7 @@ Choice choose(const Router & router, const std::vector<float> & logits, int n_ex
     if (router.gating == PYORCH_GATING_SOFTMAX) {
         softmax(probs.data(), probs.size());
     }
-    // Logits tell apart what gating rounds to the same probability. It keeps their order.
+    // Gating keeps the order of logits but can round two of them to the same probability.
     std::vector<float> scores = router.selection_bias || router.n_groups > 1 ? probs : logits;
     if (router.selection_bias) {
         std::transform(scores.begin(), scores.end(), router.selection_bias, scores.begin(), std::plus<float>());

@@ -1,4 +1,4 @@
-// How a layer chooses its experts: what llama.cpp's build_moe_ffn was given, and the same arithmetic for predictors.
+// How a layer chooses its experts: the arguments of llama.cpp's build_moe_ffn, and the same arithmetic for predictors.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace pyorch {
 
-// As the API has it. The arrays are the model's own, or those of Routers::set_copy.
+// A router as in the API. The arrays belong to the model, or to Routers::set_copy.
 struct Router : pyorch_router {
     Router() : pyorch_router{} {
         gating   = PYORCH_GATING_SOFTMAX;
@@ -25,44 +25,44 @@ struct Router : pyorch_router {
 
 bool known(int32_t gating);
 
-// What a router makes of the logits of one token.
+// The choice of a router for one token.
 struct Choice {
-    std::vector<int>   experts;     // the best first: the n_used that it selects, then those that come next
-    std::vector<float> weights;     // [n_used] of the output of those that it selects
+    std::vector<int>   experts;     // the best first: the n_used selected ones, then the next ones
+    std::vector<float> weights;     // [n_used] of the outputs of the selected ones
     std::vector<float> probability; // [n_expert] with the sum 1
 };
 
-// n_experts: how many are named at most; those of groups that do not count never are.
+// Chooses experts. n_experts: the most that it names; it never names experts of groups that were not selected.
 // REQUIRES: known(router.gating)
 Choice choose(const Router & router, const std::vector<float> & logits, int n_experts);
 
-// Makes of probabilities as the graph has them, of which those of SOFTMAX_SELECTED are logits, such with the sum 1.
+// Turns a graph's probabilities (for SOFTMAX_SELECTED logits) into a distribution with the sum 1.
 void make_distribution(int32_t gating, float * probs, int n_expert);
 
-// The indices of the n largest values, largest first, the lower index among equals.
+// Returns the indices of the n largest values, largest first, the lower index among equals.
 std::vector<int> top(const float * values, int n_values, int n);
 
-// The routers of the layers of one engine, as graphs last had them. Locks for itself.
+// The routers of one engine's layers, as its last graphs had them. Locks itself.
 class Routers {
 public:
     explicit Routers(int n_layers) : entries(n_layers) {}
 
-    // model: tells the models of an engine apart, see forget(). why: of a layer whose router cannot be applied, which
-    // is an empty one then, the reason in a sentence.
+    // model: identifies the models of an engine, see forget(). why: for a router that cannot be applied, which is then
+    // empty, the reason in a sentence.
     void set(int layer, const Router & router, const void * model, std::string why = "");
 
-    // Copies the arrays. model: whose they are, null: no model's.
+    // Copies the arrays. model: their owner, null: no model.
     void set_copy(int layer, const Router & router, const void * model = nullptr);
 
-    // Whether that was done for this model.
+    // Whether set_copy() was called for this model.
     bool has_copy(int layer, const void * model) const;
 
-    // The arrays of a model go. Whether there were any.
+    // Forgets the arrays of a model. Returns whether there were any.
     bool forget(const void * model);
 
-    std::vector<Router> all() const; // by layer, empty ones where there is none
+    std::vector<Router> all() const; // by layer, empty for an unknown router
 
-    // Why a router of a graph cannot be applied; "" where all can, or no graph was built yet.
+    // Returns why a router of a graph cannot be applied; "" if all can, or no graph was built yet.
     std::string unknown() const;
 
 private:

@@ -6,8 +6,8 @@
 namespace pyorch {
 namespace {
 
-// What a past iteration did that began with the most alike embedding, and then, that went the most alike way
-// (FineMoE, sections 4.2 and 4.3). Decoded tokens are added to the history as they end.
+// Predicts the experts of the past iteration with the most similar embedding, and later of the one with the most
+// similar routing so far (FineMoE, sections 4.2 and 4.3). Decoded tokens are added to the history when they end.
 class ExpertMap : public Predictor {
 public:
     ExpertMap(std::shared_ptr<ExpertMapStore> history, std::vector<int> n_expert, Distances distance) :
@@ -34,13 +34,13 @@ public:
     void routed(const RoutedLayer & routed_layer, std::vector<Forecast> & forecasts) override {
         auto & store = *history;
         if (routed_layer.layer >= store.n_layers) {
-            return; // of layers that a decode does not pass
+            return; // a layer that is not executed
         }
         n_used          = routed_layer.n_used;
         const int width = n_expert[routed_layer.layer];
         if (!n_tokens || routed_layer.n_tokens != n_tokens || searches[0].n_known() != routed_layer.layer ||
             routed_layer.probs.size() != (size_t) n_tokens * width) {
-            n_tokens = 0; // not the iterations that began: nothing is known until others do
+            n_tokens = 0; // different iterations: nothing is known until new ones begin
             return;
         }
         for (int t = 0; t < n_tokens; ++t) {
@@ -64,8 +64,8 @@ private:
     int                                   n_tokens = 0;
     int                                   n_used   = 1;
 
-    // The likeliest experts whose sum of probabilities reaches the threshold, the higher the less alike the past
-    // iteration is, and at least as many as a token uses (eqs. 6 to 8).
+    // Forecasts the likeliest experts whose probabilities reach a threshold, which is higher for a less similar past
+    // iteration, and at least as many as a token uses (eqs. 6 to 8).
     void forecast(const Match & match, int layer, int ahead, int token, std::vector<Forecast> & forecasts) const {
         Forecast f = { layer, ahead, token, {}, std::vector<float>(n_expert[layer]), {} };
         if (match.index < 0 || !history->row(match, layer, f.probability.data(), n_expert[layer])) {

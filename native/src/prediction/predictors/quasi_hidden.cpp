@@ -11,14 +11,14 @@ const float * row(const std::vector<float> & rows, int n_rows, int i, int n_colu
     return rows.size() == (size_t) n_rows * n_columns ? rows.data() + (size_t) i * n_columns : nullptr;
 }
 
-// What is known, behind a layer, of the input of the routers ahead; of one token.
+// The state after a layer from which the inputs of later routers are estimated; for one token.
 struct HiddenState {
-    std::vector<float> residual; // empty where it is not known
+    std::vector<float> residual; // empty if unknown
     double             mean_square = 0;
-    const float *      input       = nullptr; // of the layer's own router; null where it is not known
+    const float *      input       = nullptr; // of the layer's own router; null if unknown
     int                n_embd      = 0;
 
-    // Nothing where nothing fits that router.
+    // Returns the estimated input, or an empty one if nothing fits that router.
     std::vector<float> input_of(const Router & ahead) const {
         if (ahead.n_embd != n_embd) {
             return {};
@@ -35,8 +35,8 @@ struct HiddenState {
     }
 };
 
-// A forecast of logits, the 2 * n_used likeliest experts in it: beyond those of one token a guess is of little worth,
-// and its precision tells.
+// Forecasts from logits the 2 * n_used likeliest experts. Guesses beyond a token's n_used are worth little, and their
+// measured precision shows that.
 Forecast forecast_of(const Router & router, const float * logits, int layer, int distance, int token) {
     Choice choice = choose(router, std::vector<float>(logits, logits + router.n_expert), 2 * router.n_used);
     return {
@@ -49,10 +49,10 @@ Forecast forecast_of(const Router & router, const float * logits, int layer, int
     };
 }
 
-// The routers of the layers ahead, applied to a guess of their input: early for the far ones, better for the near. The
-// guess: the residual after attention, plus what the selected experts give on average, normalized as the router ahead
-// has it (Speculating Experts, section 3.2). Where the residual or that norm is not known: the layer's own router
-// input. Hybrid: corrected by the estimator where the layer ahead is the next one and that was found to be better.
+// Applies the routers of later layers to an estimate of their input: early for far layers, better for near ones. The
+// estimate is the residual after attention plus the mean output of the selected experts, normalized as the later router
+// does (Speculating Experts, section 3.2). If the residual or that norm is unknown, it is the layer's own router input.
+// Hybrid: the estimator corrects the forecast of the next layer, if it was measured to be better.
 class QuasiHidden : public Predictor {
 public:
     QuasiHidden(const PredictionModel & model, const Distances & distance, bool hybrid) :
@@ -101,7 +101,7 @@ private:
     const Distances                        distance;
     const std::shared_ptr<const Estimator> estimator;
 
-    // Of the router of layer `to` for inputs that were guessed behind `from`: logits[inputs.size()][n_expert].
+    // Corrects logits[inputs.size()][n_expert] of layer `to`, for inputs estimated after layer `from`.
     void correct(int from, int to, const std::vector<CompactVector> & inputs, float * logits) const {
         const Router & router    = model.routers[to];
         const bool     is_better = model.estimated.empty() || model.estimated[to];
@@ -111,7 +111,7 @@ private:
         }
     }
 
-    // Memory answers while the first of it is computed with.
+    // Fetches memory that is read soon, while the first part is being computed.
     void prefetch_what_is_read(const RoutedLayer & routed_layer, const std::vector<int> & reached) const {
         const CompactMatrix * defaults = model.defaults[routed_layer.layer].get();
         for (size_t slot = 0; defaults && slot < routed_layer.computed.size(); ++slot) {
