@@ -12,16 +12,16 @@ namespace pyorch {
 
 class Calibration {
 public:
-    // n_expert: of each layer.
+    // n_expert: experts of each layer.
     explicit Calibration(const std::vector<int> & n_expert);
 
     void set(bool on);
     bool active() const { return on.load(std::memory_order_relaxed); }
 
-    // outputs [n_tokens * n_used][n_embd] of the experts with these ids.
+    // Adds outputs [n_tokens * n_used][n_embd] of the experts with these ids.
     void add(int layer, const int32_t * ids, int64_t n_slots, const float * outputs, int n_embd);
 
-    // False if the layer's outputs have another width.
+    // Copies the means and counts of a layer. Returns false if the layer's outputs have another width.
     bool means(int layer, float * vectors, uint64_t * counts, int n_embd);
 
 private:
@@ -37,11 +37,11 @@ private:
     std::vector<Layer> layers GUARDED_BY(mutex);
 };
 
-// How often the routers of an engine selected each expert for the tokens of its own requests, wherever it was computed
-// then. What other servers' tokens selected is not counted: their routers are there.
+// Counts how often the routers of an engine selected each expert, for tokens of its own requests, on whichever server
+// the expert was computed. Tokens of other servers are not counted: their routers are there.
 class Activations {
 public:
-    // n_experts: of each layer.
+    // n_experts: experts of each layer.
     explicit Activations(const std::vector<int> & n_experts) {
         layers.reserve(n_experts.size());
         for (int n : n_experts) {
@@ -56,7 +56,7 @@ public:
         }
     }
 
-    // counts: [n_expert] of the layer.
+    // Copies to counts [n_expert] of the layer.
     void copy(int layer, uint64_t * counts) const {
         for (size_t e = 0; e < layers[layer].size(); ++e) {
             counts[e] = layers[layer][e].load(std::memory_order_relaxed);

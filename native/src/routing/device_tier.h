@@ -1,21 +1,19 @@
-// The tier above host memory: experts in slots of a device (device/bank.h), who is there
-// (device/slot_pools.h), and what moves them. Of several devices, which divide the layers: a pool of slots is one
-// device's, and all else is the same.
+// The tier above host memory: experts in slots of a device (device/bank.h), their residency (device/slot_pools.h), and
+// their uploads. Several devices divide the layers: a pool of slots belongs to one device, and all else is equal.
 //
-// What is there is computed there. What is not is computed by the processor, from host memory, and comes behind that if
-// it is worth more than what must go for it: it serves when its layer comes again, and not before, however soon it
-// came. So what is computed where follows from the tokens alone. Or it comes first and is computed there, too
-// (PYORCH_UPLOAD).
+// The device computes the experts in its slots. The processor computes all others from host memory. A missing expert
+// that is worth more than a resident one is uploaded after that: it serves the next pass of its layer, and no earlier
+// one, however soon the upload ends. So the tokens alone decide what is computed where. With PYORCH_UPLOAD it is
+// uploaded first and then computed on the device.
 //
-// What a forecast names may be ordered before its layer comes, a few experts each (device/guests.cpp). If the
-// layer computes with one, the device does: it waits where that is under way, and brings it first where nothing was
-// done. What the layer does not want is left.
+// A few experts of a forecast may be uploaded before their layer (device/guests.cpp). If the layer uses one, the device
+// computes it: it waits for a running upload, and uploads first if none has begun. Unused ones are dropped.
 //
-// A prompt takes another way: device/areas.h.
+// A prompt uses areas instead: device/areas.h.
 //
-// When a slot may be overwritten: a context holds the experts that its latest layer computes with on the device. When
-// the next layer's node asks, which needs what that one computed, the device is done with them. Of a prompt it holds
-// those of the next layer, too, which are copied to an area meanwhile.
+// When a slot may be overwritten: a context holds the experts of its latest layer on the device. When the next layer's
+// node runs, which needs the results of that layer, the device is done with them. For a prompt it also holds the
+// experts of the next layer, which are copied to an area meanwhile.
 
 #pragma once
 
@@ -35,86 +33,86 @@
 
 namespace pyorch {
 
-// What a context computes with on the device: layers and experts. Of a prompt, experts of the next layer, too, which are
-// copied from their slots to an area before it comes.
+// The experts that a context holds on the device, by layer. For a prompt also experts of the next layer, which are
+// copied from their slots to an area before it begins.
 struct DeviceHold {
     std::vector<std::pair<int, int>> experts = {};
 };
 
-// As the settings of an engine name them.
+// Returns the devices of an engine's settings.
 std::vector<ggml_backend_dev_t> devices_of(const pyorch_config & config);
 
 class DeviceTier : public Tier {
 public:
-    // REQUIRES: the table outlives it, and its reader.
-    // locks: of the table's memory, null: none.
+    // REQUIRES: the table and its reader outlive it.
+    // locks: of the table's memory, or null.
     DeviceTier(Table & table, const pyorch_config & config, const std::shared_ptr<PageLocks> & locks = nullptr);
     ~DeviceTier() override;
 
     DeviceTier(const DeviceTier &)             = delete;
     DeviceTier & operator=(const DeviceTier &) = delete;
 
-    // Of one of the devices, by its number. Throws Failure once memory was taken.
+    // Sets the budget of one device by its number. Throws Failure after memory was allocated.
     void set_budget(int device, uint64_t bytes);
 
-    // The rows of a layer that the processor computes take so many bytes at most: takes the memory, the first time.
+    // Allocates the memory, at the first call. landing_bytes: the most bytes of a layer's rows from the processor.
     void open(uint64_t landing_bytes);
 
-    // Whether all experts have their places there, once it is open: then no other side computes any.
+    // Whether all experts have slots, once it is open: then no other side computes any.
     bool has_room_for_all() const { return all_fit; }
 
-    // Whether each expert of a layer is in the slot of its number, and stays there, and graphs need not ask.
+    // Whether each expert of a layer is in the slot of its number and stays there, so that graphs need not ask.
     bool is_whole(int layer) const { return !whole.empty() && whole[layer] != 0; }
 
     DeviceBanks banks;
     HostCopies  host_copies;
 
-    // That of the layer's device.
+    // Returns the bank of the layer's device.
     DeviceBank & bank(int layer) const { return banks.of(layer); }
 
-    // Says which of batch.wanted are computed on the device, and, unless it overlaps, what is to come there. visit: of
-    // batch.asked. hold: of the context, what it held is given back.
+    // Decides which of batch.wanted the device computes and, unless it overlaps, what is uploaded. visit: of
+    // batch.asked. hold: of the context; releases what it held.
     void choose(DeviceHold & hold, RoutedBatch & batch, const Visit & visit);
 
-    // What is to come, where that serves the next time only.
+    // Decides what is uploaded, if uploads serve only the next time.
     void replace(RoutedBatch & batch, const Visit & visit);
 
-    // Whether it does: nothing has to come before a layer of a few tokens is computed.
+    // Whether uploads serve only the next time: nothing must be uploaded before a layer of a few tokens is computed.
     bool brings_behind() const { return misses == PYORCH_PROCESSOR && n_ahead == 0; }
 
     void set_policy(pyorch_policy policy) override;
 
-    // See pyorch_set_device_limits. Throws Failure.
+    // Implements pyorch_set_device_limits. Throws Failure.
     void set_limits(int layer, int min, int max) override;
 
-    // Whether forecasts say what comes. If so, choose() is called when those of the layer are all there.
+    // Whether forecasts cause uploads. If so, choose() runs after the layer's forecasts are complete.
     bool takes_forecasts() const { return n_ahead > 0 && by_forecasts; }
 
-    // From now on. Forecasts that are made as time allows say nothing: what is computed where must not depend on that.
+    // Turns uploads by forecasts on or off. Forecasts that depend on time cause none, because the tokens alone must
+    // decide what is computed where.
     void set_by_forecasts(bool on) { by_forecasts = on; }
 
-    // A forecast of a layer's next pass in a context, the likeliest first. See SlotPools. Any thread.
+    // Receives a forecast of a layer's next pass in a context, the likeliest first. See SlotPools. Any thread.
     void order(const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision);
 
-    // The context is gone, or passes one layer without the device: what was ordered for it is not wanted any more.
+    // Drops orders of a context that is gone, or that passes one layer without the device.
     void forget(const void * context, int layer = -1);
 
-    // The host has, or is getting, what is to come. Waits for what comes before the layer is computed. next_passes: the
-    // next layer of a prompt passes through an area, too.
+    // Uploads what is to come, which host memory has or is loading. Waits for uploads that the layer needs.
+    // next_passes: the next layer of a prompt passes through an area too.
     void bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch, bool next_passes = true);
 
-    // Nothing is computed there any more.
+    // Releases the experts; the device computes with them no more.
     void release(DeviceHold & hold);
 
-    // In its areas, at least.
+    // Releases only its areas.
     void release_areas(DeviceHold & hold) { areas->release(&hold); }
 
-    // Whether a ubatch of so many tokens is a prompt that may pass through areas; and whether the context has them: it
-    // gets them where no other has.
+    // Whether a ubatch of so many tokens is a prompt for areas, and the context has them; takes them if they are free.
     bool has_areas_for(int n_tokens, bool decode) const { return areas && areas->take(n_tokens, decode); }
     bool take_areas(const DeviceHold & hold) { return areas->own(&hold); }
 
-    // Of these layers, ascending, the last one of which prompts pass through an area; -1: none.
+    // Returns the last of these layers, ascending, of which prompts pass through an area; -1: none.
     int last_with_area(const std::vector<int> & layers) const;
 
     // Whether a graph of so many tokens computes in areas, and the tensor that it multiplies with there.
@@ -123,32 +121,32 @@ public:
 
     void mark(int layer, std::vector<uint8_t> & mask) override;
 
-    // A token passed a whole layer without asking.
+    // Counts a token that passed a whole layer without asking.
     void count_unasked(int layer, int n_used);
 
     void add_stats(int layer, pyorch_stats & stats) override;
     void reset_stats() override;
 
-    // Until nothing comes any more.
+    // Waits until no upload runs.
     void wait_idle();
 
 private:
-    // What comes behind the computing.
+    // An upload after computing.
     struct Upload {
         int   layer;
         int   expert;
         int   slot;
-        Owner owner   = {}; // holds it in host memory
+        Owner owner   = {}; // holds the expert in host memory
         bool  begun   = false;
         bool  ended   = false;
         bool  came    = false;
-        bool  ahead   = false; // of its layer: it is held while it is uploaded only
-        bool  dropped = false; // nobody wants it any more
+        bool  ahead   = false; // before its layer: held only during the upload
+        bool  dropped = false; // no longer needed
     };
 
     Table &                    table;
     const pyorch_device_misses misses;
-    const int                  n_ahead;      // experts of forecasts a layer
+    const int                  n_ahead;      // experts of a forecast to upload, for each layer
     const int                  least_tokens; // of a prompt that passes through areas
     std::atomic<bool>          by_forecasts{ true };
     std::atomic<bool>          all_fit{ false };
@@ -158,15 +156,15 @@ private:
     CondVar                    ended;
     pyorch_policy              policy GUARDED_BY(mutex);
     std::vector<uint64_t>      budgets GUARDED_BY(mutex);                    // by device
-    std::unique_ptr<SlotPools> pools GUARDED_BY(mutex) PT_GUARDED_BY(mutex); // null until there is memory
+    std::unique_ptr<SlotPools> pools GUARDED_BY(mutex) PT_GUARDED_BY(mutex); // null before open()
     bool                       opened GUARDED_BY(mutex)   = false;
     bool                       stopping GUARDED_BY(mutex) = false;
-    std::list<Upload>          uploads GUARDED_BY(mutex); // under way, or not yet seen by their layer
+    std::list<Upload>          uploads GUARDED_BY(mutex); // running, or not yet seen by their layer
     std::deque<Upload *>       queue GUARDED_BY(mutex);
     std::thread                uploader;
 
     // open() sets these before the first context computes. They are read without the mutex.
-    std::unique_ptr<DeviceAreas> areas; // null until there is memory
+    std::unique_ptr<DeviceAreas> areas; // null before open()
     std::vector<uint8_t>         whole; // by layer
 
     void                give_back(DeviceHold & hold) REQUIRES(mutex);

@@ -1,4 +1,4 @@
-// What llama.cpp says of a layer's router, for those who apply it themselves.
+// Facts of a layer's router from llama.cpp's graph, for code that applies the router itself.
 
 #pragma once
 
@@ -9,16 +9,16 @@ struct llama_moe_route;
 
 namespace pyorch {
 
-// Puts into the engine's routers how the layer chooses its experts, or why nobody else can tell.
+// Stores in the engine's routers how the layer chooses its experts, or why it cannot be applied.
 void read_router(const llama_moe_route & route, const ManagedTensor & down_exps);
 
-// What the router is applied to: the experts' input, or the hidden state that this is projected from.
+// Returns the input of the router: the experts' input, or the hidden state from which it is projected.
 ggml_tensor * router_input(const llama_moe_route & route);
 
-// The residual state before the normalization that makes the router's input, null where the graph has none.
+// Returns the residual state before the normalization that makes the router's input, null if the graph has none.
 ggml_tensor * residual_of(const llama_moe_route & route);
 
-// How the model makes weights of probabilities, and what else than them ranks experts.
+// Reads how the model turns probabilities into weights, and what else ranks experts.
 void read_weighting(const llama_moe_route & route, GraphLayer & layer);
 
 } // namespace pyorch

@@ -1,5 +1,5 @@
-// What one engine does between the routers and the experts of its models: the settings and counters of its stages,
-// and what they work on.
+// The work of one engine between the routers and the experts of its models: settings and counters of the stages, and
+// their data.
 
 #pragma once
 
@@ -23,8 +23,8 @@ namespace pyorch {
 struct Routing;
 class DeviceTier;
 
-// What tensor->extra of a managed expert tensor points to. Other backends keep their own things there, so it begins
-// with a number that no pointer has.
+// The target of tensor->extra of a managed expert tensor. Other backends store their own data there, so it begins with
+// a number that no pointer has.
 struct ManagedTensor {
     static constexpr uint64_t MAGIC = 0xFFFF70796F726368; // not a canonical address
 
@@ -32,28 +32,28 @@ struct ManagedTensor {
     Routing * routing;
     int       layer; // index into the layers with experts
     int       role;
-    bool      repacked; // in the table: its order is not the file's, see model/layout.h
+    bool      repacked; // in the table; its order differs from the file's, see model/layout.h
 
     Multiplication multiplication;
 };
 
-// What a tensor's extra says, null for one that llama.cpp manages.
+// Returns the data of a tensor's extra; null for a tensor that llama.cpp manages.
 const ManagedTensor * managed(const ggml_tensor * tensor);
 
-// Who is shown each batch.
+// The receiver of each batch.
 struct Observer {
     Mutex              mutex;
     pyorch_observer_fn function GUARDED_BY(mutex) = nullptr;
     void *             user GUARDED_BY(mutex)     = nullptr;
-    std::atomic<bool>  active{ false }; // there is one; who asks does not lock, for it may be the observer itself
+    std::atomic<bool>  active{ false }; // readers do not lock, because the observer itself may ask
 };
 
 struct Routing {
-    // repack: what can be repacked is. own_kernels: those of kernels/ multiply where they can; false for a
-    // replay, which multiplies nothing.
+    // repack: repacks what can be repacked. own_kernels: kernels of kernels/ multiply if they can; false for a replay,
+    // which multiplies nothing.
     Routing(
         Table & table, Prefetcher & prefetcher, Routers & routers, RemoteBank & remote, bool repack, bool own_kernels);
-    ~Routing(); // contexts that are left are not known any more: nothing is done when they end
+    ~Routing(); // remaining contexts are forgotten: ending them does nothing
 
     Routing(const Routing &)             = delete;
     Routing & operator=(const Routing &) = delete;
@@ -62,10 +62,10 @@ struct Routing {
     Prefetcher & prefetcher;
     Routers &    routers;
     RemoteBank & remote;
-    DeviceTier * device = nullptr; // null: none
+    DeviceTier * device = nullptr; // null: no device
 
-    // Says what substitution takes for resident, and sees what layers compute; null: what is. Set while nothing
-    // computes.
+    // Decides which experts substitution treats as resident, and sees the computed layers; null: the real residency.
+    // Set while nothing computes.
     std::shared_ptr<SimulatedCache> simulated_cache;
 
     Observer      observer;
@@ -77,24 +77,24 @@ struct Routing {
 
     std::vector<std::unique_ptr<ManagedTensor>> tensors; // by layer, PYORCH_MAX_ROLES each
 
-    // The tensor of that name in the map, or null.
+    // Returns the tensor of that name in the map, or null.
     ManagedTensor * find(const char * name) const;
 
-    // Whose managed tensor lies there, null where it is none any more: a model may be freed after its engine.
+    // Returns the owner of a managed tensor, null if it is none any more: a model may be freed after its engine.
     static Routing * owner_of(const void * tensor);
 
-    // A graph computes this layer. Layers that none computes are never read ahead.
+    // A graph computes this layer. Other layers are never prefetched.
     void computes(int layer);
 
-    // Throws where what is switched on applies routers, and a graph has one that cannot be applied.
+    // Throws Failure if an active setting applies routers, and a graph has a router that cannot be applied.
     void check_routers() const;
 
 private:
     Mutex            mutex;
-    std::vector<int> layers GUARDED_BY(mutex); // that some graph computes, ascending
+    std::vector<int> layers GUARDED_BY(mutex); // layers of some graph, ascending
 };
 
-// Puts a number into ascending ones. False if it is there.
+// Inserts a number into ascending ones. Returns false if it was there.
 bool insert(std::vector<int> & ascending, int number);
 
 // Names the routing that manages the experts of the models that the calling thread loads from now on. Null: llama.cpp

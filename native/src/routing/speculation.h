@@ -1,8 +1,8 @@
 // Speculative execution (Speculating Experts, section 4): a layer computes with the experts and weights that were
-// forecast for it one layer earlier, in place of its router's. Lossy.
+// forecast for it one layer earlier, in place of its router's choice. Lossy.
 //
-// Where absent experts are treated (routing/substitution.h), forecasts only say which ones are read: the router's
-// choice and its weights stand, and what was not forecast and is not there is treated as its settings say.
+// If absent experts are treated (routing/substitution.h), forecasts only decide what is read: the router's choice and
+// its weights stay, and an expert that is neither forecast nor resident is treated as those settings say.
 
 #pragma once
 
@@ -25,11 +25,11 @@ public:
         return chosen == PYORCH_SPECULATE_ALL || (chosen == PYORCH_SPECULATE_DECODE && decode);
     }
 
-    // Puts forecasts in the place of what is computed. forecasts: of this layer, one for each token in their order,
-    // with weights; otherwise nothing is replaced, which is true of the first layer too. Whether it was.
+    // Replaces the computed experts by forecasts and returns true. forecasts: of this layer, one for each token in
+    // order, with weights; otherwise, as in the first layer, it replaces nothing.
     bool apply(RoutedBatch & batch, const std::vector<Forecast> & forecasts);
 
-    // Marks them in batch.guessed, under the same conditions, and replaces nothing.
+    // Marks the forecast experts in batch.guessed under the same conditions, and replaces nothing.
     bool mark(RoutedBatch & batch, const std::vector<Forecast> & forecasts);
 
     pyorch_speculation_counts counts() const;

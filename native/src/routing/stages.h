@@ -1,20 +1,20 @@
-// What happens between the router of a layer and its experts: a list of stages over one batch.
+// The stages between the router of a layer and its experts, a list over one batch:
 //
-//     observe     shows the batch to the observer
-//     speculate   puts what was forecast for the layer in the place of what its router asked for (lossy); or marks it,
-//                 where the next stage treats what was not forecast
-//     substitute  lets resident experts or ghosts stand in for absent ones, or leaves them out (lossy)
+//     observe     passes the batch to the observer
+//     speculate   replaces the router's choice by the layer's forecast (lossy); or marks the forecast experts, if the
+//                 next stage treats the others
+//     substitute  replaces absent experts by resident ones or ghosts, or omits them (lossy)
 //     place       sends the rows of experts that other servers compute
-//     offload     says which of them a device computes
-//     replace     and what comes to it for the next time
-//     acquire     holds the experts that are computed, and orders those that are absent; those that others stand in
-//                 for when nothing else is wanted
-//     predict     shows the prefetcher what the router asked for
-//     upload      brings to a device what it lacks
+//     offload     decides which experts a device computes
+//     replace     decides which experts it receives for the next time
+//     acquire     holds the computed experts, and requests absent ones; replaced experts are requested with the lowest
+//                 priority
+//     predict     passes the router's choice to the prefetcher
+//     upload      uploads to a device what it lacks
 //
-// Each sees what the router asked for and what the stages before it made of that, see RoutedBatch. They run on compute
-// thread 0, while the other threads wait: none of them waits for a disk, but acquire() may wait for memory that other
-// contexts hold, and speculate and offload for predictions.
+// Each stage sees the router's choice and the result of the stages before, see RoutedBatch. They run on compute thread
+// 0 while the other threads wait. None of them waits for a disk. acquire() may wait for memory that other contexts
+// hold, and speculate and offload for predictions.
 
 #pragma once
 
@@ -25,9 +25,9 @@ namespace pyorch {
 
 void run_stages(Context & context, RoutedBatch & batch);
 
-// Those from `replace` on, where batch.overlaps(): while a device computes what it has. The graph went by batch.experts,
-// elsewhere and device.slots already, and what it brought to host memory for the router is gone: none of them is changed
-// or read.
+// Runs the stages from `replace` on, if batch.overlaps(), while a device computes its experts. The graph already used
+// batch.experts, elsewhere and device.slots, and the router's data in host memory are gone: the stages must not change
+// or read any of them.
 void run_stages_beside(Context & context, RoutedBatch & batch);
 
 } // namespace pyorch

@@ -1,4 +1,4 @@
-// What became of a token's slots: the expert that each computes with, its weight, and what is counted of it.
+// The account of a token's slots: the computed expert of each, its weight, and the counts.
 
 #pragma once
 
@@ -11,29 +11,29 @@ namespace pyorch {
 
 class Account {
 public:
-    // Counts into counts. ghosts: null where there are none.
+    // Adds to counts. ghosts: null for none.
     Account(const pyorch_substitution & settings, const GhostLayer * ghosts, RoutedBatch & batch,
         const uint8_t * resident, pyorch_substitution_counts & counts);
 
-    // A token comes. Returns how many of its slots have absent experts.
+    // Begins a token. Returns the number of its slots with absent experts.
     int begin(int token);
 
-    // Its experts and weights, as they were when it came.
+    // Its experts and weights at the beginning.
     const int32_t * experts() const { return before.data(); }
     const float *   weights() const { return batch.weights + first; }
 
     int n_changed() const { return n_substituted + n_dropped + n_ghosts; }
 
-    // Slots that the layers before changed.
+    // Slots that earlier layers changed.
     int n_earlier() const { return batch.changed ? batch.changed[first / batch.n_used] : 0; }
 
-    // An absent expert's slot gets this one, of that rank in its buddy list.
+    // Replaces an absent expert of a slot by this one, with this rank in its buddy list.
     void substitute(int slot, int expert, int rank);
 
-    // It gets none: its ghost computes, or it is left out, or waited for, as on_miss says.
+    // Without a buddy: its ghost computes, or it is omitted or waited for, as on_miss says.
     void find_no_buddy(int slot);
 
-    // All of them are treated.
+    // Ends the token, when all slots are treated.
     void end();
 
 private:

@@ -1,4 +1,4 @@
-// Which expert stands in for an absent one: a buddy by priority (BuddyMoE, eq. 3), or what baselines take.
+// The choice of a replacement for an absent expert: a buddy by priority (BuddyMoE, eq. 3), or a baseline's choice.
 
 #pragma once
 
@@ -17,19 +17,19 @@ struct BuddyLists {
     std::vector<float>   q;   // [n_expert][k_max] (eq. 4)
 };
 
-// Chooses substitutes for the tokens of a batch, one after the other.
+// Chooses replacements for the tokens of a batch, one after the other.
 class Chooser {
 public:
     Chooser(const pyorch_substitution & settings, const BuddyLists & lists, const RoutedBatch & batch,
         const uint8_t * resident);
 
-    // A token comes, with these experts [n_used].
+    // Begins a token with these experts [n_used].
     void begin(int token, const int32_t * experts);
 
-    // The substitute of an absent expert, and its rank in the list; -1 if there is none.
+    // Returns the replacement of an absent expert, and its rank in the list; -1 if there is none.
     int find(int expert, int & rank) const;
 
-    // It stands in for an expert of the token.
+    // Records that it replaces an expert of the token.
     void take(int substitute) {
         taken[substitute] = 1;
         ++n_chosen[substitute];
@@ -44,8 +44,8 @@ private:
     int                  t = 0;
     std::vector<uint8_t> taken;    // by this token
     std::vector<int>     n_chosen; // by tokens of this batch
-    double               low  = 0; // of the token's logits, with eta
-    double               span = 0; // from there to the highest
+    double               low  = 0; // smallest of the token's logits, with eta
+    double               span = 0; // from there to the largest
 
     bool   free(int expert) const { return resident[expert] && !taken[expert]; }
     double priority(int buddy, double q) const;

@@ -1,4 +1,4 @@
-// In which order the absent experts of a token are treated, and which of its slots stay as the router chose them.
+// The order in which a token's absent experts are treated, and its slots that keep the router's choice.
 
 #pragma once
 
@@ -11,13 +11,13 @@ namespace pyorch {
 
 class SlotOrder {
 public:
-    // max_weight: from which on a slot is sacred.
+    // max_weight: the least weight of a sacred slot.
     SlotOrder(const pyorch_substitution & settings, double max_weight, int n_used);
 
-    // Of a token whose slots have these weights [n_used]: all slots, the first to be treated first.
+    // Returns all slots of a token with these weights [n_used], in the order of treatment.
     const std::vector<int> & of(const float * weights);
 
-    // Heavy, or among the token's heaviest: it is never replaced nor left out.
+    // Whether a slot is never replaced or omitted: it is heavy, or among the token's heaviest.
     bool is_sacred(int slot) const { return sacred[slot] != 0; }
 
 private:
