@@ -45,7 +45,7 @@ void Context::count_unasked(int n_tokens, bool decode) {
             continue;
         }
         n += n_tokens;
-        if (n_tokens == 1) { // of several nobody knows how many experts they use together
+        if (n_tokens == 1) { // for several tokens the number of experts that they share is unknown
             routing.device->count_unasked(layer.batch.layer, layer.batch.n_used);
         }
     }
@@ -165,7 +165,7 @@ unsigned graph_needs(const Routing & routing, bool predicted) {
         routing.speculation.mode() != PYORCH_SPECULATE_NONE) {
         return GRAPH_ALL | ghosts;
     }
-    // Where each expert comes once, none is absent, and nothing is gained by a forecast.
+    // If each expert is uploaded once, none is absent later, and a forecast gains nothing.
     if (routing.device->has_room_for_all() && !routing.simulated_cache) {
         return 0;
     }
@@ -177,7 +177,7 @@ unsigned graph_needs(const Routing & routing, bool predicted) {
         needs |= seen.logits ? GRAPH_LOGITS : 0;
         needs |= seen.inputs ? GRAPH_INPUTS : 0;
     }
-    // Where host memory has nearly all, nothing is read ahead; what is uploaded ahead, forecasts say.
+    // If host memory has nearly all experts, nothing is prefetched; forecasts then cause uploads only.
     if (predicted && routing.prefetcher.active() &&
         (routing.device->takes_forecasts() || !routing.table.has_nearly_all())) {
         const unsigned by_predictors = routing.prefetcher.needs();

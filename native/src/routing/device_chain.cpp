@@ -20,17 +20,17 @@ void copy_numbers(ggml_tensor * to, const std::vector<int32_t> & numbers) {
     memcpy(to->data, numbers.data(), std::min(ggml_nbytes(to), numbers.size() * sizeof(int32_t)));
 }
 
-// [n_used, n_tokens] each, after the route node of their layer
+// [n_used, n_tokens] each, after the route node of their layer.
 void slots_op(ggml_tensor * slots, int ith, int, void * user) {
     if (ith == 0) {
         copy_numbers(slots, ((const GraphLayer *) user)->slot_rows);
     }
 }
 
-// src[2]: the processor's outputs [n_embd, n_used, n_tokens], contiguous. Those that are wanted go to the device here,
-// where they do not go with the graph; and what lies between two of them, where that is sooner than a call for each.
+// src[2]: the processor's outputs [n_embd, n_used, n_tokens], contiguous. Sends the needed rows to the device, if they
+// are not copied with the graph; also rows between two of them, if that is faster than a call for each.
 void rows_op(ggml_tensor * rows, int ith, int, void * user) {
-    constexpr size_t   CALL_BYTES = 64 << 10; // that a link brings while a call waits for it
+    constexpr size_t   CALL_BYTES = 64 << 10; // sent over a link in the time of one call
     const GraphLayer & g          = *(const GraphLayer *) user;
     if (ith != 0) {
         return;
@@ -65,7 +65,7 @@ bool is_by_processor(const GraphLayer & g) {
     return std::any_of(g.joined_rows.begin(), g.joined_rows.end(), by_processor);
 }
 
-// The same, behind what the context computed in the areas last.
+// The same, after the context's last computation in the areas.
 void last_rows_op(ggml_tensor * rows, int ith, int nth, void * user) {
     rows_op(rows, ith, nth, user);
     if (ith == 0) {
@@ -74,10 +74,10 @@ void last_rows_op(ggml_tensor * rows, int ith, int nth, void * user) {
     }
 }
 
-// Copies the nodes that the experts' matrices go into. All others serve both ways.
+// Copies the nodes that depend on the experts' matrices. All other nodes serve both paths.
 class ChainCopier {
 public:
-    // slots [n_used, n_tokens]: of the bank, or of an area. Throws Failure where rows are mixed.
+    // slots [n_used, n_tokens]: of the bank, or of an area. Throws Failure if rows are mixed.
     ChainCopier(const ExpertGraph & graph, const DeviceTier & tier, bool in_area, ggml_tensor * slots) :
             graph(graph), tier(tier), in_area(in_area), slots(slots) {
         for (const ExpertNode & node : graph.nodes) {
@@ -87,8 +87,8 @@ public:
 
     ggml_tensor * outputs() const { return copies.back(); }
 
-    // The processor's way reads the router's inputs from there, and nothing else of them. False: it needs them
-    // otherwise, and stays as it is.
+    // Lets the processor's path read the router's inputs from `from`, and from nowhere else. Returns false if that is
+    // impossible; then the path is unchanged.
     bool redirect_inputs(ggml_tensor * from) {
         std::vector<ggml_tensor *> readers;
         for (const ExpertNode & node : graph.nodes) {
@@ -108,7 +108,7 @@ public:
         return !readers.empty();
     }
 
-    // The same for the processor's weights: it reads what lies on the device in host memory.
+    // The same for the processor's weights: it reads copies in host memory of weights that are on the device.
     void redirect_weights(HostCopies & to) {
         for (const ExpertNode & node : graph.nodes) {
             for (int i = 0; i < GGML_MAX_SRC && node.by_experts; ++i) {
@@ -125,7 +125,7 @@ private:
     const DeviceTier &         tier;
     const bool                 in_area;
     ggml_tensor * const        slots;
-    std::vector<ggml_tensor *> copies; // by node; null: it serves both ways
+    std::vector<ggml_tensor *> copies; // by node; null: the node serves both paths
 
     ggml_tensor * make(const ExpertNode & node) {
         if (!node.mixes.empty()) {
@@ -158,10 +158,10 @@ private:
     }
 };
 
-// behind: what is computed before, null: nothing.
+// behind: a node to compute before, or null.
 ggml_tensor * add_numbers(const llama_moe_route & route, GraphLayer & layer, ggml_custom_op_t op, const char * name,
     ggml_tensor * behind = nullptr) {
-    // The second is what has it computed by the processor.
+    // The second argument makes the processor compute it.
     ggml_tensor * args[]  = { route.selected, route.down_exps, behind };
     ggml_tensor * numbers = ggml_custom_4d(route.ctx, GGML_TYPE_I32, route.selected->ne[0], route.selected->ne[1], 1, 1,
         args, behind ? 3 : 2, op, 1, &layer);
@@ -169,7 +169,7 @@ ggml_tensor * add_numbers(const llama_moe_route & route, GraphLayer & layer, ggm
     return numbers;
 }
 
-// The router's inputs in host memory, [n_embd, 1, n_tokens].
+// Returns the router's inputs in host memory, [n_embd, 1, n_tokens].
 ggml_tensor * add_inputs(const llama_moe_route & route, GraphLayer & layer) {
     ggml_tensor * args[] = { route.selected, route.down_exps };
     ggml_tensor * inputs = ggml_custom_4d(route.ctx, GGML_TYPE_F32, route.inp->ne[0], 1, route.inp->ne[1], 1, args, 2,
@@ -178,7 +178,7 @@ ggml_tensor * add_inputs(const llama_moe_route & route, GraphLayer & layer) {
     return inputs;
 }
 
-// A node that is a part of the graph by itself need not wake threads that have nothing to do there.
+// A node that is a graph part of its own need not wake idle threads.
 void ask_one_thread(ggml_tensor * custom) {
     ggml_custom_op_params params;
     memcpy(&params, custom->op_params, sizeof(params));
@@ -186,10 +186,10 @@ void ask_one_thread(ggml_tensor * custom) {
     memcpy(custom->op_params, &params, sizeof(params));
 }
 
-// ggml's scheduler waits for the device before a part of the processor's that takes nothing from it, lest memory that
-// the device reads is written meanwhile. One that takes an input of the graph begins at once, with a copy of it: so the
-// processor's part takes this one, which has no bytes. What the device reads in host memory is an output, which
-// nothing overwrites: `slots`, and the weights where they are ours.
+// ggml's scheduler waits for the device before a part of the processor that has no input of the graph, because it could
+// overwrite memory that the device reads. A part with an input of the graph begins at once, with a copy of it. So the
+// processor's part gets this input, which has no bytes. The device's sources in host memory are outputs, which nothing
+// overwrites: `slots`, and our weights.
 ggml_tensor * beside_device(const llama_moe_route & route, const GraphLayer & layer, ggml_tensor * slots) {
     const DeviceTier &  tier = *layer.context->routing.device;
     const ggml_tensor * in   = layer.batch.through_area() ? tier.area(layer.batch.layer, 0) :
@@ -205,9 +205,9 @@ ggml_tensor * beside_device(const llama_moe_route & route, const GraphLayer & la
     return none;
 }
 
-// Whether kernels take a slot that a token names twice: those for one token and quantized weights do, they compute each
-// row by itself. Those that sort rows by expert leave rows out, write elsewhere, or end the process: mm_ids_helper and
-// ggml_cuda_mul_mat_id of ggml's CUDA.
+// Whether kernels accept that a token has a slot twice. Kernels for one token and quantized weights do: they compute
+// each row by itself. Kernels that sort rows by expert omit rows, write to wrong places, or end the process:
+// mm_ids_helper and ggml_cuda_mul_mat_id of ggml's CUDA.
 bool may_repeat(const llama_moe_route & route, const DeviceBank & bank, int layer) {
     const auto & slots = bank.all()[bank.pool_of(layer)].roles;
     return route.selected->ne[1] == 1 && std::all_of(slots.begin(), slots.end(), [](const ggml_tensor * matrix) {
@@ -215,10 +215,10 @@ bool may_repeat(const llama_moe_route & route, const DeviceBank & bank, int laye
     });
 }
 
-// What comes behind `what` and takes nothing of it.
+// Returns an empty view of `what`, to order a node after it.
 ggml_tensor * behind(const llama_moe_route & route, ggml_tensor * what) { return ggml_view_1d(route.ctx, what, 0, 0); }
 
-// Both of a layer's numbers, [2 * n_used, 1], from zero-copy memory. slots: of the processor's way.
+// Returns both numbers of a layer, [2 * n_used, 1], from zero-copy memory. slots: of the processor's path.
 ggml_tensor * add_zero_copy_numbers(const llama_moe_route & route, GraphLayer & layer, ggml_tensor * slots) {
     const auto &  from   = *layer.zero_copy;
     ggml_tensor * slots_ = from.tensor(route.ctx, GGML_TYPE_I32, slots->ne, from.numbers);
@@ -239,14 +239,14 @@ bool is_last(const GraphLayer & layer) {
     return context.routing.device->last_with_area(context.layers) == layer.batch.layer;
 }
 
-// Other contexts may wait for the areas: a node of the processor's comes behind the outputs of the last layer. What it
-// gives are their own numbers.
+// Adds a node of the processor after the outputs of the last layer, which frees the areas for waiting contexts. It
+// gives its own numbers.
 ggml_tensor * release_area(const llama_moe_route & route, ggml_tensor * outputs, GraphLayer & layer) {
     ggml_tensor * number = ggml_view_1d(route.ctx, outputs, 1, 0);
     return ggml_get_rows(route.ctx, outputs, add_numbers(route, layer, last_rows_op, "pyorch_rows", number));
 }
 
-// Of the first layer, for all others.
+// Prints the reason once, for the first layer.
 void say_off_device(const llama_moe_route & route, const std::string & why) {
     static std::atomic<bool> said{ false };
     if (!said.exchange(true)) {
@@ -256,7 +256,7 @@ void say_off_device(const llama_moe_route & route, const std::string & why) {
 
 } // namespace
 
-// What has the processor compute experts of a layer beside the device. Through an area pass all of them.
+// Needs that make the processor compute experts of a layer in addition to the device. All experts pass through an area.
 constexpr unsigned BESIDE_SLOTS = GRAPH_PROCESSOR | GRAPH_CHANGES;
 constexpr unsigned BESIDE_AREA  = GRAPH_OTHERS | GRAPH_CHANGES;
 
@@ -299,7 +299,7 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
         if (route.inp->type == GGML_TYPE_F32 && ggml_is_contiguous(route.inp) &&
             chain.redirect_inputs(add_inputs(route, layer))) {
             layer.device_inputs = route.inp;
-            // Others look at what the router says, which does not stay.
+            // Other readers of the router's data, which are not kept, prevent this.
             if (!layer.batch.has_any(~(GRAPH_PROCESSOR | GRAPH_OTHERS)) && !area && tier.brings_behind()) {
                 layer.batch.way = Way::SLOTS_OVERLAPPED;
             }
@@ -324,9 +324,9 @@ void compute_in_slots(const ExpertGraph & graph, const DeviceBank & bank) {
 
 ggml_tensor * join_device_rows(
     const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released, GraphLayer & layer) {
-    // Other contexts may wait for the areas: behind the last layer one number says that it was computed.
+    // For contexts that wait for the areas: after the last layer one number says that it was computed.
     const bool    last = layer.batch.through_area() && is_last(layer);
-    const int64_t n    = ggml_nelements(released); // 0 in the last layer of a ubatch of which no output is wanted
+    const int64_t n    = ggml_nelements(released); // 0 in the last layer of a ubatch without wanted outputs
     if (layer.zero_copy) {
         ggml_tensor * sent   = add_numbers(route, layer, rows_op, "pyorch_rows", released);
         ggml_tensor * landed = layer.zero_copy->tensor(route.ctx, GGML_TYPE_F32, released->ne, layer.zero_copy->host);
@@ -339,7 +339,7 @@ ggml_tensor * join_device_rows(
         layer.landing =
             layer.context->landing_of(layer.batch.layer, n, released->ne[0] * released->ne[1] * route.n_ubatch);
     }
-    // The device's way is the first source, so that it has begun when the processor begins.
+    // The device's path is the first source, so that it has begun when the processor begins.
     if (!layer.landing) {
         ggml_tensor * both = ggml_concat(route.ctx, there, released, 1);
         ggml_tensor * rows = last ?
@@ -349,11 +349,11 @@ ggml_tensor * join_device_rows(
         return ggml_get_rows(route.ctx, both, rows);
     }
     ggml_tensor * rows = add_numbers(route, layer, rows_op, "pyorch_rows", released);
-    // A tensor of the device's memory, not a view of one: so that what reads it is computed there.
+    // A tensor of the device's memory, not a view: so that nodes that read it are computed there.
     ggml_tensor * landed = ggml_new_tensor(route.ctx, GGML_TYPE_F32, GGML_MAX_DIMS, released->ne);
     ggml_backend_tensor_alloc(layer.landing->rows->buffer, landed, layer.landing->rows->data);
     ggml_tensor * both = ggml_concat(route.ctx, there, landed, 1);
-    both->src[2]       = rows; // none of its own: so that what lands is read when it is there
+    both->src[2]       = rows; // a dependency without data: the landed rows are read after they arrive
     both->src[3]       = layer.device_inputs;
     return ggml_get_rows(route.ctx, both, rows);
 }
@@ -361,7 +361,7 @@ ggml_tensor * join_device_rows(
 void inputs_op(ggml_tensor * inputs, int ith, int nth, void * user) {
     GraphLayer & g = *(GraphLayer *) user;
     if (ith == 0) {
-        g.context->owner.n_threads = nth; // those of the experts, which are computed in the same part of the graph
+        g.context->owner.n_threads = nth; // the threads of the experts, which are in the same part of the graph
         if (g.batch.overlaps()) {
             run_stages_beside(*g.context, g.batch);
         }
@@ -379,7 +379,7 @@ void inputs_op(ggml_tensor * inputs, int ith, int nth, void * user) {
 void fetch_inputs(GraphLayer & g, const float * here) {
     g.inputs.clear();
     const bool in_time =
-        g.context->routing.device->bank(g.batch.layer).landings.reads_host; // beside what the device computes
+        g.context->routing.device->bank(g.batch.layer).landings.reads_host; // while the device computes
     if (!g.device_inputs || !is_by_processor(g) || (in_time && !here)) {
         return;
     }
@@ -408,7 +408,7 @@ int threads_of(const ggml_cgraph * graph, int n_threads) {
             layer = (const GraphLayer *) params.userdata;
         }
     }
-    // What nobody wants is computed all the same: of a prompt that is much.
+    // Experts whose outputs are not used are computed too, which is much for a prompt.
     const bool computes = !layer || !layer->batch.on_device() || layer->batch.n_tokens >= Demand::SCAN_TOKENS ||
         !layer->batch.remote.empty() || !layer->jobs.empty() || is_by_processor(*layer);
     return computes ? n_threads : 1;
@@ -418,7 +418,7 @@ void set_device_rows(GraphLayer & layer, int n_device_slots) {
     const RoutedBatch & batch    = layer.batch;
     const int           n_used   = batch.n_used;
     const int           n_tokens = batch.n_tokens;
-    if (batch.alone() && batch.through_area()) { // an expert's slot is its number, and each row its own
+    if (batch.alone() && batch.through_area()) { // an expert's slot is its number, and each row has its own place
         layer.slot_rows.assign(batch.experts, batch.experts + (size_t) n_used * n_tokens);
         layer.joined_rows.resize(layer.slot_rows.size());
         for (size_t row = 0; row < layer.joined_rows.size(); ++row) {
@@ -427,8 +427,8 @@ void set_device_rows(GraphLayer & layer, int n_device_slots) {
         return;
     }
     const std::vector<int> & device_slots = batch.device.slots;
-    // Slots that no row is in: so no kernel gets more rows for an expert than the model has, and none computes in
-    // another way. With n in use, n_used of the first n + n_used are not, if there are so many.
+    // Slots without rows, so that no kernel gets more rows for an expert than the model has, and changes its method. If
+    // n slots are in use, n_used of the first n + n_used are free, if there are so many.
     const auto           is_slot = [](int slot) { return slot >= 0; };
     const auto           n_taken = std::count_if(device_slots.begin(), device_slots.end(), is_slot);
     std::vector<uint8_t> taken(std::min<size_t>(n_device_slots, n_taken + n_used));
@@ -450,16 +450,16 @@ void set_device_rows(GraphLayer & layer, int n_device_slots) {
         int32_t * const slots = layer.slot_rows.data() + begin;
         int32_t * const rows  = layer.joined_rows.data() + begin;
         for (int i = 0; i < n_used; ++i) {
-            // What a ghost computes stands in the processor's rows, whatever expert its slot names meanwhile.
+            // A ghost's output is in the processor's rows, whichever expert its slot names meanwhile.
             const bool is_ghost = ghost != batch.ghosts.end() && *ghost == begin + i;
             ghost += is_ghost;
             slots[i] = is_ghost || device_slots.empty() ? -1 : device_slots[batch.experts[begin + i]];
-            // An expert that is named again, by a slot that is left out, is computed once.
+            // An omitted slot may name an expert again; it is computed once.
             const int first = (int) (std::find(slots, slots + i, slots[i]) - slots);
             rows[i]         = slots[i] < 0 ? n_used + i : first;
             slots[i]        = slots[i] >= 0 && first < i && !batch.alone() ? -1 : slots[i];
         }
-        // All other rows go through these, or where there are too few, through slots that the token does not use.
+        // All other rows use these, or, if there are too few, slots that the token does not use.
         size_t next = 0;
         int    free = 0;
         for (int i = 0; i < n_used; ++i) {

@@ -44,13 +44,13 @@ void DeviceTier::set_budget(int device, uint64_t bytes) {
 }
 
 void DeviceTier::open(uint64_t landing_bytes) {
-    constexpr uint64_t LANDING_SHARE = 16; // of the memory, one part in so many at most: else rows go with the graph
+    constexpr uint64_t LANDING_SHARE = 16; // at most one part in so many of the memory; otherwise the graph copies rows
     MutexLock          lock(mutex);
     if (opened) {
         return;
     }
-    // Where all experts fit, no row comes from the processor.
-    // Slots for guests are taken from all layers: so none is there wholly.
+    // If all experts fit, no row comes from the processor.
+    // Slots for experts uploaded ahead are taken from all layers, so that no layer is complete.
     std::vector<int> pool_of, n_slots;
     for (size_t i = 0; i < budgets.size(); ++i) {
         DeviceBank & bank = *banks.all()[i];
@@ -67,14 +67,14 @@ void DeviceTier::open(uint64_t landing_bytes) {
     }
     all_fit = banks.have_room_for_all();
     pools   = std::make_unique<SlotPools>(table.map.n_experts(), pool_of, n_slots, policy);
-    // Where there is room for all, each is uploaded once, and serves ever after.
+    // If all fit, each expert is uploaded once and stays.
     pools->set_misses(all_fit ? PYORCH_UPLOAD : misses);
     if (n_ahead > 0 && !all_fit) {
         pools->set_ahead(n_ahead);
     }
     areas    = std::make_unique<DeviceAreas>(table, banks, least_tokens);
     uploader = std::thread([this] { work(); });
-    opened   = true; // else the next context tries again
+    opened   = true; // after success; otherwise the next context tries again
     std::vector<uint8_t> loaded(table.map.layers.size());
     uint64_t             n_bytes = 0;
     std::string          names;
@@ -103,7 +103,8 @@ static std::vector<int> all_experts(const MoeLayer & layer) {
     return all;
 }
 
-// REQUIRES: nothing came to the layer yet. False: its experts cannot be read. Who asks for them says why.
+// Uploads a whole layer. REQUIRES: nothing was uploaded to it yet. Returns false if its experts cannot be read; the
+// next request for them gives the reason.
 bool DeviceTier::load_whole(int layer) {
     Owner                  owner{ this };
     const std::vector<int> all = all_experts(table.map.layers[layer]);
@@ -120,7 +121,7 @@ bool DeviceTier::load_whole(int layer) {
     return is_there;
 }
 
-// REQUIRES: nothing is copied ahead for its context.
+// Releases a hold. REQUIRES: nothing is being copied ahead for its context.
 void DeviceTier::give_back(DeviceHold & hold) {
     for (const auto & [layer, expert] : hold.experts) {
         pools->unhold(layer, expert);
@@ -128,7 +129,7 @@ void DeviceTier::give_back(DeviceHold & hold) {
     hold.experts.clear();
 }
 
-// Holds those that have slots. By expert: the slot, or NONE.
+// Holds the experts that have slots. Returns by expert the slot, or NONE.
 std::vector<int> DeviceTier::hold_slots(DeviceHold & hold, int layer, const std::vector<int> & experts) {
     std::vector<int> slots(table.map.layers[layer].n_expert, SlotPools::NONE);
     for (int expert : experts) {
@@ -149,12 +150,12 @@ void DeviceTier::release(DeviceHold & hold) {
     give_back(hold);
 }
 
-// What was to come for the layer is there now, or is waited for.
+// Completes the uploads that the layer waits for.
 void DeviceTier::settle(int layer) {
     const auto is_seen = [&](const Upload & u) { return u.ahead || u.layer != layer || u.ended; };
     ended.wait(mutex, [&]() REQUIRES(mutex) { return std::all_of(uploads.begin(), uploads.end(), is_seen); });
     if (std::any_of(uploads.begin(), uploads.end(), [&](const Upload & u) { return u.layer == layer; })) {
-        bank(layer).wait_for_uploads(); // what was sent arrives
+        bank(layer).wait_for_uploads(); // sent data arrive
     }
     uploads.remove_if([&](const Upload & u) REQUIRES(mutex) {
         if (u.ahead || u.layer != layer) {
@@ -165,14 +166,14 @@ void DeviceTier::settle(int layer) {
     });
 }
 
-// The layer comes, and computes with these experts: of what was ordered for it, those are there now, or to be brought.
+// Settles the orders for a layer that computes with these experts: ordered ones are resident now, or are uploaded next.
 void DeviceTier::settle_ahead(const void * context, int layer, const std::vector<int> & experts) {
     const auto is_wanted = [&](int expert) { return std::binary_search(experts.begin(), experts.end(), expert); };
     const auto upload_of = [&](int expert) REQUIRES(mutex) {
         return std::find_if(uploads.begin(), uploads.end(),
             [&](const Upload & u) { return u.ahead && !u.dropped && u.layer == layer && u.expert == expert; });
     };
-    // While this waits, more may be ordered: what comes behind it is one step.
+    // While this waits, more may be ordered, so the following steps run without unlocking.
     ended.wait(mutex, [&]() REQUIRES(mutex) {
         const auto & guests = pools->ordered(context, layer);
         return std::none_of(guests.begin(), guests.end(), [&](int expert) REQUIRES(mutex) {
@@ -191,7 +192,7 @@ void DeviceTier::settle_ahead(const void * context, int layer, const std::vector
             pools->abandon(layer, expert);
         }
         if (upload->begun && !upload->ended) {
-            upload->dropped = true; // the thread that uploads it forgets it
+            upload->dropped = true; // the uploading thread removes it
             continue;
         }
         if (!upload->begun) {
@@ -201,7 +202,7 @@ void DeviceTier::settle_ahead(const void * context, int layer, const std::vector
     }
 }
 
-// Whether something is under way to a slot that nobody wants there any more.
+// Whether an upload to a slot runs although the expert is no longer needed there.
 bool DeviceTier::is_written(int layer, int slot) const {
     return std::any_of(uploads.begin(), uploads.end(), [&](const Upload & u) {
         return u.dropped && u.slot == slot && banks.pool_of(u.layer) == banks.pool_of(layer);
@@ -220,7 +221,7 @@ void DeviceTier::order(
     for (int expert : pools->order(context, layer, forecast, precision)) {
         uploads.push_back({ layer, expert, pools->coming_to(layer, expert) });
         uploads.back().ahead = true;
-        // What comes behind is wanted later than all of these.
+        // Later entries are needed later than all of these.
         queue.insert(
             std::find_if(queue.begin(), queue.end(), [](const Upload * u) { return !u->ahead; }), &uploads.back());
     }
@@ -245,10 +246,10 @@ std::vector<double> DeviceTier::learn(const RoutedBatch & batch, const Visit & v
                                                                             std::vector<double>();
 }
 
-// What does not fit into host memory passes through a window, but for what happens to be there.
-// Who computes what must not depend on that: so nothing of such a layer comes here.
+// Whether nothing may be uploaded for a layer. If it does not fit into host memory, its experts pass through a window,
+// except those that happen to be resident. What is computed where must not depend on that, so nothing is uploaded.
 bool DeviceTier::lets_nothing_come(const RoutedBatch & batch) const {
-    const std::vector<int> & found = batch.device.slots; // empty: not yet
+    const std::vector<int> & found = batch.device.slots; // empty: not chosen yet
     std::vector<int>         from_host;
     std::copy_if(
         batch.wanted.begin(), batch.wanted.end(), std::back_inserter(from_host), [&](int expert) REQUIRES(mutex) {
@@ -259,7 +260,7 @@ bool DeviceTier::lets_nothing_come(const RoutedBatch & batch) const {
 
 void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & visit) {
     const std::vector<double> learned = batch.overlaps() ? std::vector<double>() : learn(batch, visit);
-    // A prompt that has the areas keeps them, also where a layer between others has none.
+    // A prompt that has the areas keeps them, even if a layer in between has none.
     areas->take(batch.n_tokens, batch.decode) ? areas->stop_ahead(&hold) : areas->release(&hold);
     MutexLock lock(mutex);
     give_back(hold);
@@ -271,8 +272,7 @@ void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & vi
         choose_for_area(hold, batch, batch.wanted);
         return;
     }
-    if (batch
-            .alone()) { // what another context brings nobody else computes; and while one is waited for, others set out
+    if (batch.alone()) { // others do not compute what another context uploads; while this one waits, others proceed
         ended.wait(mutex, [&]() REQUIRES(mutex) {
             return std::none_of(batch.wanted.begin(), batch.wanted.end(), [&](int expert) REQUIRES(mutex) {
                 return pools->known(batch.layer, expert) && pools->slot(batch.layer, expert) == SlotPools::NONE;
@@ -340,12 +340,12 @@ void DeviceTier::set_limits(int layer, int min, int max) {
                 "other layers",
                 min, table.map.layers[layer].il, n_slots));
     }
-    // Where each has a slot, none takes another's; and what does not come there nobody computes.
+    // If each expert has a slot, none displaces another; and nobody computes an expert that is not uploaded.
     pools->set_limits(layer, min, all_fit ? n_expert : max);
     tell_moved();
 }
 
-// By how many rows of the ubatch they compute.
+// Sorts experts by their rows in the ubatch.
 static std::vector<int> most_used_first(const RoutedBatch & batch, std::vector<int> experts) {
     std::vector<int> rows(batch.n_expert);
     std::for_each(batch.experts, batch.experts + (size_t) batch.n_tokens * batch.n_used, [&](int e) { ++rows[e]; });
@@ -367,14 +367,14 @@ void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const s
         batch.device.slots[expert] = expert;
     }
     for (int expert : batch.device.uploads) {
-        batch.device.slots[expert] = SlotPools::NONE; // until it was brought
+        batch.device.slots[expert] = SlotPools::NONE; // until it is uploaded
     }
     batch.device.behind = pools->fill(batch.layer, most_used_first(batch, experts));
     tell_moved();
 }
 
-// One that could not be read is not uploaded. What is sent has arrived after bank.wait_for_uploads(), and owner holds
-// it until then, unless this waits.
+// Uploads an expert; returns false if it could not be read. The data have arrived after bank.wait_for_uploads(). owner
+// holds the expert until then, unless this call waits.
 bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot, bool waits) {
     bool stays = false, came = true;
     for (int role = 0; role < (int) table.map.layers[layer].tensors.size() && came; ++role) {
@@ -408,7 +408,7 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch, bo
         came              = bring_in_order(table, bank, owner, batch.layer, batch.device.uploads,
             [&](size_t i, int role, const char * bytes) { return bank.upload(batch.layer, slots[i], role, bytes); });
     } else {
-        // What passes through a window cannot be taken out of its order: the processor computes it.
+        // The order of a window is fixed, so the processor computes its experts.
         for (size_t i = 0; i < slots.size(); ++i) {
             const int  expert    = batch.device.uploads[i];
             const bool passes_by = owner.stream && owner.stream->place_of[expert] >= 0;
@@ -420,7 +420,7 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch, bo
     count_computed(batch);
 }
 
-// While the layer at hand computes, the next one begins to come.
+// Starts the uploads of the next layer while this one computes.
 void DeviceTier::bring_next(DeviceHold & hold, int layer) {
     if (layer == (int) table.map.layers.size() || !areas->may_come_ahead(layer)) {
         return;
@@ -431,8 +431,8 @@ void DeviceTier::bring_next(DeviceHold & hold, int layer) {
     areas->bring_ahead(layer, slots);
 }
 
-// What passes through an area fills slots that are free: it costs no upload, and the next prompt and the tokens behind
-// this one find it there.
+// Fills free slots with experts that pass through an area: it costs no upload, and the next prompt and the tokens after
+// this one find them there.
 void DeviceTier::keep_passing(const RoutedBatch & batch) {
     std::vector<int> slots;
     {
@@ -454,7 +454,7 @@ void DeviceTier::keep_passing(const RoutedBatch & batch) {
     ended.notify_all();
 }
 
-// Where what is brought first is to come. Nothing else is under way there.
+// Returns slots for experts that are uploaded first. No other upload to them runs.
 std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
     MutexLock        lock(mutex);
     std::vector<int> slots;
@@ -465,7 +465,7 @@ std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
     return slots;
 }
 
-// Once what was sent there is there.
+// Runs after the data have arrived.
 void DeviceTier::arrive(
     DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came) {
     bank(batch.layer).wait_for_uploads();
@@ -533,7 +533,7 @@ void DeviceTier::work() {
             const bool  held = !u.ahead || table.share_resident(u.layer, u.expert, u.owner); // else its layer reads it
             came             = wants && held && upload(u.owner, u.layer, u.expert, u.slot, true);
             table.unshare(u.owner);
-            if (u.ahead && held) { // its slot may be somebody else's as soon as it has ended
+            if (u.ahead && held) { // after the upload another expert may get its slot
                 bank(u.layer).wait_for_uploads();
             }
         }

@@ -14,8 +14,8 @@ namespace pyorch {
 
 namespace {
 
-// Operations that are no multiplication, and compute each row of their outputs from the same row of their sources. What
-// is not known here is refused: a graph that is made otherwise tomorrow must not be computed wrongly.
+// Operations that compute each row of their outputs from the same row of their sources, except multiplications. Unknown
+// ones are refused, so that a graph of a later llama.cpp is not computed wrongly.
 bool works_row_by_row(ggml_op op) {
     switch (op) {
     case GGML_OP_ADD_ID:
@@ -52,7 +52,7 @@ bool ExpertGraph::is_experts(const ggml_tensor * t) const {
 }
 
 int ExpertGraph::number_of(ggml_tensor * t) {
-    const ggml_tensor * const key   = is_inputs(t) ? route.inp : t; // as they are, and reshaped: one node
+    const ggml_tensor * const key   = is_inputs(t) ? route.inp : t; // the inputs and their reshaped form are one node
     const auto                found = numbers.find(key);
     if (found != numbers.end()) {
         return found->second;
@@ -78,7 +78,7 @@ int ExpertGraph::number_of(ggml_tensor * t) {
     return numbers[key] = (int) nodes.size() - 1;
 }
 
-// One row for each slot: [n, n_used, n_tokens].
+// Whether it has one row for each slot: [n, n_used, n_tokens].
 bool ExpertGraph::has_slots(const ggml_tensor * t) const {
     return t->ne[1] == route.selected->ne[0] && t->ne[2] == route.selected->ne[1] && t->ne[3] == 1;
 }
@@ -105,7 +105,7 @@ std::string ExpertGraph::why_mixed(const ExpertNode & node) const {
 
 namespace {
 
-// Why another server, which has the same model and nothing else, cannot compute it; null: it can.
+// Returns why another server, which has only the same model, cannot compute the node; null if it can.
 const char * why_here_only(const ExpertGraph & graph, const ExpertNode & node) {
     const ggml_tensor * t = node.tensor;
     switch (node.kind) {

@@ -1,6 +1,6 @@
-// What the experts of a layer do with a row, as llama.cpp's graph says it: the nodes from the experts' input to their
-// outputs. Of them a graph of its own is made, for any rows and without a decode (ExpertRecipe), and a
-// second way through the experts, on a device (routing/device_chain.h).
+// The computation of a layer's experts for a row, read from llama.cpp's graph: the nodes from the experts' input to
+// their outputs. They become a graph of our own, for any rows and without a decode (ExpertRecipe), and a second path
+// through the experts, on a device (routing/device_chain.h).
 
 #pragma once
 
@@ -21,33 +21,33 @@ struct ExpertNode {
         INPUTS,  // [n_in, 1, n_tokens]
         WEIGHTS, // [1, n_used, n_tokens]
         IDS,     // [n_used, n_tokens]
-        LEAF,    // of no node
+        LEAF,    // a tensor without a node
         VIEW,    // [n, n_used, n_tokens] of another node's rows
         NODE,    // [n, n_used, n_tokens]
     };
     Kind          kind;
     ggml_tensor * tensor;
     int           sources[GGML_MAX_SRC]; // of a node or a view: earlier nodes, -1: none
-    bool          by_experts;            // made of what the experts' matrices give
-    std::string   mixes;                 // why its rows are not made of the same rows of its sources, "" where they are
+    bool          by_experts;            // computed from products with the experts' matrices
+    std::string   mixes;                 // why its rows depend on other rows of its sources, "" if they do not
 
-    // Of a view, in bytes of a row.
+    // Returns the offset of a view, in bytes of a row.
     size_t offset() const;
 };
 
 class ExpertGraph {
 public:
-    // Goes from the experts' outputs to the inputs.
+    // Reads the graph from the experts' outputs back to the inputs.
     ExpertGraph(const llama_moe_route & route, int layer, ggml_tensor * outputs);
 
     const llama_moe_route & route;
     const int               layer; // index into the layers with experts
 
-    std::vector<ExpertNode> nodes; // sources come before what is made of them; the last one gives the outputs
+    std::vector<ExpertNode> nodes; // sources come before the nodes that use them; the last node gives the outputs
 
     bool is_inputs(const ggml_tensor * t) const;
 
-    // Whether it multiplies with the matrices of the layer's experts.
+    // Whether the node multiplies with the matrices of the layer's experts.
     bool is_experts(const ggml_tensor * t) const;
 
 private:
@@ -58,10 +58,10 @@ private:
     std::string why_mixed(const ExpertNode & node) const;
 };
 
-// What is kept of a layer's experts in a graph when the graph is gone: so that rows can be computed without a decode
-// (routing/expert_worker.h).
+// The computation of a layer's experts, stored beyond the life of a graph, so that rows can be computed without a
+// decode (routing/expert_worker.h).
 struct ExpertRecipe {
-    // As an ExpertNode, of any number of slots: [n, 1, n_slots].
+    // An ExpertNode for any number of slots: [n, 1, n_slots].
     struct Step {
         ExpertNode::Kind kind;
         ggml_tensor *    leaf                                         = nullptr; // a weight of the model
@@ -75,16 +75,16 @@ struct ExpertRecipe {
     std::vector<Step> steps; // the last one gives the outputs
 };
 
-// Of all layers of an engine. The weights that they name are those of the model that was loaded under it.
+// The recipes of all layers of an engine. They use weights of the model that was loaded under it.
 class ExpertRecipes {
 public:
-    // A graph computes the experts of its layer. Returns whether other servers can: "", or why they cannot.
+    // Stores the experts of a graph's layer. Returns "" if other servers can compute them, otherwise why they cannot.
     std::string learn(const ExpertGraph & graph);
 
-    // The weights of the layer go. Waits for who computes with them.
+    // Forgets a layer whose weights are freed. Waits for computations with them.
     void forget(int layer);
 
-    // Calls use(const ExpertRecipe &), for as long as the weights stay. Throws Failure where nothing is known.
+    // Calls use(const ExpertRecipe &) while the weights exist. Throws Failure for an unknown layer.
     template <typename Use>
     void with(int layer, Use use) {
         ReadLock lock(mutex);

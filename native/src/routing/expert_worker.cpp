@@ -21,7 +21,7 @@ struct Job {
     GraphLayer &       layer;
 };
 
-// ids [1, n_slots]: the node that a route node is in a decode.
+// ids [1, n_slots]: in place of a route node of a decode.
 void ids_op(ggml_tensor * ids, int ith, int nth, void * user) {
     if (ith != 0) {
         return;
@@ -81,7 +81,7 @@ ExpertWorker::ExpertWorker(Routing & routing, int n_threads) :
 
 ExpertWorker::~ExpertWorker() { context.routing.table.forget(context.owner); }
 
-// All rows of an expert stay together: kernels depend on how many there are.
+// All rows of an expert stay together, because kernels depend on their number.
 void ExpertWorker::compute(const ExpertRows & rows, float * outputs) {
     if (rows.n_slots <= SLOTS_AT_ONCE) {
         compute_at_once(rows, outputs);

@@ -1,9 +1,9 @@
-// Computes given rows with experts of a layer outside of any decode: for other servers, and for what they did not
-// answer.
+// Computes given rows with experts of a layer outside of any decode: for other servers, and for rows that another
+// server did not answer.
 //
-// The graph is the layer's own (ExpertRecipe, routing/expert_graph.h), with one expert for each row; the experts are
-// held in the table meanwhile, as by a context. The bits are those of a decode: kernels go through the rows of an
-// expert one by one, or in tiles whose numbers do not meet, and choose between the two by how many rows the expert has.
+// The graph is the layer's own (ExpertRecipe, routing/expert_graph.h), with one expert for each row. The table holds
+// the experts meanwhile, as for a context. The bits are those of a decode: kernels process the rows of an expert one by
+// one, or in tiles whose rows are independent, and choose between the two by the expert's number of rows.
 
 #pragma once
 
@@ -24,15 +24,15 @@ public:
     ExpertWorker(const ExpertWorker &)             = delete;
     ExpertWorker & operator=(const ExpertWorker &) = delete;
 
-    // Of a graph, unless one expert has more rows: so its memory, which no budget counts, stays small, and so does what
-    // it holds at once.
+    // The most slots of a graph, unless one expert has more rows. This limits its memory, which no budget counts, and
+    // the experts that it holds at once.
     static constexpr int SLOTS_AT_ONCE = 512;
 
-    // outputs [n_slots][n_out]. One call at a time, by a thread that no graph is computed on. Throws Failure: an expert
-    // could not be read, or nothing is known of the layer.
+    // Computes outputs [n_slots][n_out]. One call at a time, by a thread on which no graph is computed. Throws Failure
+    // if an expert could not be read, or the layer is unknown.
     void compute(const ExpertRows & rows, float * outputs);
 
-    // Of the memory in which it computes. Called by any thread.
+    // Returns the bytes of the memory in which it computes. Any thread may call it.
     uint64_t buffer_bytes() const { return n_bytes; }
 
 private:

@@ -1,8 +1,8 @@
-// Ghosts: what an absent expert would have given, estimated from what its router saw. Lossy.
+// Ghosts: estimates of absent experts' outputs, from the input of their router. Lossy.
 //
-// A ghost is the mean output of its expert, and a linear map of low rank of the router's input for what differs from
-// it: output = mean + up^T (down input). All ghosts of a model stay in memory, where they take a few hundredths of what
-// the experts do. How they are fitted: convert/ghosts.py.
+// A ghost is the mean output of its expert plus a linear map of low rank from the router's input to the difference:
+// output = mean + up^T (down input). All ghosts of a model stay in memory and need a few hundredths of the experts'
+// bytes. convert/ghosts.py fits them.
 
 #pragma once
 
@@ -14,21 +14,21 @@
 
 namespace pyorch {
 
-// The ghosts of one layer. Does not change once it is made.
+// The ghosts of one layer. Immutable.
 class GhostLayer {
 public:
-    // Copies the arrays. Throws Failure for what cannot be.
+    // Copies the arrays. Throws Failure if they are not valid.
     explicit GhostLayer(const pyorch_ghosts & ghosts);
 
     const int n_expert, n_in, n_out;
 
     bool has(int expert) const { return rank[expert] >= 0; }
 
-    // outputs[i][n_out] of a ghost for inputs[i][n_in]. Each of its rows is read once for all of them; what an output
-    // gets does not depend on the others. REQUIRES: has(expert)
+    // Computes outputs[i][n_out] of a ghost for inputs[i][n_in]. Reads each of its rows once for all inputs. An output
+    // does not depend on the others. REQUIRES: has(expert)
     void compute(int expert, const std::vector<const float *> & inputs, const std::vector<float *> & outputs) const;
 
-    // What compute() has to do for so many inputs, in rows.
+    // Returns the work of compute() for so many inputs, in rows.
     int64_t work(int expert, size_t n_inputs) const { return (1 + rank[expert]) * (int64_t) (1 + n_inputs); }
 
 private:
@@ -43,8 +43,8 @@ struct GhostJob {
     std::vector<int> slots; // ascending
 };
 
-// What ghosts compute of a batch, for threads of which thread i takes every nth job from the ith on: the largest first,
-// and none of so many slots that others would wait for it. requested: by slot; slots: those of ghosts.
+// Divides the ghosts of a batch into jobs for n threads, of which thread i takes every nth job from the ith on: the
+// largest first, and none with so many slots that other threads would wait. requested: by slot. slots: those of ghosts.
 std::vector<GhostJob> ghost_jobs(const GhostLayer & layer, const int32_t * requested, const std::vector<int> & slots);
 
 } // namespace pyorch

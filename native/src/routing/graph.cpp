@@ -20,18 +20,18 @@
 namespace pyorch {
 namespace {
 
-// Set on compute thread 0, and asked for by the same thread after that very node.
+// Set on compute thread 0, and read by the same thread after that node.
 thread_local bool failed = false;
 
-// The sources of a route node, all but the ids contiguous, null where the graph does not need them. A weight that the
-// processor has, PLACE, has our nodes computed by it, whatever a device says that it could do.
+// The sources of a route node; all but the ids are contiguous, and null if the graph does not need them. PLACE is a
+// weight in the processor's memory: it makes the processor compute our nodes, even if a device could.
 enum { SELECTED, PLACE, WEIGHTS, PROBS, LOGITS, INPUT, STATE, RESIDUAL, N_SOURCES };
 
 const float * floats(const ggml_tensor * ids, int source) {
     return ids->src[source] ? (const float *) ids->src[source]->data : nullptr;
 }
 
-// ids [n_used, n_tokens], contiguous, from src[0], which may be a view of a wider sort
+// ids [n_used, n_tokens], contiguous, from src[0], which may be a view of a wider sort.
 void copy_ids(ggml_tensor * ids) {
     const ggml_tensor * selected = ids->src[SELECTED];
     for (int64_t t = 0; t < ids->ne[1]; ++t) {
@@ -48,7 +48,7 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     RoutedBatch & batch        = g.batch;
     g.context->owner.n_threads = nth;
     copy_ids(ids);
-    if (in_callback()) { // it would wait for itself
+    if (in_callback()) { // the stages would wait for the callback
         failed       = true;
         decode_error = "a callback of an engine cannot decode: decode in another thread, or afterwards";
         return;
@@ -74,7 +74,7 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
     if (!batch.ghosts.empty()) {
         g.jobs = ghost_jobs(*batch.ghost_layer, batch.requested, batch.ghosts);
     }
-    if (batch.alone() && batch.through_area() && batch.device.slots.empty()) { // the graph has no other way
+    if (batch.alone() && batch.through_area() && batch.device.slots.empty()) { // the graph has no other path
         failed       = true;
         decode_error = "another context has the memory of the device through which this prompt passes";
         return;
@@ -94,13 +94,13 @@ void route_op(ggml_tensor * ids, int ith, int nth, void * user) {
         }
         fetch_inputs(g, floats(ids, INPUT));
     }
-    if (batch.alone() && !g.context->routing.table.release(g.context->owner)) { // no node comes behind the experts
+    if (batch.alone() && !g.context->routing.table.release(g.context->owner)) { // no node follows the experts
         failed       = true;
         decode_error = g.context->owner.error;
     }
 }
 
-// [1, n_used, n_tokens], after the route node of its layer
+// [1, n_used, n_tokens], after the route node of its layer.
 void weights_op(ggml_tensor * weights, int ith, int, void * user) {
     const GraphLayer & g = *(const GraphLayer *) user;
     if (ith == 0) {
@@ -108,8 +108,7 @@ void weights_op(ggml_tensor * weights, int ith, int, void * user) {
     }
 }
 
-// llama.cpp's warm-up selects every expert. It wants the memory touched, not the model read: one expert that is here
-// does.
+// llama.cpp's warm-up selects every expert, to touch memory and not to read the model: one resident expert is enough.
 void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
     if (ith != 0) {
         return;
@@ -123,7 +122,8 @@ void warmup_op(ggml_tensor * ids, int ith, int, void * user) {
     g.context->routing.table.acquire(g.context->owner, g.batch.layer, { one, nothing, 1 });
 }
 
-// What a server did not answer is computed here. On another thread: this one computes a graph. "", or why it failed.
+// Computes rows that a server did not answer, on another thread, because this one computes a graph. Returns "" or why
+// it failed.
 std::string compute_here(const GraphLayer & g, const RemoteRows & remote, std::vector<float> & outputs) {
     Routing &    routing = g.context->routing;
     const auto & layers  = routing.remote.layers;
@@ -142,13 +142,13 @@ std::string compute_here(const GraphLayer & g, const RemoteRows & remote, std::v
     return why;
 }
 
-// Of experts [n_embd, n_used, n_tokens].
+// Returns a row of experts [n_embd, n_used, n_tokens].
 float * row_of(ggml_tensor * experts, int64_t slot) {
     const int64_t n_used = experts->ne[1];
     return (float *) ((char *) experts->data + slot / n_used * experts->nb[2] + slot % n_used * experts->nb[1]);
 }
 
-// Puts what other servers computed into experts [n_embd, n_used, n_tokens]. "", or why it cannot.
+// Inserts other servers' rows into experts [n_embd, n_used, n_tokens]. Returns "" or why it cannot.
 std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
     const uint64_t         begin      = clock_ns();
     RemoteBank &           bank       = g.context->routing.remote;
@@ -183,8 +183,8 @@ std::string join_remote(GraphLayer & g, ggml_tensor * experts) {
     return why;
 }
 
-// experts [n_embd, n_used, n_tokens], src[0] the same, src[2] the router's input [n_embd, n_tokens]: what ghosts
-// estimate is put in behind the servers' answers, so what one gave for such a slot is overwritten.
+// experts [n_embd, n_used, n_tokens], src[0] the same, src[2] the router's input [n_embd, n_tokens]: inserts the rows
+// of ghosts after the servers' answers, and overwrites an answer for such a slot.
 void ghosts_op(ggml_tensor * experts, int ith, int nth, void * user) {
     const GraphLayer &         g      = *(const GraphLayer *) user;
     const ggml_tensor *        inputs = experts->src[2];
@@ -202,7 +202,7 @@ void ghosts_op(ggml_tensor * experts, int ith, int nth, void * user) {
     }
 }
 
-// experts [n_embd, n_used, n_tokens], src[0] the same, src[1] their ids
+// experts [n_embd, n_used, n_tokens], src[0] the same, src[1] their ids.
 void release_op(ggml_tensor * experts, int ith, int, void * user) {
     if (ith != 0) {
         return;
@@ -212,7 +212,7 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
     }
     GraphLayer & g       = *(GraphLayer *) user;
     Routing &    routing = g.context->routing;
-    // Who waits for others holds nothing, or servers that wait for each other would wait for ever.
+    // A layer holds nothing while it waits for other servers; otherwise two servers could wait for each other for ever.
     if (!routing.table.release(g.context->owner)) {
         failed       = true;
         decode_error = g.context->owner.error;
@@ -233,7 +233,7 @@ void release_op(ggml_tensor * experts, int ith, int, void * user) {
             (const float *) experts->data, (int) experts->ne[0]);
     }
     if (g.batch.hole >= 0) {
-        for (int slot : g.batch.dropped) { // its weight is 0, and there may be anything
+        for (int slot : g.batch.dropped) { // the weight is 0, but the row may hold infinite numbers
             memset(row_of(experts, slot), 0, experts->ne[0] * sizeof(float));
         }
     }
@@ -256,9 +256,9 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
     const bool          wants_inputs =
         (layer.batch.needs & GRAPH_INPUTS) || (!residual && (layer.batch.needs & GRAPH_RESIDUALS));
     const auto source = [&](bool wanted, ggml_tensor * t) {
-        return wanted && t ? contiguous(route.ctx, t) : nullptr; // as a source it is kept until this node is computed
+        return wanted && t ? contiguous(route.ctx, t) : nullptr; // a source exists until this node is computed
     };
-    // A device's choice of many tokens is a part of all experts sorted, and a copy of it to the host would be of all.
+    // A device's choice for many tokens is a view of all experts sorted; a copy to the host would copy all.
     ggml_tensor * args[N_SOURCES] = {
         layer.context->routing.device ? contiguous(route.ctx, route.selected) : route.selected,
         route.down_exps,
@@ -270,8 +270,8 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
         source(layer.batch.needs & GRAPH_RESIDUALS, residual),
     };
     const ggml_tensor * selected = route.selected;
-    // All tasks: where a node is computed by itself, it is told of as many threads as the experts will have. (With a
-    // device, another node says so.)
+    // All tasks: a node that is a graph part of its own gets the number of the experts' threads. (With a device,
+    // another node does.)
     route.selected = ggml_custom_4d(route.ctx, GGML_TYPE_I32, selected->ne[0], selected->ne[1], 1, 1, args, N_SOURCES,
         route.warmup ? warmup_op : route_op, GGML_N_TASKS_MAX, &layer);
     ggml_format_name(route.selected, "pyorch_route-%d", route.il);
@@ -284,7 +284,7 @@ void add_route(llama_moe_route & route, GraphLayer & layer) {
     }
 }
 
-// Whether the processor computes a node, and so its output is in host memory: operations are where their weights are.
+// Whether the processor computes a node, so that its output is in host memory: operations run where their weights are.
 static bool has_host_weights(const ggml_tensor * node) {
     return std::any_of(std::begin(node->src), std::end(node->src), [](const ggml_tensor * source) {
         return source && source->op == GGML_OP_NONE && source->buffer && ggml_backend_buffer_is_host(source->buffer) &&

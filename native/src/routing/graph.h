@@ -1,4 +1,4 @@
-// The nodes that a managed layer gets in llama.cpp's graph: between router and experts, and behind the experts.
+// The nodes that a managed layer adds to llama.cpp's graph: between router and experts, and after the experts.
 
 #pragma once
 
@@ -9,18 +9,18 @@ struct llama_moe_route;
 
 namespace pyorch {
 
-// Puts nodes behind the selected ids and their weights. They run the stages, which may change both.
+// Adds nodes after the selected ids and their weights. They run the stages, which may change both.
 void add_route(llama_moe_route & route, GraphLayer & layer);
 
-// experts [n_embd, n_used, n_tokens] were computed. Returns them, behind a node that gives them back to the table and
-// puts in what other servers computed, and where settings use ghosts, one that puts in what these compute.
+// Returns the experts' outputs [n_embd, n_used, n_tokens] after a node that releases the experts and inserts the rows
+// that other servers computed, and, if settings use ghosts, after a node that inserts the rows of ghosts.
 ggml_tensor * add_release(const llama_moe_route & route, ggml_tensor * experts, GraphLayer & layer);
 
-// Whether the release that the calling thread just ran was of a layer that could not be read. Asked for once: the
-// graph ends there, where nothing is held any more.
+// Whether the last release on the calling thread was of a layer that could not be read. Resets the answer: the graph
+// ends there, where nothing is held any more.
 bool release_failed();
 
-// The layer whose mul_mat_id has these ids; null if they are no route node's.
+// Returns the layer whose mul_mat_id has these ids; null if the ids are not from a route node.
 const GraphLayer * layer_of(const ggml_tensor * ids);
 
 } // namespace pyorch

@@ -20,7 +20,7 @@ static_assert((int) PYORCH_GATING_SOFTMAX == LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTM
 
 bool is_on_device(const ggml_tensor * t) { return t && t->buffer && !ggml_backend_buffer_is_host(t->buffer); }
 
-// The numbers of a tensor, null where it has others. copies: where those of a device go.
+// Returns the floats of a tensor, null if it has another type or size. copies: storage for floats of a device.
 const float * floats(const ggml_tensor * t, int64_t n, std::list<std::vector<float>> & copies) {
     if (!t || t->type != GGML_TYPE_F32 || !t->data || !t->buffer || !ggml_is_contiguous(t) || ggml_nelements(t) != n) {
         return nullptr;
@@ -33,19 +33,19 @@ const float * floats(const ggml_tensor * t, int64_t n, std::list<std::vector<flo
     return copies.back().data();
 }
 
-// The input is norm(x) * weight, as llama.cpp builds an RMS normalization.
+// Whether the input is norm(x) * weight, as llama.cpp builds an RMS normalization.
 bool is_rms_normalization(const ggml_tensor * inp) {
     return inp->op == GGML_OP_MUL && inp->src[0]->op == GGML_OP_RMS_NORM;
 }
 
-// The matrix of the router and what it is multiplied with.
+// The matrix of the router and its input.
 struct Applied {
     ggml_tensor * gate;
     ggml_tensor * inp;
 };
 
-// A model whose experts are narrower than its hidden state computes the logits itself, from the whole state, and hands
-// them to build_moe_ffn without the matrix. Null matrix: the logits are computed in another way.
+// Returns both. A model whose experts are narrower than its hidden state computes the logits itself, from the whole
+// state, and passes them to build_moe_ffn without the matrix. Null matrix: the logits are computed in another way.
 Applied applied(const llama_moe_route & route) {
     const ggml_tensor * logits = route.logits;
     if (!route.gate && logits->op == GGML_OP_MUL_MAT && is_rms_normalization(logits->src[1])) {
@@ -54,13 +54,13 @@ Applied applied(const llama_moe_route & route) {
     return { route.gate, route.inp };
 }
 
-// Without an adapter, which would add to the product.
+// Whether the router has no adapter, which would add to the product.
 bool is_applied_alone(const llama_moe_route & route, const Applied & router) {
     const ggml_tensor * product = route.gate_b ? route.logits->src[0] : route.logits;
     return product && product->op == GGML_OP_MUL_MAT && product->src[0] == router.gate && product->src[1] == router.inp;
 }
 
-// Why nobody else can apply what was read of a router, "" where one can.
+// Returns why a router cannot be applied outside of the graph, "" if it can.
 std::string why_unknown(const llama_moe_route & route, const Applied & parts, const Router & router) {
     if (!known(router.gating)) {
         return format("layer %d has the gating function %d, which is not known", route.il, route.gating);
@@ -82,7 +82,7 @@ std::string why_unknown(const llama_moe_route & route, const Applied & parts, co
 
 void read_router(const llama_moe_route & route, const ManagedTensor & m) {
     Routers & routers = m.routing->routers;
-    if (routers.has_copy(m.layer, route.down_exps)) { // whose device is asked once
+    if (routers.has_copy(m.layer, route.down_exps)) { // the device was already asked
         return;
     }
     Router                        router;

@@ -51,7 +51,7 @@ bool on_weight(const ggml_tensor * meta, int fd, size_t offs, void ** extra) {
     return true;
 }
 
-// A slim model's file is taken to be as long as its tensors say, so that llama.cpp maps what is not there.
+// Returns the size of a slim model's file as its tensors imply, so that llama.cpp maps the missing part.
 size_t on_file_size(int fd, size_t size) {
     const ModelMap * map = captured ? &captured->table.map : nullptr;
     return map && map->slim && same_file(fd, map->files[0].path) ? std::max<size_t>(size, map->files[0].span) : size;
@@ -66,7 +66,7 @@ void on_weight_freed(const ggml_tensor * weight) {
         }
     }
     if (routing && routing->routers.forget(weight)) {
-        routing->prefetcher.forget_routers(); // other contexts may apply them
+        routing->prefetcher.forget_routers(); // predictors of other contexts may apply them
     }
 }
 
@@ -87,7 +87,7 @@ const void * on_address(const ggml_tensor * op, int64_t expert, bool wait) {
         return op;
     }
     const Owner * owner = layer ? &layer->context->owner : &nobody;
-    // A thread that leaves one expert for later is not done with it when it asks for the next.
+    // A thread that leaves an expert for later still needs it after it asks for the next one.
     wait |= owner->stream != nullptr;
     return m->routing->table.address(*owner, m->layer, (int) expert, m->role, wait, &thread);
 }
@@ -107,7 +107,7 @@ bool on_multiply(ggml_tensor * op, const void * matrix, const int32_t * pairs, i
 
 bool on_failed() { return release_failed(); }
 
-// Rows of the token table, as floats. Empty where it is out of reach.
+// Returns rows of the token table as floats; empty if the table is not in host memory.
 std::vector<float> embeddings_of(const ggml_tensor * table, const int32_t * tokens, int n_tokens) {
     const auto to_float = table ? ggml_get_type_traits(table->type)->to_float : nullptr;
     const bool is_float = table && table->type == GGML_TYPE_F32;
@@ -153,7 +153,7 @@ void on_begin(const void * id, const ggml_tensor * tok_embd, const int32_t * tok
 // building graphs
 //
 
-// Whether a graph has no node of ours in a layer: the device has all its experts, and nobody looks.
+// Whether a graph has no node of ours in a layer: the device has all its experts, and nothing reads the routing.
 bool is_unasked(const llama_moe_route & route, const Context & context, int layer) {
     const DeviceTier * const device = context.routing.device;
     const unsigned           seen   = context.needs_of((int) route.selected->ne[1]);
@@ -166,7 +166,7 @@ void on_route(llama_moe_route * route) {
         return;
     }
     if (m->routing->device) {
-        constexpr int OTHERS = 8; // further contexts, that compute a token at a time
+        constexpr int OTHERS = 8; // further contexts that compute one token at a time
         m->routing->device->open(
             (route->n_ubatch + OTHERS) * route->inp->ne[0] * route->selected->ne[0] * sizeof(float));
     }
@@ -177,7 +177,7 @@ void on_route(llama_moe_route * route) {
         layer.batch.n_used = route->warmup ? 0 : (int) route->selected->ne[0];
         return;
     }
-    if (!route->warmup) { // which selects another number of experts
+    if (!route->warmup) { // a warm-up selects another number of experts
         context.computes(m->layer);
         read_router(*route, *m);
     }
@@ -192,7 +192,7 @@ ggml_tensor * on_done(const llama_moe_route * route, ggml_tensor * experts) {
     GraphLayer & layer = open_context(route->context, *m->routing).at(m->layer, route->decode);
     if (layer.unasked) {
         const ExpertGraph graph(*route, m->layer, experts);
-        m->routing->recipes.learn(graph); // other servers may ask for its experts
+        m->routing->recipes.learn(graph); // other servers may request its experts
         compute_in_slots(graph, m->routing->device->bank(m->layer));
         return experts;
     }
@@ -216,8 +216,8 @@ bool on_stale(const void * id, uint32_t n_tokens, bool decode) {
     return context && context->look_at_needs((int) n_tokens, decode);
 }
 
-// Set once, when the library is loaded: later, another model might be computing. Where kernels cannot ask, no engine
-// can be captured.
+// Set once, when the library is loaded: later, another model might be computing. If the kernels lack the hooks, no
+// engine can be captured.
 const bool hooked = [] {
     static const ggml_cpu_expert_hooks cpu_hooks = { on_address, on_failed, on_repacked, on_multiply,
         adaptive_barrier(), threads_of };
@@ -236,7 +236,7 @@ const bool hooked = [] {
 
 void capture(Routing * routing) {
     if (!hooked) {
-        cpu_backend(); // throws what it threw then
+        cpu_backend(); // throws the same error again
     }
     captured = routing;
 }

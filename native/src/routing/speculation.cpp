@@ -4,7 +4,7 @@
 
 namespace pyorch {
 
-// Whether there is one for each token.
+// Whether each token has a forecast.
 static bool is_complete(const RoutedBatch & batch, const std::vector<Forecast> & forecasts) {
     return (int) forecasts.size() == batch.n_tokens &&
         std::all_of(forecasts.begin(), forecasts.end(), [&](const Forecast & f) {
@@ -12,8 +12,8 @@ static bool is_complete(const RoutedBatch & batch, const std::vector<Forecast> &
         });
 }
 
-// What is computed as it was forecast: all slots where forecasts are executed, else those whose router chose the same.
-// Returns is_complete().
+// Counts slots computed as forecast: all slots if forecasts are executed, otherwise those with the same router's
+// choice. Returns is_complete().
 bool Speculation::count(const RoutedBatch & batch, const std::vector<Forecast> & forecasts, bool executed) {
     pyorch_speculation_counts now = {};
     now.tokens                    = batch.n_tokens;

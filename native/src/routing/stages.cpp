@@ -14,7 +14,7 @@ void observe(Context & context, RoutedBatch & batch) {
     context.routing.activations.count(batch.layer, batch.requested, batch.n_tokens * batch.n_used);
     Observer & observer = context.routing.observer;
     MutexLock  lock(observer.mutex);
-    if (!observer.function || !batch.has(GRAPH_ALL)) { // it came after the graph was made
+    if (!observer.function || !batch.has(GRAPH_ALL)) { // the observer was set after the graph was built
         return;
     }
     pyorch_routing routing;
@@ -35,7 +35,7 @@ void observe(Context & context, RoutedBatch & batch) {
     observer.function(observer.user, &routing);
 }
 
-// Whether a ubatch computes what is forecast. Without a predictor nothing is, and nobody would make it.
+// Whether a ubatch computes forecasts. It needs a predictor that makes them.
 bool speculative(const Routing & routing, const RoutedBatch & batch) {
     return routing.speculation.active(batch.decode) && routing.prefetcher.active();
 }
@@ -54,9 +54,9 @@ void speculate(Context & context, RoutedBatch & batch) {
     }
 }
 
-// Nothing needs to be computed for slots of ghosts, and for those that are left out: they get the number of an expert
-// that no other slot names, if rows of the layer do not mix and there is one. Else they are computed with an expert
-// that is, for nothing.
+// Slots of ghosts and omitted slots need no computing: they get the number of an expert that no other slot names, if
+// rows of the layer are independent and there is such an expert. Otherwise they get a resident expert, whose result is
+// not used.
 void vacate(RoutedBatch & batch, const std::vector<uint8_t> & resident) {
     if (batch.ghosts.empty() && batch.dropped.empty()) {
         return;
@@ -94,8 +94,8 @@ void vacate(RoutedBatch & batch, const std::vector<uint8_t> & resident) {
 
 void substitute(Context & context, RoutedBatch & batch) {
     Routing & routing = context.routing;
-    // What is calibrated are the experts that routers choose, and their own outputs. A layer for which nothing was
-    // forecast waits, whether forecasts are executed or not.
+    // Calibration needs the experts that routers choose, and their own outputs. Without a forecast a layer waits,
+    // whether forecasts are executed or not.
     if (!batch.has(GRAPH_CHANGES) || !routing.substitutions.active(batch.layer, batch.decode) ||
         routing.calibration.active() || (speculative(routing, batch) && batch.guessed.empty())) {
         return;
@@ -106,7 +106,7 @@ void substitute(Context & context, RoutedBatch & batch) {
     } else {
         routing.table.resident(batch.layer, resident, &loading);
     }
-    // 1 + the hops from what computes the layer: its device where it has one, host memory, another server.
+    // 1 + the hops from the memory that the layer computes from: its device if it has one, host memory, another server.
     thread_local std::vector<uint8_t> there;
     if (batch.on_device()) {
         there.assign(batch.n_expert, 0);
@@ -142,13 +142,13 @@ void place(Context & context, RoutedBatch & batch) {
         }
     }
     if (batch.has(GRAPH_ALL) && remote.active() && batch.portable) {
-        thread_local std::vector<uint8_t> resident; // they cost nothing here
+        thread_local std::vector<uint8_t> resident; // remote experts need no read here
         context.routing.table.resident(batch.layer, resident);
         if (batch.on_device()) {
             context.routing.device->mark(batch.layer, resident);
         }
         if (batch.hole >= 0) {
-            resident[batch.hole] = 1; // nobody is asked for it
+            resident[batch.hole] = 1; // no server is asked for it
         }
         ReadCost read;
         if (remote.reads_allowed()) {
@@ -159,7 +159,7 @@ void place(Context & context, RoutedBatch & batch) {
     }
 }
 
-// The experts of all slots that are this server's business, ascending, each once. hole: but this one.
+// Returns the experts of all slots that this server handles, ascending, each once, except `hole`.
 std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots, int hole = -1) {
     thread_local std::vector<uint8_t> named;
     named.assign(batch.n_expert, 0);
@@ -175,20 +175,20 @@ std::vector<int> distinct(const RoutedBatch & batch, const int32_t * slots, int 
     return experts;
 }
 
-// Experts in the slots of a device are not wanted in host memory, neither now nor for having been used: what is there
-// has no copy here, unless there is room for it. But guests come from here.
+// Experts in a device's slots are not requested from host memory, and their uses do not count there: host memory keeps
+// no copy unless it has room. Experts uploaded ahead come from host memory.
 void offload(Context & context, RoutedBatch & batch) {
     batch.wanted = distinct(batch, batch.experts, batch.hole);
     batch.asked  = distinct(batch, batch.requested);
     if (batch.alone() || (batch.on_device() && !context.routing.calibration.active())) {
-        if (context.routing.device->takes_forecasts()) { // those of the layer are all there then
+        if (context.routing.device->takes_forecasts()) { // the layer's forecasts are complete then
             context.routing.prefetcher.settle(context.id);
         }
         context.routing.device->choose(
             context.on_device, batch, { context.id, batch.layer, context.continues, batch.asked });
     } else if (context.routing.device) {
         context.routing.device->forget(context.id, batch.layer);
-        if (batch.layer == context.layers.back()) { // of a prompt that had the areas, but for this layer
+        if (batch.layer == context.layers.back()) { // the last layer of a prompt that had the areas until here
             context.routing.device->release(context.on_device);
         }
     }
@@ -200,7 +200,7 @@ void replace(Context & context, RoutedBatch & batch) {
     }
 }
 
-// Of experts, ascending, how many slots of the ubatch name each.
+// Returns for each of some experts, ascending, the slots of the ubatch that name it.
 static std::vector<int> rows_of(const RoutedBatch & batch, const std::vector<int> & experts) {
     std::vector<int> rows(experts.size());
     for (int i = 0; i < batch.n_tokens * batch.n_used; ++i) {
@@ -231,7 +231,7 @@ void acquire(Context & context, RoutedBatch & batch) {
     }
 }
 
-// Copies what predictors need, because they work beside what the graph computes next.
+// Copies the predictors' data, because they run while the graph computes on.
 void predict(Context & context, RoutedBatch & batch) {
     Prefetcher &   prefetcher = context.routing.prefetcher;
     const unsigned needs      = prefetcher.needs();
@@ -244,7 +244,7 @@ void predict(Context & context, RoutedBatch & batch) {
     const bool states = (needs & PYORCH_NEEDS_STATES) != 0;
     if (!batch.weights || (states && !batch.states && !batch.residuals) ||
         ((needs & PYORCH_NEEDS_DISTRIBUTIONS) && !batch.probs)) {
-        return; // it was chosen after the graph was made
+        return; // the predictor was set after the graph was built
     }
     const size_t n_slots = (size_t) batch.n_tokens * batch.n_used;
     const size_t n_state = (size_t) batch.n_tokens * batch.n_state;
@@ -278,7 +278,7 @@ void predict(Context & context, RoutedBatch & batch) {
 
 void upload(Context & context, RoutedBatch & batch) {
     if (!batch.device.slots.empty()) {
-        const size_t next = batch.layer + 1; // its graph is made by now
+        const size_t next = batch.layer + 1; // its graph is built by now
         context.routing.device->bring(context.owner, context.on_device, batch,
             2 * next < context.graph.size() && context.at((int) next, batch.decode).batch.through_area());
     }

@@ -76,7 +76,7 @@ pyorch_substitution_counts substitute(const pyorch_substitution & settings, doub
 }
 
 double AdaptiveBeta::next(double bytes_read, double budget) {
-    static constexpr double MEMORY = 20; // ubatches: outlasts the luck of one token, and no change of the subject
+    static constexpr double MEMORY = 20; // ubatches: longer than the noise of a token, shorter than a change of subject
     static constexpr double STEP   = 0.01;
     n_ubatches                     = std::min(n_ubatches + 1, MEMORY);
     mean_bytes += (bytes_read - mean_bytes) / n_ubatches;
@@ -120,14 +120,14 @@ void Substitutions::set_cache(int layer, std::vector<uint8_t> mask) {
 void Substitutions::MeanWeight::add(const RoutedBatch & batch) {
     const size_t n_slots = (size_t) batch.n_tokens * batch.n_used;
     for (size_t s = 0; s < n_slots; ++s) {
-        if (std::isfinite(batch.requested_weights[s])) { // else one token that is no number would be it for ever
+        if (std::isfinite(batch.requested_weights[s])) { // a single NaN would stay in the mean for ever
             sum += batch.requested_weights[s];
             ++n;
         }
     }
 }
 
-// Slots that were not waited for, whose experts were being read meanwhile: a moment later they would have been there.
+// Counts slots that did not wait although their experts were loading: a moment later they would have been resident.
 static uint64_t count_on_their_way(const RoutedBatch & batch, const uint8_t * loading) {
     uint64_t n     = 0;
     auto     ghost = batch.ghosts.begin();
@@ -165,7 +165,7 @@ void Substitutions::apply(
         (seen.inputs && !(batch.inputs && batch.has(GRAPH_GHOSTS)))) {
         return;
     }
-    // A router may see something else than its experts.
+    // A router's input may differ from the experts' input.
     batch.ghost_layer          = l.ghosts && l.ghosts->n_in == batch.n_embd ? l.ghosts : nullptr;
     const uint8_t *      cache = l.cache.empty() ? resident : l.cache.data();
     std::vector<uint8_t> there(cache, cache + batch.n_expert);

@@ -61,7 +61,7 @@ void Account::end() {
     reweigh();
 }
 
-// A dropped slot names something that is there, with weight 0: it might be computed.
+// Dropped slots name a resident expert with weight 0, because it may be computed.
 void Account::name_dropped() {
     int32_t * experts  = batch.experts + first;
     int       stand_in = -1;
@@ -79,7 +79,7 @@ void Account::name_dropped() {
     }
 }
 
-// Slots that were dropped contribute nothing.
+// Dropped slots contribute nothing.
 void Account::reweigh() {
     const int32_t *                  experts = batch.experts + first;
     float *                          weights = batch.weights + first;

@@ -51,7 +51,7 @@ double Chooser::priority(int buddy, double q) const {
     return q * (1 + settings.eta * z) * (1 - settings.kappa * hop) * std::pow(settings.reuse, n_chosen[buddy]);
 }
 
-// Of equal priorities the more similar buddy. With the default settings the priority is q.
+// For equal priorities it takes the more similar buddy. With the default settings the priority is q.
 int Chooser::choose_buddy(int expert, int & rank) const {
     const size_t list = (size_t) expert * lists.k_max;
     int          best = -1;
@@ -68,14 +68,15 @@ int Chooser::choose_buddy(int expert, int & rank) const {
     return best;
 }
 
-// By what the router ranks an expert for this token: logits tell apart what gating rounds to the same probability.
+// Returns the router's rank value of an expert for this token: logits distinguish what gating rounds to one
+// probability.
 float Chooser::score(int expert) const {
     const size_t at = (size_t) t * batch.n_expert + expert;
     return batch.selection_bias ? batch.probs[at] + batch.selection_bias[expert] : batch.logits[at];
 }
 
-// Of the free residents the one that the router ranks highest, if it is among so many and its logit is not too far
-// below that of the absent expert (max-rank routing; with a bonus, as if residents had so much more).
+// Returns the free resident expert that the router ranks highest, if it is among the first so many and its logit is
+// close enough to the absent expert's (max-rank routing; with a bonus, as if resident experts had so much more).
 int Chooser::choose_ranked(int expert) const {
     const float * z    = batch.logits + (size_t) t * batch.n_expert;
     int           best = -1;
@@ -94,8 +95,8 @@ int Chooser::choose_ranked(int expert) const {
     return settings.among == 0 || above < settings.among ? best : -1;
 }
 
-// Uniform over the free residents. The number is drawn from what the router said, so it does not depend on how tokens
-// are batched.
+// Returns a free resident expert, uniformly. The random number comes from the router's values, so it does not depend on
+// how tokens are batched.
 int Chooser::choose_random(int expert) const {
     int n = 0;
     for (int id = 0; id < batch.n_expert; ++id) {

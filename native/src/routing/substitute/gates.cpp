@@ -12,7 +12,7 @@ struct Sensitivity {
     double margin;  // of the two largest probabilities
 };
 
-// Of the renormalized probabilities of the selected experts. Those of a temperature T are their powers of 1 / T, as
+// From the renormalized probabilities of the selected experts. At a temperature T these are powers of 1 / T, because
 // exp(z)^(1/T) is exp(z / T).
 Sensitivity sensitivity(const RoutedBatch & batch, int t, const int32_t * experts, double temperature) {
     const RawWeights                 raw(batch, t);

@@ -9,9 +9,9 @@ SlotOrder::SlotOrder(const pyorch_substitution & settings, double max_weight, in
         settings(settings), max_weight(max_weight), order(n_used), by_weight(n_used), sacred(n_used) {}
 
 const std::vector<int> & SlotOrder::of(const float * weights) {
-    std::iota(order.begin(), order.end(), 0); // as the router ranks them
+    std::iota(order.begin(), order.end(), 0); // the router's order
     if (settings.order == PYORCH_ORDER_WEIGHT || settings.sacred > 0) {
-        // Of equal weights, the one that the router ranks lower is the lighter one.
+        // Of equal weights, the expert with the lower rank counts as lighter.
         by_weight.assign(order.rbegin(), order.rend());
         std::stable_sort(by_weight.begin(), by_weight.end(), [&](int a, int b) { return weights[a] < weights[b]; });
     }
