@@ -39,7 +39,7 @@ def test_every_native_test_passes() -> None:
 
 def test_every_lock_is_one_that_clang_checks() -> None:
     files = [path for folder in (SRC, ROOT / "native" / "server") for path in folder.rglob("*.*")]
-    lock = re.compile(r"std::(\w*mutex|\w+_lock|lock_guard|condition_variable\w*)\b")
+    lock = re.compile(r"std::(\w*mutex|(unique|shared|scoped)_lock|lock_guard|condition_variable\w*)\b")
     assert [path.relative_to(SRC) for path in files if lock.search(path.read_text())] == [Path("base/mutex.h")]
 
 
