@@ -1,8 +1,8 @@
-// Which expert goes first of those that are in one memory, by the values that they have now (values.h).
+// The order of eviction in one memory, by the values of its experts (values.h).
 //
-// What is learnt of an expert, or done with it, may change when it goes. When that is, is computed when somebody asks:
-// an expert that is held, used and given back has changed once. Who fills the memory knows who is there and who may go,
-// and says so with a key for each purpose that memory is wanted for.
+// Whatever changes a value or the state of an expert may change the order. Keys are computed only when somebody asks:
+// an expert that was held, used and released has changed once. The owner of the memory knows which experts are in it
+// and may go, and says so with a key for each purpose of the memory.
 
 #pragma once
 
@@ -17,27 +17,27 @@ namespace pyorch {
 
 enum Purpose {
     FOR_DEMAND, // a running layer needs it
-    FOR_ORDER,  // it is read ahead for certain: by name, or for a prompt
+    FOR_ORDER,  // it is read ahead for a known use: by name, or for a prompt
     FOR_GUESS,  // it is read ahead on a guess
 };
 
 inline constexpr int N_PURPOSES = 3;
 
-// The least valuable expert of each layer, known without looking at all of them each time.
+// The least valuable expert of each layer.
 //
-// For every expert the index has a key for each purpose that memory is wanted for; the lowest goes first. A layer whose
-// keys changed is looked through again when its least is next asked for, and only then: finding a victim costs a
-// comparison for each layer, and a pass over the keys of those few layers that were touched since.
+// The index has a key for each expert and each purpose; the lowest goes first. It searches a layer only if its keys
+// have changed and its least expert is asked for. So finding a victim costs one comparison a layer, and a pass over the
+// keys of the few layers that changed.
 class Victims {
 public:
-    // Beside the values of a policy, a key is one of these. An expert that only wide batches used goes before all
-    // others; one that is there on a guess is for a layer that has not come yet, and goes last.
+    // Special keys. An expert that only wide batches used goes before all others. An unused guess is for a layer that
+    // has not come yet, and goes last.
     static constexpr double SCANNED = -std::numeric_limits<double>::infinity();
     static constexpr double GUESSED = std::numeric_limits<double>::max();
     static constexpr double NEVER   = std::numeric_limits<double>::infinity();
 
     struct Least {
-        int    expert; // -1: none may go
+        int    expert; // -1: none
         double key;
     };
 
@@ -59,7 +59,7 @@ public:
         return keys.least;
     }
 
-    // Of the experts that a condition (expert) -> bool allows: looks at all of the layer.
+    // The same for the experts that a condition (expert) -> bool allows: compares all of the layer.
     template <typename Condition>
     Least least_if(int layer, Purpose purpose, Condition allowed) {
         const Keys & keys  = of(layer, purpose);
@@ -87,7 +87,7 @@ private:
 };
 
 struct Victim {
-    int    layer  = -1; // -1: nobody
+    int    layer  = -1; // -1: no victim
     int    expert = -1;
     int    tier   = 0; // lower ones go first
     double value  = 0; // so do lower ones within a tier
@@ -99,45 +99,45 @@ struct Victim {
 
 class EvictionOrder {
 public:
-    // Sets the keys of an expert.
+    // Computes the keys of an expert.
     using SetKeys = std::function<void(Victims & victims, int layer, int expert)>;
 
-    // values: that outlive it.
+    // values: must outlive the order.
     EvictionOrder(Values & values, SetKeys set_keys);
     ~EvictionOrder();
 
     EvictionOrder(const EvictionOrder &)             = delete;
     EvictionOrder & operator=(const EvictionOrder &) = delete;
 
-    // An expert of the layer came, or begins to; it went.
+    // An expert of the layer came (or its load began); it was evicted.
     void came(int layer) { ++counts[layer]; }
 
     void went(int layer) { --counts[layer]; }
 
-    int n(int layer) const { return counts[layer]; } // that came and did not go
+    int n(int layer) const { return counts[layer]; } // experts that came and were not evicted
 
-    // Whether no more may come: it has its most.
+    // Whether the layer has its maximum.
     bool is_full(int layer) const { return n(layer) >= values.max(layer); }
 
-    // When an expert goes, or whether it may, has changed.
+    // The key of the expert may have changed.
     void changed(int layer, int expert) { changes.add(layer, expert); }
 
-    // Sets the keys of what changed.
+    // Computes the keys of the changed experts.
     void update() {
         if (changes.any()) {
             changes.take([&](int layer, int expert) { set_keys(victims, layer, expert); });
         }
     }
 
-    // The expert of a layer that goes first for one of for_layer (-1: for anything), and is not forecast with a higher
-    // probability. Nobody, where the layer keeps its minimum. Asked of every layer for each expert that has to go.
-    // REQUIRES: update() since the last change
+    // The first victim of a layer for an expert of for_layer (-1: of any layer), whose forecast is at most
+    // more_likely_than. None if the layer has its minimum. It is called for every layer at each eviction.
+    // REQUIRES: update() since the last change.
     Victim first(int layer, int for_layer, Purpose purpose, float more_likely_than = INFINITY) {
-        // A layer that runs gives up its own for its own: its minimum is there again once they are.
+        // A running layer may take its own experts: once they have come it has its minimum again.
         if (counts[layer] <= values.min(layer) && !(layer == for_layer && purpose == FOR_DEMAND)) {
             return {};
         }
-        const Victims::Least least = more_likely_than == INFINITY ? // whatever its likelihood
+        const Victims::Least least = more_likely_than == INFINITY ? // any forecast
             victims.least(layer, purpose) :
             least_likely(layer, purpose, more_likely_than);
         if (least.expert < 0) {
@@ -152,7 +152,7 @@ public:
         return { layer, least.expert, 1, values.worth_there(layer, least.key) };
     }
 
-    // The same of several layers, after update().
+    // The first victim of several layers, after update().
     Victim first_of(const std::vector<int> & layers, int for_layer, Purpose purpose);
 
 private:

@@ -1,4 +1,4 @@
-// What the table knows of one expert, and of one context.
+// The table's record of one expert, and of one context.
 
 #pragma once
 
@@ -11,50 +11,50 @@
 
 namespace pyorch {
 
-// Why an expert has memory: what it was read for, and once a layer used it, that. So it says who may take the memory.
+// Why an expert has memory: what it was read for, until a layer uses it. It says who may take the memory.
 enum class ReadFor : uint8_t {
     DEMAND,   // a layer computes with it, or it is pinned
-    SCAN,     // only ever used by wide batches
+    SCAN,     // used by wide batches only
     ORDER,    // read ahead by name, not used yet
-    PROMPT,   // the same for a prompt's next layer
+    PROMPT,   // read ahead for a prompt's next layer, not used yet
     GUESS,    // read ahead on a guess, for the next pass of its layer
-    DEFERRED, // others stood in for it, and nothing else was to be read
+    DEFERRED, // read after others had replaced it, when no other read waited
 };
 
-// Resident: in the form that kernels compute with. guess_of: of a guess, until that pass has come.
+// Resident: in the form that kernels compute with. guess_of: the context of a guess, until its pass has come.
 struct Expert : Seat {
     static constexpr uint32_t FAILED = 1u << 31;
 
     ReadFor read_for  = ReadFor::DEMAND;
-    Form    kept      = Form::ABSENT; // the pool that has its stored parts, whole ones, beside that (pools.h)
-    bool    abandoned = false;        // loading, but not wanted any more: the load ends with the request under way
-    bool    elsewhere = false;        // another server computes it now, or must: it is not read ahead here
-    bool    above     = false;        // a tier above has it, or is getting it: it goes first here
+    Form    kept      = Form::ABSENT; // the pool that has its stored parts as well, all of them (pools.h)
+    bool    abandoned = false;        // loading, but no longer wanted: the load ends with the current request
+    bool    elsewhere = false;        // another server computes it now: it is not read ahead here
+    bool    above     = false;        // a tier above has it, or gets it: it is evicted first here
 
-    // Read by the kernels without the mutex: a bit for each matrix that is there, or FAILED. An
-    // address is valid once its bit was seen.
+    // Read by the kernels without the mutex: one bit for each matrix that was read, or FAILED. An address is valid once
+    // its bit was seen.
     std::atomic<uint32_t> ready{ 0 };
     const char *          addr[PYORCH_MAX_ROLES] = {};
 
-    Slot        slot;     // its memory, from the beginning of its load
-    Load        load;     // its layer and id; and while it is loading, all of that
-    uint64_t    uses = 0; // that were counted: hits and misses
-    std::string error;    // why it is FAILED
+    Slot        slot;     // its memory, from the begin of its load
+    Load        load;     // its layer and id; more while it is loading
+    uint64_t    uses = 0; // counted ones: hits and misses
+    std::string error;    // the reason of FAILED
 
-    // Its load began before a layer needed it, and none did since.
+    // Its load began before a layer needed it, and no layer has used it since.
     bool unasked() const {
         return read_for == ReadFor::ORDER || read_for == ReadFor::PROMPT || read_for == ReadFor::GUESS;
     }
 
-    // The use that it was read ahead for is still to come.
+    // It was read ahead, and the use is still to come.
     bool read_ahead() const { return unasked() && (read_for != ReadFor::GUESS || guess_of); }
     bool guessed() const { return read_for == ReadFor::GUESS && guess_of; }
     bool scanned() const { return read_for == ReadFor::SCAN || read_for == ReadFor::PROMPT; }
 
-    // Whether something was read ahead that would be lost now.
+    // Whether eviction would lose bytes that were read ahead.
     bool read_in_vain() const { return read_ahead() && (resident() || load.read > 0 || load.in_flight > 0); }
 
-    // Not for a wide batch alone.
+    // A layer of few tokens uses it, too.
     void not_scanned() {
         read_for = read_for == ReadFor::SCAN ? ReadFor::DEMAND :
             read_for == ReadFor::PROMPT      ? ReadFor::ORDER :
@@ -66,28 +66,28 @@ struct Expert : Seat {
 
 struct Stream;
 
-// What one context holds. A context computes one layer at a time.
+// The experts that one context holds. A context computes one layer at a time.
 struct Owner {
-    const void *          context   = nullptr; // names it in the table's other calls
+    const void *          context   = nullptr; // the key of the context in the table's other calls
     std::vector<Expert *> held      = {};
-    Stream *              stream    = nullptr; // the rest of its layer, where that does not fit into memory
-    int                   n_threads = 1;       // that compute
-    std::string           error     = {};      // why the last release() returned false
+    Stream *              stream    = nullptr; // the rest of its layer, if that does not fit into memory
+    int                   n_threads = 1;       // compute threads
+    std::string           error     = {};      // the reason why the last release() returned false
 };
 
-// What a layer needs for one ubatch: experts ascending, each once.
+// The experts that a layer needs for one ubatch: ascending, each once.
 struct Demand {
-    // A batch this wide is a prompt: it touches most experts once, and says little about which ones decoding will need.
+    // A batch this wide is a prompt: it uses most experts once, and says little about the experts of decoding.
     static constexpr int SCAN_TOKENS = 8;
 
-    const std::vector<int> & experts; // that it computes with: they are held
-    const std::vector<int> & asked;   // that its router chose: they count as used, whatever took their place
+    const std::vector<int> & experts; // the layer computes with them: they are held
+    const std::vector<int> & asked;   // the router's choice: these count as used, even if others replace them
     int                      n_tokens;
     bool                     continues = false; // see Visit
-    bool                     own       = true;  // its tokens are this server's: no other one asked
-    bool                     learned   = false; // learn_visit() was told of it
+    bool                     own       = true;  // the tokens are of this server
+    bool                     learned   = false; // learn_visit() was called for it
     bool                     counted   = true;  // as hits and misses
-    std::vector<int>         rows      = {};    // of the ubatch that each of `experts` computes; empty: one each
+    std::vector<int>         rows      = {};    // rows of the ubatch for each of `experts`; empty: one each
 
     bool scans() const { return n_tokens >= SCAN_TOKENS; }
 };

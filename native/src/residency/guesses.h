@@ -1,4 +1,4 @@
-// Guesses: experts of forecasts that the planner wants read ahead, the best first. They have no memory yet, and may
+// Guesses: the experts of forecasts that the planner wants read ahead, best first. A guess has no memory yet, and may
 // never get any.
 
 #pragma once
@@ -8,10 +8,10 @@
 
 namespace pyorch {
 
-// How often something comes true, lately: counts of about so many outcomes ago have faded.
+// The share of recent outcomes that came true; older ones fade.
 class Rate {
 public:
-    // before: what is assumed as long as nothing is known, as if it had been seen twice.
+    // before: the share as long as nothing is known; it weighs two outcomes.
     explicit Rate(double before = 0) : hits(2 * before), total(2) {}
 
     double value() const { return hits / total; }
@@ -32,16 +32,16 @@ struct Guess {
     double probability; // share of such guesses that came true lately
 };
 
-// An expert that a forecast names.
+// An expert of a forecast.
 struct ForecastExpert {
     int expert;
-    int rank;     // in it, 0: the likeliest
+    int rank;     // 0: the likeliest
     int distance; // layers ahead
 };
 
 class Guesses {
 public:
-    // What the next pass of a context through a layer will probably need, in place of what was said before.
+    // The guesses for the next pass of a context through a layer; they replace the earlier ones.
     void replace(const void * context, int layer, std::vector<Guess> guesses);
 
     // That pass begins.
@@ -86,7 +86,7 @@ private:
         std::vector<Guess> guesses; // by rising probability, never empty
     };
 
-    std::vector<List> lists; // as many as there are layers ahead that somebody predicts
+    std::vector<List> lists; // at most one for each predicted layer
 };
 
 } // namespace pyorch

@@ -1,9 +1,8 @@
-// Learning: what visits of layers teach a policy, for the values of experts.
+// Learning: the policy learns the values of experts from the visits of layers.
 //
-// It takes arithmetic, which is done under a mutex of its own, taken before that of the table: by a compute thread that
-// would sleep for a read, and at the latest by the layer that comes next. A thread of its own for it was measured: to
-// wake it costs a compute thread more than to do the arithmetic itself, and where a layer misses an expert, which is
-// where memory is taken from others, compute threads have the time of the read.
+// It has a mutex of its own, taken before the table's. A compute thread learns when it would sleep for a read, and at
+// the latest when the next layer comes. A thread for it was measured: to wake it costs a compute thread more than the
+// arithmetic. A layer that misses an expert, and so needs a victim, has the time of the read for it.
 
 #pragma once
 
@@ -20,10 +19,10 @@ namespace pyorch {
 
 class Learning {
 public:
-    // mutex: of the table, which guards the values.
+    // mutex: the table's; it guards the values.
     Learning(const ModelMap & map, Values & values, Mutex & mutex);
 
-    // Another policy was chosen. From what `choose` does on, nothing of the last one is left.
+    // Changes the policy. After `choose`, nothing of the last one is left.
     template <typename Choose>
     void change_policy(Choose choose) {
         MutexLock learning_lock(learning);
@@ -32,14 +31,14 @@ public:
         make_learner();
     }
 
-    // Notes a visit; without experts, what was learned from it is only to be published: its layer comes.
+    // Notes a visit. A visit without experts only has the learned values published, since its layer comes.
     void note(const Locked & locked, Visit visit);
     bool learns(const Locked & locked) const {
         mutex.assert_held(locked);
         return learns();
     }
 
-    // Learns from all visits that were noted.
+    // Learns from all noted visits.
     void learn() {
         if (has_visits) {
             MutexLock learning_lock(learning);
@@ -47,7 +46,7 @@ public:
         }
     }
 
-    // The same, unless another thread does.
+    // The same, unless another thread is learning.
     void try_learn() {
         if (has_visits && learning.try_lock()) {
             MutexLock learning_lock(learning, std::adopt_lock);
@@ -55,7 +54,7 @@ public:
         }
     }
 
-    // Calls use(LearnedValue &) of the policy learned, while nothing is learned. Throws Failure for other policies.
+    // Calls use(LearnedValue &) of the policy `learned`, while no thread learns. Throws Failure for other policies.
     template <typename Use>
     void with_learned(Use use) {
         MutexLock learning_lock(learning);
@@ -64,7 +63,7 @@ public:
         publish_all();
     }
 
-    // Learns from a visit now. Returns the values of its layer; none, where the policy learns nothing.
+    // Learns from a visit now. Returns the values of its layer; empty if the policy learns nothing.
     std::vector<double> visit(const Visit & visit);
 
     // The context is gone.
@@ -75,10 +74,10 @@ private:
     Mutex &           mutex;
     Mutex             learning;
     Values &          values GUARDED_BY(mutex);
-    std::deque<Visit> visits GUARDED_BY(mutex); // that nothing was learned from yet
+    std::deque<Visit> visits GUARDED_BY(mutex); // not learned from yet
     std::atomic<bool> has_visits{ false };
 
-    // Null where the policy learns nothing.
+    // Null if the policy learns nothing.
     std::unique_ptr<LearnedValue> learner GUARDED_BY(learning) PT_GUARDED_BY(learning);
 
     bool           learns() const REQUIRES(mutex) { return values.chosen().learns; }

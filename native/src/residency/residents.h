@@ -1,13 +1,13 @@
-// Who is in host memory, why, and who holds it.
+// The experts in host memory: why each has memory, and which layers hold it.
 //
-// Only Residents moves an expert from one state to another (seats.h), and takes and gives its memory. Kernels read two
-// fields of an expert without the mutex of the table.
+// Only Residents changes the state of an expert (seats.h), and allocates and frees its memory. Kernels read two fields
+// of an expert without the table's mutex.
 //
-// States are about the matrices that kernels compute with. Beside them, stored parts of a compressed expert may be in
-// memory (stored_parts.h): a load has them all, and when it ends, those that the expert's pool wants stay.
+// The states describe the matrices that kernels compute with. Stored parts of a compressed expert may be in memory too
+// (stored_parts.h). A load brings all of them; at its end, the parts of the expert's pool stay.
 //
-// What is held or pinned is never dropped. A load that ends with the request under way, because nobody wants it any
-// more, is abandoned, until somebody does want it, or it is dropped.
+// A held or pinned expert is never dropped. A load that nobody wants any more is abandoned: it ends with its current
+// request, unless a layer wants the expert again before.
 
 #pragma once
 
@@ -25,15 +25,15 @@ public:
         std::unique_ptr<Expert[]> experts;
         int                       n_expert;
         int                       n_above      = 0;
-        int                       n_only_above = 0; // not resident, too
+        int                       n_only_above = 0; // of them, not resident here
         int                       n_pinned     = 0;
-        int                       size_class; // of an expert that kernels can compute with
+        int                       size_class; // of a full expert
         uint64_t                  slot_bytes; // of it
-        uint64_t                  read_bytes; // that are read for it, on average
-        std::vector<int>          guessed;    // experts with a guess whose pass is to come
+        uint64_t                  read_bytes; // that one load reads, on average
+        std::vector<int>          guessed;    // experts with a guess for a coming pass
     };
 
-    // set_keys: see set_keys() below. policies: that can be chosen. Throws Failure for another one.
+    // set_keys: see set_keys() below. policies: the policies that may be chosen. Throws Failure for another one.
     Residents(const ModelMap & map, Bank & bank, const Policies & policies, pyorch_policy policy,
         EvictionOrder::SetKeys set_keys);
 
@@ -71,37 +71,37 @@ public:
 
     void set_above(Expert & e, bool is);
 
-    // Gives an absent expert its memory, for read_for. False: there is none.
+    // Allocates the memory of an absent expert, for read_for. False: no memory is free.
     bool start_load(Expert & e, ReadFor read_for);
 
-    // All its matrices are there.
+    // All its matrices are read.
     void arrived(Expert & e);
 
-    // REQUIRES: no reader works on it, and none of its requests is queued
+    // REQUIRES: no reader works on it, and none of its requests is queued.
     void drop(Expert & e);
 
-    // It counts as used now.
+    // Counts as a use now.
     void used(Expert & e) {
         e.not_scanned();
         values.used(e.layer, e.id);
     }
 
-    // Notes that an expert is read on a guess for the next pass of a context through its layer.
+    // Marks an expert as read on a guess for the next pass of a context through its layer.
     void guess_for(Expert & e, const void * context);
 
-    // Slots of stored parts go back; what lay there is not there any more.
+    // Frees slots of stored parts; their bytes are lost.
     void give_parts(Load & load, uint32_t parts);
 
-    // A load is over, or is given up: what it did not bring in whole goes.
+    // Ends a load, or gives it up: parts that are not whole are freed.
     void unstage(Load & load);
 
-    // Whether an expert goes before all others, whatever its value. What a pool has too is there to be computed with
-    // now; to get it again costs little. What a tier above has is not asked for here.
+    // Whether an expert is evicted before all others, whatever its value. An expert that is in a pool too can be
+    // computed with now, and is cheap to get again. A layer does not ask this tier for an expert of a tier above.
     static bool passes(const Expert & e) {
         return e.scanned() || e.above || (e.kept != Form::ABSENT && !e.read_ahead());
     }
 
-    // Says when an expert may go, for the order of eviction.
+    // Gives the order of eviction its keys.
     void set_keys(Victims & victims, int layer, int id) const;
 
 private:

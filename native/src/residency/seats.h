@@ -1,11 +1,11 @@
-// Which experts one memory has, which layers hold them, and which expert is evicted first.
+// The experts of one memory, the layers that hold them, and the order of eviction.
 //
-// Host memory (Residents) and devices (SlotPools) have a Seats each. The owner of a Seats decides when an expert comes,
-// and where its bytes are. It calls:
+// Host memory (Residents) and each device (SlotPools) have one Seats. Its owner decides when an expert comes, and where
+// its bytes lie. It calls:
 //
 //     absent --come()--> loading --arrive()--> resident --go()--> absent
 //
-// A layer holds the experts that it computes with; an expert that is held is not evicted. The caller guards a Seats.
+// A layer holds the experts that it computes with; a held expert is not evicted. The caller guards a Seats.
 
 #pragma once
 
@@ -16,7 +16,7 @@
 
 namespace pyorch {
 
-// One expert in one memory. The record of an owner is a Seat and more.
+// One expert in one memory. The owner's record of an expert derives from Seat.
 struct Seat {
     enum State : uint8_t { ABSENT, LOADING, RESIDENT };
 
@@ -25,7 +25,7 @@ struct Seat {
     State        state    = ABSENT;
     bool         pinned   = false;
     int          holds    = 0;       // by running layers
-    const void * guess_of = nullptr; // it is there for the next pass of this context through its layer, on a forecast
+    const void * guess_of = nullptr; // a guess for the next pass of this context through its layer
 
     bool absent() const { return state == ABSENT; }
     bool loading() const { return state == LOADING; }
@@ -35,7 +35,7 @@ struct Seat {
 
 class Seats {
 public:
-    // set_keys: for the order of eviction; an expert that may not go has the key NEVER. For the others see Values.
+    // set_keys: gives the order of eviction its keys; an expert that may not go has the key NEVER. Others: see Values.
     Seats(const std::vector<int> & n_experts, bool may_refuse, const Policies & policies, pyorch_policy policy,
         EvictionOrder::SetKeys set_keys) :
             values(n_experts, may_refuse, policies, policy), order(values, std::move(set_keys)) {
@@ -50,7 +50,7 @@ public:
     int n_resident(int layer) const { return layers[layer].n_resident; }
     int n_held() const { return held; } // of all layers
 
-    // [n_expert]: 1 for each expert of the layer that is resident.
+    // [n_expert]: 1 for each resident expert of the layer.
     const std::vector<uint8_t> & mask(int layer) const { return layers[layer].mask; }
 
     // As Tier::mark().
@@ -60,7 +60,7 @@ public:
         }
     }
 
-    // What the owner counts of a layer.
+    // The owner's counts of a layer.
     pyorch_stats & counts(int layer) { return layers[layer].counts; }
 
     void reset_counts() {
@@ -76,7 +76,7 @@ public:
         }
     }
 
-    // True: no layer holds it any more.
+    // True: no layer holds it now.
     bool release(Seat & seat) {
         if (--seat.holds > 0) {
             return false;
@@ -110,7 +110,7 @@ public:
         changed(seat);
     }
 
-    // When the expert goes, or whether it may, is another now.
+    // The key of the expert has changed.
     void changed(const Seat & seat) { order.changed(seat.layer, seat.id); }
 
 private:

@@ -1,5 +1,5 @@
-// Memory and a disk that are only counted: the bank, the codec and the reader of a replay; and a cache of them, which
-// says what would be resident where that must not depend on how fast this machine reads and computes.
+// Simulated memory and disk: the bank, codec and reader of a replay. And a simulated cache: the experts that would be
+// resident if this machine always took the same time to read and compute.
 
 #pragma once
 
@@ -14,7 +14,7 @@
 
 namespace pyorch {
 
-// Slots without bytes. All of them lie at one address, which nobody reads from.
+// Slots without bytes. All have one address, which nobody reads.
 class SimulatedBank : public Bank {
 public:
     using Bank::Bank;
@@ -27,33 +27,33 @@ private:
 };
 
 struct SimulatedDisk {
-    double   read_seconds; // that a request costs beside its bytes
+    double   read_seconds; // of a request, besides its bytes
     double   bytes_per_second;
-    double   pause_seconds; // at the end of each period it stands still for so long
+    double   pause_seconds; // the disk stands still for so long at the end of each period
     double   period_seconds;
-    uint64_t seed = 0; // 0: reads take no other time; else from half to one and a half of it, as drawn
+    uint64_t seed = 0; // 0: each read takes its mean time; else 0.5 to 1.5 of it, at random
 
-    // When it ends what it needs so many seconds for.
+    // The time at which work of so many seconds ends.
     double end_of(double begin, double seconds) const;
 };
 
 // Threads that decode matrices of compressed experts.
 struct SimulatedDecoders {
     int    n;
-    double bytes_per_second; // of each, as kernels compute with them; infinite: decoding takes no time
+    double bytes_per_second; // of each thread, full bytes; infinite: decoding takes no time
 };
 
-// The one reader with its disk, and the threads that decode beside it, in simulated time.
+// One reader with its disk, and the threads that decode, in simulated time.
 class SimulatedReader : public Reader {
 public:
-    // waited(time): called when someone waits for memory that a load holds, with the time at which it may be free.
+    // waited(time): called if a layer waits for the memory of a load, with the time at which that may be free.
     SimulatedReader(Loader & loader, const SimulatedDisk & disk, const SimulatedDecoders & decoders,
         std::function<void(double)> waited);
 
-    // Lets it do what it does up to a time. What it could take then, it takes.
+    // Works until a time, and takes the orders of the table meanwhile.
     void run_until(double now);
 
-    // Ends what ends first of what is read and decoded; returns that time. REQUIRES: at_work()
+    // Ends the read or decoding that ends next; returns that time. REQUIRES: at_work()
     double end_next();
 
     bool   at_work() const { return busy || !decoding.empty(); }
@@ -73,7 +73,7 @@ private:
     const SimulatedDecoders     decoders;
     std::function<void(double)> waited;
     std::vector<double>         free_at;  // each decoder
-    std::vector<Decoding>       decoding; // the first to end comes first
+    std::vector<Decoding>       decoding; // the first to end is first
     ReadRequest                 request = {};
     bool                        busy    = false;
     double                      began   = 0;
@@ -85,36 +85,34 @@ private:
     void   decode(const ReadRequest & request, double at);
 };
 
-// The residency table as it would be on a machine whose disk and processor take the time that they are told: the table,
-// its policy and its reader in simulated time, beside an engine that computes.
+// The residency table of a machine whose disk and processor take given times: the table, its policy and its reader in
+// simulated time, beside a computing engine.
 //
-// A layer of a token computes for 1, however long it takes here; to who asks in seconds, that is a millisecond. One
-// reader takes what the table orders, in the table's order; a layer waits for what it demands. Nothing is guessed.
+// A layer of a token computes for 1, however long it takes here; for callers that ask in seconds, that is a
+// millisecond. One reader follows the table's orders; a layer waits for its demand. No guess is made.
 class SimulatedCache {
 public:
-    // Empty, with the budget and the policy of an engine of this configuration. read_layers: so many times as long as a
-    // layer of a token computes, an expert of mean size is read. seed: see SimulatedDisk. Throws Failure, as a table
-    // does.
+    // Empty, with the budget and the policy of an engine of this configuration. read_layers: the time to read an expert
+    // of mean size, in the time that a layer of a token computes. seed: see SimulatedDisk. Throws Failure like a table.
     SimulatedCache(const ModelMap & map, const pyorch_config & config, double read_layers, uint64_t seed);
     ~SimulatedCache();
 
-    // What is ordered by name comes, before any other layer does.
+    // Reads the experts that were ordered by name, before any layer comes.
     void fill(int il, const int32_t * experts, int n);
 
-    // A layer comes. resident, loading: [n_expert] each, nonzero for the experts that are there, and on their way, by
-    // now.
+    // A layer comes. resident, loading: [n_expert] each, nonzero for the experts that are resident, or being read, now.
     void look(int layer, std::vector<uint8_t> & resident, std::vector<uint8_t> & loading);
 
-    // It asks for what it needs, waits for that, and computes. deferred: as of Table::defer.
+    // The layer asks for its demand, waits for it, and computes. deferred: as in Table::defer.
     void pass(const void * context, int layer, const Demand & demand, const std::vector<int> & deferred);
 
-    // A context is gone: another one may get its address.
+    // A context is gone; another one may get its address.
     void forget(const void * context);
 
     Tier & tier() { return table; }
 
 private:
-    Mutex           mutex; // contexts may compute beside each other
+    Mutex           mutex; // contexts may compute at the same time
     Table           table;
     SimulatedDisk   disk;
     SimulatedReader reader GUARDED_BY(mutex);

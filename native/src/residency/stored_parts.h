@@ -1,8 +1,8 @@
-// Stored parts of compressed experts: memory for those on their way, and which of them stay (pools.h).
+// Stored parts of compressed experts: the memory of running loads, and the parts that stay in pools (pools.h).
 //
-// A load of a compressed expert has memory for all its stored parts while it is at work, and none of them goes then.
-// When it ends, the expert's rank says in which form it stays beside what kernels compute with; each pool has its own
-// least valuable expert, and what leaves a pool goes to the next one that takes a part of it.
+// A running load of a compressed expert has memory for all its stored parts, and none of them is evicted. At its end
+// the expert's rank gives the form in which it stays, besides the full form. Each pool has its own least valuable
+// expert; an expert that leaves a pool goes to the next pool that takes some of its parts.
 
 #pragma once
 
@@ -17,23 +17,23 @@ public:
 
     Pools pools;
 
-    // Gives a load slots for those stored parts that are not there.
+    // Gives a load slots for its absent stored parts.
     Staged stage(Load & load);
 
-    // Of the stored parts that are there, those of a form stay, and are counted in its pool.
+    // Of the stored parts in memory, those of a form stay, and count in its pool.
     void keep(Expert & e, Form form);
 
-    // All stored parts of an expert are there, or those that its pool has: its rank says what stays.
+    // The stored parts of an expert are in memory, all or those of its pool: its rank decides which of them stay.
     void settle(Expert & e);
 
-    // Until no pool has more than its share, but for what loads are at work with: a load that still waits for memory
+    // Evicts until no pool has more than its share, apart from the parts of running loads. A load that waits for memory
     // must not keep others from theirs.
     void trim();
 
-    // The least that loads need.
+    // The least bytes that loads need.
     uint64_t least() const { return ModelMap::MIN_STAGED * map.parts_bytes(); }
 
-    // Says which expert goes first of the pool that has it. REQUIRES: there are pools
+    // Gives the order of a pool its keys. REQUIRES: there are pools.
     void set_keys(const Expert & e);
 
 private:

@@ -1,15 +1,16 @@
 // A layer whose experts do not fit into memory together: its matrices pass through a window, one after another.
 //
-// mul_mat_id goes through all experts with one of their matrices, then with the next (a pass each). Within a pass the
-// compute threads go through the experts in ascending order; a thread that asks for one is done with those before it,
-// and one that asks for a matrix of the next pass is done, as all threads are, with the pass before. So the order in
-// which matrices are needed is known: they are numbered by it. The window is a ring of slots, in which number m lies in
-// slot m % size from the time when all threads are past m - size until they are past m. Each matrix is read once.
+// mul_mat_id computes one matrix of all experts, then the next matrix of all experts (one pass each). Within a pass the
+// compute threads take the experts in ascending order. A thread that asks for an expert has finished the experts before
+// it. A thread that asks for a matrix of the next pass has finished this pass, and so have all threads. So the order of
+// the matrices is known, and they are numbered by it. The window is a ring of slots: matrix m lies in slot m % size,
+// from the time when all threads have finished m - size until they have finished m. Each matrix is read once.
 //
-//     passed            all threads are past those before it        frames[m % size], passed <= m < begun
-//     begun             read next, at most passed + size
+//     passed            all threads have finished the matrices before it     frames[m % size], passed <= m < begun
+//     begun             the next matrix to read, at most passed + size
 //
-// Its owner holds the slots of the window from acquire() to release(); nobody waits for memory in between.
+// The owner of the stream holds the slots of the window from acquire() to release(); no thread waits for memory
+// between.
 
 #pragma once
 
@@ -26,22 +27,22 @@ namespace pyorch {
 struct Stream {
     struct Frame {
         Load         load;              // load.stream names this stream
-        int64_t      number  = -1;      // of the matrix in it; -1: none, or none that is still wanted
-        const char * address = nullptr; // once the matrix is there
+        int64_t      number  = -1;      // of its matrix; -1: none, or one that nobody wants now
+        const char * address = nullptr; // once the matrix was read
     };
 
     int                layer;
     std::vector<int>   experts;     // ascending
-    std::vector<int>   place_of;    // by expert: in that list, -1 for one that is held whole
+    std::vector<int>   place_of;    // by expert: its index in `experts`, -1 for one that is held whole
     std::vector<int>   roles;       // of the passes
     std::vector<Frame> frames = {}; // never moved
-    int                pass   = -1; // that the threads are in
+    int                pass   = -1; // the present pass of the threads
     std::vector<std::pair<const void *, int>>
-                reached = {}; // in this pass: threads, and the place that each asked for last
+                reached = {}; // in this pass: threads, and the place of the last expert that each asked for
     int64_t     passed  = 0;
     int64_t     begun   = 0;
-    bool        closed  = false; // the owner is gone, a reader is still at work
-    std::string error   = {};    // why a matrix could not be read: the rest is not
+    bool        closed  = false; // the owner is gone, but a reader still works
+    std::string error   = {};    // why a matrix could not be read; no further matrix is read
 
     int64_t n_matrices() const { return (int64_t) (roles.size() * experts.size()); }
     int64_t number(int place) const { return (int64_t) pass * (int64_t) experts.size() + place; }
@@ -49,34 +50,34 @@ struct Stream {
 
     Frame & frame_of(const Load & load);
 
-    // A thread asks for a matrix: `passed` follows. False if the graph takes another order than was thought: then
-    // nothing that was begun for later passes is what comes next.
+    // A thread asks for a matrix; moves `passed`. False if the graph takes another order than expected: then no begun
+    // matrix of a later pass comes next.
     bool ask(int role, int place, const void * thread, int n_threads);
 };
 
-// All of them: their windows, and what is read into them.
+// All streams: their windows, and the loads into them.
 class Streams {
 public:
     Streams(Residents & residents, Loader & loads);
 
-    // A layer of owner begins to pass these experts through a window of so many slots. Where the system has no memory
-    // for one, stream->error says so.
-    // REQUIRES: room for the window
+    // A layer of owner begins to pass these experts through a window of `window` slots. If the operating system has no
+    // memory for a slot, stream->error says so.
+    // REQUIRES: the budget has room for the window
     void open(const Locked & locked, Owner & owner, int layer, const std::vector<int> & experts, int window);
 
-    // A thread asks for a matrix, and is done with those before it: more is read. The number of the matrix.
+    // A thread asks for a matrix, and has finished the matrices before it; more are read. Returns the matrix's number.
     int64_t ask(const Locked & locked, Stream & s, int expert, int role, const void * thread, int n_threads);
 
-    // Null until the matrix with that number is there. It stays until all threads have asked for a later one.
+    // Null until the matrix with that number was read. It stays until all threads have asked for a later one.
     static const char * address(Stream & s, int64_t number) {
         const Stream::Frame & frame = s.frame(number);
         return frame.number == number ? frame.address : nullptr;
     }
 
-    // A read of a window came to its end.
+    // A read for a window has ended.
     void finished(const Locked & locked, Load & load);
 
-    // The layer is over. What a reader still works on goes when that ends.
+    // The layer is over. A frame that a reader works on is freed when its read ends.
     void close(const Locked & locked, Owner & owner);
 
 private:
@@ -84,8 +85,8 @@ private:
     const ModelMap &                     map  = residents.map;
     Bank &                               bank = residents.bank;
     Loader &                             loads;
-    std::vector<std::vector<int>>        passes;  // by layer: roles, in the order in which the kernels go through them
-    std::vector<std::unique_ptr<Stream>> streams; // closed ones too, while a reader is at work for them
+    std::vector<std::vector<int>>        passes;  // by layer: roles in the order of the kernels
+    std::vector<std::unique_ptr<Stream>> streams; // with closed ones, while a reader works for them
 
     void fill(const Locked & locked, Stream & s);
     void give_frames(Stream & s);

@@ -1,28 +1,27 @@
-// The residency table: what layers, the prefetcher, readers and everybody else ask of host memory, under one mutex.
+// The residency table: which experts are in host memory. Layers, the prefetcher and readers call it. One mutex guards
+// it.
 //
-// It is made of parts that know nothing of threads, but for a `const Locked &` on its way to the loader; each says what
-// holds in it:
+// Its parts know no threads; they pass a `const Locked &` to the loader:
 //
-//     residents.h     which experts are in memory, and which layers hold them (seats.h)
-//     room.h          the budget, and what goes when something else comes
-//     stored_parts.h  what stays of compressed experts
-//     read_ahead.h    what is read before a layer needs it
+//     residents.h     the experts in memory, and the layers that hold them (seats.h)
+//     room.h          the budget, and the choice of victims
+//     stored_parts.h  the stored parts of compressed experts that stay
+//     read_ahead.h    the reads before a layer needs them
 //     stream.h        layers that do not fit into memory whole
-//     learning.h      what visits of layers teach, under a mutex of its own
+//     learning.h      the statistics of the layers' visits, under a mutex of its own
 //
-// What takes several of them is decided here: whether a layer fits or is streamed (try_acquire), and whether a batch
-// orders the next layer (acquire; from how many tokens on it is a prompt: Demand::SCAN_TOKENS in expert.h).
+// The table makes the decisions that need several parts: whether a layer fits or is streamed (try_acquire), and whether
+// a batch orders the next layer (acquire; Demand::SCAN_TOKENS in expert.h says how many tokens make a prompt).
 //
-// One mutex guards all of them but the two fields of an expert that the kernels read (see unlocked()); it is never held
-// across I/O or compute.
+// The mutex guards everything but two fields of an expert, which the kernels read (see unlocked()). No thread holds it
+// during I/O or computing.
 //
-// A layer that runs holds its experts from acquire() to release(). A layer gets all its experts at once, or
-// holds none and waits for others to release theirs; so contexts that share an engine cannot wait for each other in a
-// circle. What does not fit into the budget at all is streamed: the layer gets a window, through which the rest passes.
+// A running layer holds its experts from acquire() to release(). It gets all of them at once; otherwise it holds none,
+// and waits until other layers release theirs. So contexts that share an engine never wait for each other in a circle.
+// A layer that does not fit into the budget is streamed: its experts pass through a window of slots.
 //
-// Nothing that a layer of a token asks for costs more in a model with more layers or experts, but for a comparison for
-// each layer where memory is needed: what is looked up by expert is an array, what is sought is an index
-// (eviction_order.h, guesses.h).
+// The cost of a token's layer does not grow with the model: experts are looked up in arrays, and searched in indices
+// (eviction_order.h, guesses.h). Only a search for memory compares the layers once.
 
 #pragma once
 
@@ -43,60 +42,60 @@ namespace pyorch {
 
 class Table : public Tier, private Loader::Orders {
 public:
-    // The bank brings the budget. policies: that can be chosen. Throws Failure: PYORCH_BUDGET below the map's floor,
-    // PYORCH_INVALID for a policy that is none of them.
+    // The bank has the budget. policies: the policies that may be chosen. Throws Failure: PYORCH_BUDGET below the
+    // map's floor, PYORCH_INVALID for an unknown policy.
     Table(const ModelMap & map, std::unique_ptr<Bank> bank, std::unique_ptr<Source> source, const Codec & codec,
         const pyorch_config & config, const Policies & policies = policy_list());
     ~Table() override; // REQUIRES: no reader is left
 
     // For the compute threads.
 
-    // Holds the experts of a layer for owner and queues what is absent. Sleeps only while others hold
-    // so much that this layer does not fit beside it.
+    // Holds the experts of a layer for owner, and queues the absent ones. Sleeps only while other owners hold so much
+    // that this layer does not fit.
     void acquire(Owner & owner, int layer, const Demand & demand);
 
-    // Whether what a layer waits for is ordered by how many rows each expert computes (Demand::rows).
+    // Whether reads of the layer are ordered by the rows that each expert computes (Demand::rows).
     bool orders_by_rows(int layer) const;
 
-    // Experts that a layer was just asked for, and that others stand in for. Each is read when nothing else is wanted,
-    // where it is worth more than what must go for it. In place of what was deferred for the layer before.
+    // Experts that a layer just asked for, and that were replaced. Each is read when no other read waits, and if it is
+    // worth more than its victim. They replace the deferred experts of the layer before.
     void defer(int layer, const std::vector<int> & experts);
 
-    // Gives back all that owner holds. False if one of them could not be read.
+    // Releases all that owner holds. False if one of its experts could not be read.
     bool release(Owner & owner);
 
-    // The context is gone: gives back what it holds, and forgets what was guessed for it.
+    // The context is gone: releases what it holds, and deletes its guesses.
     void forget(Owner & owner);
 
-    // Address of one matrix of an expert that owner acquired. wait: sleep until it is there; otherwise null
-    // if it is not. Of an expert that could not be read: readable zeros.
-    // REQUIRES where owner has a stream: each of its n_threads, told apart by any address of theirs, asks for experts
-    // of one role in ascending order, and then no more for those that it was given an address of before; all have done
-    // so when the first asks for another role.
+    // Address of one matrix of an expert that owner acquired. wait: sleep until it is read; otherwise null if it is
+    // absent. Points at readable zeros if the expert could not be read.
+    // REQUIRES if owner has a stream: each of its n_threads (told apart by any address of theirs) asks for the experts
+    // of one role in ascending order. It no longer uses the addresses that it got before. All threads have ended one
+    // role when the first asks for another role.
     const char * address(
         const Owner & owner, int layer, int expert, int role, bool wait, const void * thread = nullptr);
 
-    // other holds an expert beside owner, until unshare(): its bytes stay where they are. False, and nothing is held,
-    // where owner does not hold it whole.
+    // other holds an expert beside owner, until unshare(); its bytes do not move. False, and nothing is held, if owner
+    // does not hold the whole expert.
     bool share(const Owner & owner, int layer, int expert, Owner & other);
-    bool share_resident(int layer, int expert, Owner & other); // the same of any that is resident
+    bool share_resident(int layer, int expert, Owner & other); // the same for any resident expert
     void unshare(Owner & other);
 
-    // Whether these fit into memory together, beside what is reserved in other layers: else some of them are streamed,
-    // and which, depends on what is there.
+    // Whether these experts fit into memory together, beside the reserved memory of other layers. Otherwise some of
+    // them are streamed; which ones depends on the state of memory.
     bool fits(int layer, const std::vector<int> & experts) {
         MutexLock lock(mutex);
         return room.fits(layer, experts);
     }
 
-    // Whether an address is that of a matrix, and not of the zeros that stand for one that could not be read.
+    // Whether an address points at a matrix, and not at the zeros of one that could not be read.
     bool readable(const char * address) const { return address != zeros; }
 
-    // mask[n_expert]: 1 for each expert of the layer that is resident; loading[n_expert]: for each that is on its way.
+    // mask[n_expert]: 1 for each resident expert of the layer; loading[n_expert]: 1 for each expert that is being read.
     void resident(int layer, std::vector<uint8_t> & mask, std::vector<uint8_t> * loading = nullptr);
 
-    // For an absent expert of the layer, in seconds: until what is demanded is read, and for the expert itself; and the
-    // share of the time in which layers lately waited for reads. False before the first read.
+    // For an absent expert of the layer, in seconds: the time until the queued demand is read, and the time to read the
+    // expert. busy: the share of recent time in which layers waited for reads. False before the first read.
     bool read_time(int layer, double & queued, double & expert, double & busy);
 
     // For the readers.
@@ -106,54 +105,53 @@ public:
 
     using Want = ReadAhead::Want;
 
-    // What the next pass of a context through a layer will probably need, as was known when its layer `from` came (-1:
-    // when its ubatch began); replaces what was wanted for it before. Read behind all demand and only while nothing
-    // that was used in the layers' last passes must go for it; forgotten when the layer comes, and not even noted if
-    // it has come meanwhile.
+    // The experts that the next pass of a context through a layer will probably need, as of layer `from` (-1: as of the
+    // begin of the ubatch). It replaces the earlier call for that pass. They are read behind all demand. A victim must
+    // not have been used in the last pass of its layer. The call ends when the layer comes; it does nothing if the
+    // layer has come already.
     void want(const void * context, int layer, int from, std::vector<Want> & wants);
 
-    // A guess costs more than it gains, unless it comes true more often than this. Of the time that reading the expert
-    // takes: it gains the share that guesses have been read to when their pass comes. It costs the processor what so
-    // much reading costs it, for compute threads may want all processors; memory, the share of experts that are missed
-    // at once after they had to go; and where it is wrong, at most the rest of a small request that a demand meets,
-    // half of it on average.
+    // The precision below which a guess costs more than it gains, in units of the time to read the expert. It gains the
+    // share that was read before its pass came. It costs processor time for the read, since compute threads may need
+    // every processor. It costs memory: the share of victims that are missed at once. A wrong guess delays demand by
+    // the rest of one small request, half of it on average.
     double break_even();
 
-    // Of the experts that were absent when layers of decoding tokens came, or would have been but for guesses, since the
-    // beginning.
+    // Bytes, since the begin, of the experts that were absent when layers of decoded tokens came. Experts that only a
+    // guess had made resident count too.
     double decoding_absent_bytes() {
         MutexLock lock(mutex);
         return absent_bytes;
     }
 
-    // probability[n_expert]: with which that pass will need each expert of the layer. Ignored if it has come meanwhile.
+    // probability[n_expert]: that the pass will use each expert of the layer. Ignored if the layer has come already.
     void expect(const void * context, int layer, int from, const std::vector<float> & probability) {
         MutexLock lock(mutex);
         ahead.expect(context, layer, from, probability);
     }
 
-    // For whoever knows the graph: the layers that a decode passes, ascending; all, until told. Others are not read
-    // ahead, neither for a prompt nor on a guess.
+    // The layers that a decode passes, ascending; the caller knows the graph. Until this call: all. Other layers are
+    // not read ahead, neither for a prompt nor on a guess.
     void set_executed(const std::vector<int> & layers) {
         MutexLock lock(mutex);
         values.set_executed(layers);
     }
 
     // elsewhere[n_expert]: nonzero for experts of the layer that another server computes now. They are read here only
-    // if a layer needs them after all, or by name.
+    // on demand or by name.
     void set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere);
 
-    // there[n_expert]: nonzero for experts of the layer that a tier above has or is getting. No guess reads them, and
-    // they go first, though not before something needs their memory.
+    // there[n_expert]: nonzero for experts of the layer that are on a tier above, or on the way to it. No guess reads
+    // them, and they are evicted first when memory is needed.
     void set_above(int layer, const std::vector<uint8_t> & there);
 
-    // For a replay: when an expert will be used next, in layers computed (see EvictionPolicy).
+    // For a replay: when an expert will be used next, in computed layers (see EvictionPolicy).
     void foresee(int layer, int expert, uint64_t next_use) {
         MutexLock lock(mutex);
         values.foresee(layer, expert, next_use);
     }
 
-    // For everybody else. Layers are given by il; throws Failure.
+    // For all other callers. Layers are given by il; throws Failure.
 
     void prefetch(int il, const int32_t * experts, int n);
     void pin(int il, const int32_t * experts, int n);
@@ -164,10 +162,10 @@ public:
         change([&]() REQUIRES(mutex) { room.set_budget(mutex.locked(), bytes); });
     }
 
-    // Whether there is room for all experts, here and above, and nearly all are there.
+    // Whether all experts fit, here and on the tier above, and nearly all are resident.
     bool has_nearly_all();
 
-    // Of a layer each, that passed without asking.
+    // Counts tokens of a layer that passed without asking.
     void count_tokens(uint64_t n);
 
     void set_pools(const PoolShares & shares) {
@@ -193,8 +191,8 @@ public:
         learning.with_learned(use);
     }
 
-    // For a tier above, whose experts have the same policy: learns from a layer that comes now, before acquire() is
-    // told of it. Returns the values of the layer; none, where the policy learns nothing.
+    // For a tier above, whose experts have the same policy: learns from a layer that comes now. Call it before
+    // acquire(). Returns the values of the layer; empty if the policy learns nothing.
     std::vector<double> learn_visit(const Visit & visit) { return learning.visit(visit); }
 
     void        get_residency(int il, uint8_t * mask, int n);
@@ -215,8 +213,8 @@ public:
 
 private:
     Mutex   mutex;
-    CondVar arrived; // for compute threads: a matrix
-    CondVar space;   // for acquire: something was released or finished
+    CondVar arrived; // for compute threads: a matrix was read
+    CondVar space;   // for acquire: an expert was released or read
     CondVar idle;
 
     std::unique_ptr<Bank> bank PT_GUARDED_BY(mutex);
@@ -232,20 +230,20 @@ private:
 
     const pyorch_recovery recovery;
 
-    uint64_t    n_arrived GUARDED_BY(mutex)    = 0; // layers that came to acquire(), served in that order
+    uint64_t    n_arrived GUARDED_BY(mutex)    = 0; // calls of acquire(), served in that order
     uint64_t    n_served GUARDED_BY(mutex)     = 0;
     double      absent_bytes GUARDED_BY(mutex) = 0; // see decoding_absent_bytes()
     std::string error GUARDED_BY(mutex);
 
     int          n_waiting GUARDED_BY(mutex)  = 0; // compute threads asleep in address()
     uint64_t     wait_begin GUARDED_BY(mutex) = 0;
-    int          wait_layer GUARDED_BY(mutex) = 0;  // of the first of them
-    pyorch_stats totals GUARDED_BY(mutex)     = {}; // what is not counted by layer
+    int          wait_layer GUARDED_BY(mutex) = 0;  // of the first sleeper
+    pyorch_stats totals GUARDED_BY(mutex)     = {}; // counts without a layer
 
     char *   zeros      = nullptr;
     uint64_t zeros_size = 0;
 
-    // Does what may change what is to be read, or what memory there is.
+    // Makes a change to orders or memory, and then wakes the threads that wait for either.
     template <typename Do>
     void change(Do act) {
         {
@@ -289,7 +287,7 @@ private:
 
     bool is_idle() const REQUIRES(mutex) { return loads.idle(mutex.locked()) && ahead.is_idle(); }
 
-    // Asleep for memory: what goes for it must not be taken for anything else before it wakes.
+    // A layer sleeps for memory: the memory that is freed for it must not be used otherwise before it wakes.
     bool layer_waits() const REQUIRES(mutex) { return n_served != n_arrived; }
 };
 

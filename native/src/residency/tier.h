@@ -1,4 +1,4 @@
-// A memory of experts, as every part sees it that does not fill it.
+// A memory of experts, as its users see it.
 
 #pragma once
 
@@ -10,38 +10,39 @@
 
 namespace pyorch {
 
-// Host memory (Table), devices (DeviceTier) and other servers (RemoteBank) are tiers: the API asks all of them in turn. A
-// new tier is a class. A tier that evicts has a Seats (seats.h); a tier that only has experts implements mark().
+// Tiers are host memory (Table), devices (DeviceTier) and other servers (RemoteBank). The API calls all of them in
+// turn. A new tier is a class. A tier that evicts has a Seats (seats.h); a tier that only holds experts implements
+// mark().
 //
 // Layers are indices into the layers with experts. Any thread may call.
 class Tier {
 public:
     virtual ~Tier() = default;
 
-    // mask[n_expert]: becomes 1 for each expert of the layer that the tier has now.
+    // mask[n_expert]: becomes 1 for each expert of the layer that the tier holds now.
     virtual void mark(int layer, std::vector<uint8_t> & mask) = 0;
 
-    // Of a layer's experts `min` stay while there are so many, and at most `max` come. Throws Failure.
+    // Up to `min` experts of a layer stay once they have come, and at most `max` come. Throws Failure.
     virtual void set_limits(int, int, int) {
         throw Failure(PYORCH_INVALID, "experts of a layer have no limits in this memory");
     }
 
-    // Evicts by another policy from now on.
+    // Changes the eviction policy.
     virtual void set_policy(pyorch_policy) {}
 
-    // Adds what was counted of a layer, and what the tier has of it now; -1: of all layers.
+    // Adds the counts of a layer, and its present number of experts; -1: of all layers.
     virtual void add_stats(int, pyorch_stats &) {}
 
-    // Zeroes what was counted.
+    // Sets the counts to zero.
     virtual void reset_stats() {}
 };
 
-// What a memory that may refuse experts does about those of a layer.
+// The decision of a memory that may refuse experts, for one layer.
 struct DevicePass {
-    std::vector<int> slots   = {}; // by expert: the slot that has it, which is held; -1: none does. Empty: of no expert
+    std::vector<int> slots   = {}; // by expert: its slot, which is held; -1: none. Empty: no expert has one
     std::vector<int> uploads = {}; // come before the layer is computed, and are computed there
-    std::vector<int> behind  = {}; // come while it is computed, and serve the next time
-    std::vector<int> guests  = {}; // that it computes with, and that do not stay: ascending
+    std::vector<int> behind  = {}; // come while the layer is computed, for its next pass
+    std::vector<int> guests  = {}; // take part in this computation only: ascending
 
     bool computes(int expert) const { return !slots.empty() && slots[expert] >= 0; }
     bool keeps(int expert) const {

@@ -1,14 +1,11 @@
-// What experts are worth in one memory: how they were used, what a policy makes of that, and how many of a layer's
-// experts have a place there in any case, or at most.
+// The values of experts in one memory: their usage, the policy's value of it, and the limits of each layer.
 //
-// Host memory and a device have the same policies, values and limits. On purpose they differ in two ways: a device can
-// refuse an expert, and it is told no forecasts. Forecasts are made as time allows, and what a device computes must not
-// depend on that. Another server is no such memory: which experts it holds is planned for all servers together, by what
-// each of them uses.
+// Host memory and devices have the same policies, values and limits. They differ in two points, on purpose. A device
+// can refuse an expert. And it gets no forecasts: forecasts depend on timing, and the results of a device must not.
+// Other servers have no Values: one plan for all servers places their experts by the uses on each server.
 //
-// Values know nobody's place. Each memory has an order of eviction for that (eviction_order.h), which hears of every
-// value that changes.
-
+// Values do not know which experts are in memory. The order of eviction of each memory knows it (eviction_order.h); it
+// is told of every changed value.
 #pragma once
 
 #include "residency/policies/policy.h"
@@ -21,7 +18,7 @@
 
 namespace pyorch {
 
-// Experts whose place in an order of eviction is to be computed anew.
+// Experts whose key in an order of eviction must be computed anew.
 class Changes {
 public:
     explicit Changes(const std::vector<int> & n_experts) {
@@ -40,14 +37,14 @@ public:
         }
     }
 
-    void add(int layer) { // all of it
+    void add(int layer) { // all experts of the layer
         if (!all_flags[layer]) {
             all_flags[layer] = 1;
             layers.push_back(layer);
         }
     }
 
-    // Calls use(layer, expert) for all of them, and forgets them.
+    // Calls use(layer, expert) for all of them, and removes them.
     template <typename Use>
     void take(Use use) {
         for (int layer : layers) {
@@ -73,11 +70,11 @@ private:
 
 class Values {
 public:
-    // If a memory may refuse an expert, the expert is computed elsewhere: it comes only where it is clearly worth more
-    // than the expert that must go (EvictionPolicy::settled, by_recency). Host memory must take each: a layer waits.
+    // If a memory may refuse an expert, the expert is computed elsewhere. Then it comes only if it is clearly worth
+    // more than its victim (EvictionPolicy::settled, by_recency). Host memory must take each: a layer waits for it.
     static constexpr bool MUST_TAKE = false, MAY_REFUSE = true;
 
-    // policies: that can be chosen. Throws Failure for another one, as set_policy() does.
+    // policies: the policies that may be chosen. Throws Failure for another one, as set_policy() does.
     Values(const std::vector<int> & n_experts, bool may_refuse, const Policies & policies, pyorch_policy policy);
 
     Values(const Values &)             = delete;
@@ -87,27 +84,27 @@ public:
     int                 n_experts(int layer) const { return (int) layers[layer].usage.size(); }
     const PolicyEntry & chosen() const { return *entry; }
 
-    // From now on. What a LearnedValue says has to be told anew.
+    // From now on. The values of a LearnedValue must be set again.
     void set_policy(pyorch_policy policy);
 
-    // What a LearnedValue says: values[n_expert].
+    // values[n_expert] of a LearnedValue.
     void set_learned(int layer, const std::vector<double> & values);
 
-    // For a replay: when an expert will be used next, in layers that came (see Usage).
+    // For a replay: when an expert will be used next, counted in layers (see Usage).
     void foresee(int layer, int expert, uint64_t next_use);
 
-    // The layers that a token passes, ascending; all, until told. A layer that none passes has no turn.
+    // The layers that a token passes, ascending; until this call, all. Other layers have no turn.
     void set_executed(const std::vector<int> & executed);
 
-    // Of a layer's experts `min` stay while there are so many, and no more than `max` come.
+    // Up to `min` experts of a layer stay once they have come, and at most `max` come.
     void set_limits(int layer, int min, int max);
     int  min(int layer) const { return layers[layer].min; }
     int  max(int layer) const { return layers[layer].max; }
 
-    // A layer comes. What it used the last time is not fresh any more.
+    // A layer comes. Its experts of the last pass are no longer fresh.
     void passes(int layer);
 
-    // An expert counts as used now.
+    // Counts a use now.
     void used(int layer, int expert) {
         Usage & usage = layers[layer].usage[expert];
         policy->used(usage, now_);
@@ -118,59 +115,59 @@ public:
         changed(layer, expert);
     }
 
-    // It got memory; it went, as the least valuable.
+    // It got memory; or it was evicted.
     void came(int layer, int expert) { layers[layer].usage[expert].came = now_; }
 
     void evicted(int layer, int expert) { policy->evicted(layers[layer].usage[expert]); }
 
-    // probability[n_expert]: with which the next pass of the layer needs each expert, until it is over.
+    // probability[n_expert]: that the next pass of the layer uses each expert; valid until that pass is over.
     void forecast(int layer, const std::vector<float> & probability);
     void end_forecast(int layer);
     bool has_forecast(int layer) const { return layers[layer].forecast; }
 
     float even(int layer) const { return layers[layer].even; } // 1 / n_expert
 
-    // That, for all of them, while there is no forecast.
+    // The forecast, or `even` for all experts if none is known.
     const std::vector<float> & probability(int layer) const { return layers[layer].probability; }
 
-    // The last pass of its layer used it, or it was asked for by name since then.
+    // The last pass of its layer used it, or a caller has asked for it by name since.
     bool is_fresh(int layer, int expert) const {
         const Usage & usage = layers[layer].usage[expert];
         return usage.last_use > 0 && usage.last_use >= layers[layer].last_pass;
     }
 
-    // Among its layer's, finite: the lowest goes first.
+    // Its value within its layer, finite: the lowest goes first.
     double value(int layer, int expert) const {
         const Layer & l     = layers[layer];
         const double  value = policy->value(l.usage[expert], l.probability[expert]);
         return std::max(value, std::numeric_limits<double>::lowest());
     }
 
-    // What a value in a layer counts now among those in others.
+    // The value compared across layers.
     double worth(int layer, double value) const { return counts_turns ? value * turn(layer) : value; }
 
-    // The same of an expert that is there.
+    // The same for an expert in memory.
     double worth_there(int layer, double value) const {
         return plain ? value : worth(layer, may_refuse ? policy->settled(value) : value);
     }
 
-    // Whether an expert is clearly worth more than another one that is there.
+    // Whether an expert is clearly worth more than another expert that is in memory.
     bool is_worth_more(int layer, int expert, int layer_there, int expert_there) const;
 
-    uint64_t now() const { return now_; } // layers that came
+    uint64_t now() const { return now_; } // passes of layers so far
 
     int  n_executed() const { return n_executed_; }
     bool is_executed(int layer) const { return layers[layer].executed; }
-    int  position(int layer) const { return layers[layer].position; } // among those that are executed
+    int  position(int layer) const { return layers[layer].position; } // among the executed layers
 
     // The layer that a token passes after this one, -1 after the last.
     int next_executed(int layer) const;
 
-    // How far a layer lies behind another in the cycle of those that a token passes; 0 for itself.
+    // The distance from one layer to another in the cycle of layers that a token passes; 0 for itself.
     int layers_between(int from, int to) const;
 
 private:
-    friend class EvictionOrder; // its changes are noted
+    friend class EvictionOrder; // it is told of changes
 
     struct Layer {
         int                position;
@@ -182,7 +179,7 @@ private:
         uint64_t           last_pass = 0;
         std::vector<float> probability;
         std::vector<Usage> usage;
-        std::vector<int>   fresh = {}; // experts that were used or asked for by name since then
+        std::vector<int>   fresh = {}; // experts that were used, or asked for by name, since the last pass
     };
 
     const bool                      may_refuse;
@@ -191,11 +188,11 @@ private:
     std::unique_ptr<EvictionPolicy> policy;
     std::vector<Layer>              layers;
     std::vector<Changes *>          listeners;            // of each order of eviction
-    bool                            counts_turns = false; // the policy does
-    bool                            plain        = true;  // what is there is worth its value
-    std::vector<double> nearness; // by layers until its turn: what a policy that counts turns multiplies with
+    bool                            counts_turns = false; // the policy counts turns
+    bool                            plain        = true;  // an expert in memory counts its plain value
+    std::vector<double> nearness; // by layers until its turn: the discount of a policy that counts turns
     int                 n_executed_;
-    int                 at_layer = 0; // that came last
+    int                 at_layer = 0; // the last layer that came
     uint64_t            now_     = 0;
 
     void   measure_turns();

@@ -244,7 +244,7 @@ static void test_what_was_asked_before_is_answered_before() {
     waits = false;
     CHECK(rows.size() == 1 && rows[0].answer->wait());
     const double next = bank.peer(peer)->answer_seconds(4); // one late answer says little of the next
-    CHECK(next > 0 && next < late / 8);
+    CHECK(next < late / 8);                                 // 0: forgotten, if this thread was away
 }
 
 static void test_a_request_that_is_much_larger_than_what_the_system_buffers() {

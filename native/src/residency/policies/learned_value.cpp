@@ -10,15 +10,15 @@ constexpr float HALF_LIVES[] = { 12, 48, 400 }; // visits
 constexpr float BIAS_SHARE   = 0.3f;            // of the tables' step, for the bias
 constexpr float FEATURE_STEP = 0.5f;            // Adagrad's, for the weights
 constexpr float FIRST_AGE    = 20;
-constexpr float LEAST_COUNT  = 1e-12f; // smaller numbers are slow, and mean nothing
+constexpr float LEAST_COUNT  = 1e-12f; // smaller numbers are slow, and of no effect
 constexpr float MOST_LOGIT   = 30;
 
-// Added to votes and to their distance from 1, so that both have a logarithm.
+// Added to votes and to 1 - votes, so that both have a logarithm.
 constexpr float LEAST_VOTES = 0.02f;
 
 constexpr int LANES = 8;
 
-constexpr float TABLE_STEP = 0.02f; // on the rows that were active
+constexpr float TABLE_STEP = 0.02f; // on the active rows
 
 float as_float(int32_t bits) {
     float x;
@@ -47,7 +47,7 @@ inline float log_of(float x) {
 
 // e^x for x of at most 80 either way, to 1e-6: 2^k times a polynomial.
 inline float exp_of(float x) {
-    constexpr float ROUND = 12582912; // 1.5 * 2^23: what is added to it loses its fraction
+    constexpr float ROUND = 12582912; // 1.5 * 2^23: adding it rounds to an integer
     const float     t     = x * 1.44269504f;
     const float     k     = (t + ROUND) - ROUND;
     const float     r     = (t - k) * 0.69314718f;
@@ -154,7 +154,7 @@ LearnedValue::LearnedValue(const std::vector<int> & n_experts, int n_used_) :
     }
 }
 
-// What is known of the experts of a layer once it was visited.
+// Computes the values of a layer's experts after a visit.
 void LearnedValue::look(Layer & layer, const Visit & visit, const Active & active) {
     std::fill(hit.begin(), hit.end(), 0.0f);
     for (int expert : visit.experts) {
@@ -180,7 +180,7 @@ void LearnedValue::look(Layer & layer, const Visit & visit, const Active & activ
     }
 }
 
-// Moves the past value towards what came of it.
+// Moves the past value towards the observed uses.
 void LearnedValue::teach(Layer & layer, const Past & past) {
     differ(error.data(), past.value.data(), hit.data(), value.data(), width);
     std::fill(error.begin() + layer.n_expert, error.end(), 0.0f);
@@ -197,7 +197,7 @@ void LearnedValue::teach(Layer & layer, const Past & past) {
         weights[i] -= FEATURE_STEP / (float) n_layers * gradient / std::sqrt(squares[i]);
     }
     for (int t = 0; t < N_TABLES; ++t) {
-        // Many active rows, of several sequences, would move a value too far together.
+        // Many active rows, of several sequences, would together move a value too far.
         const float each =
             TABLE_STEP * std::min(1.0f, (float) n_used / (float) std::max<size_t>(1, past.active[t].size()));
         for (int row : past.active[t]) {

@@ -4,20 +4,22 @@
 //
 //     V = sigmoid(w . [log ema12, log ema48, log ema400, log age, W1, W2, W3, logit votes, 1] + b[e])
 //
-// ema_h: fading use counts with a half-life of h visits; age: visits since the last use; Wk: the sum over the active
-// rows j of table k at [j, e]. Active are in the first table what the layer just used, in the second what the layer
-// before used, in the third what this layer used one visit earlier. votes: of the tokens that followed the moments that
-// were most like this one (moments.h). The weights w are common to all experts: where uses do not follow from each other,
-// those of the tables fall, and with them the noise that their sums are. When the same context visits the layer again, V is moved towards used + (1 - used) * DISCOUNT * V_new: its experts' uses, discounted by how far off
-// they are. Where the visit does not continue the last one, as at the beginning of a request, nothing is
-// moved: what comes then does not follow from what was.
+// ema_h: fading use counts with a half-life of h visits; age: visits since the last use; Wk: the sum of table k over
+// the active rows j, at [j, e]. Active rows are the experts that the layer just used (first table), that the layer
+// before used (second), and that this layer used one visit earlier (third). votes: of the tokens after the moments most
+// like this one (moments.h). All experts share the weights w: where uses do not follow each other, the weights of the
+// tables fall, and with them the noise of their sums.
 //
-// A ubatch of several sequences is one visit, of all that they use. Counts and tables are shared by all contexts; each
-// has its own last visit.
+// When the same context visits the layer again, V moves towards used + (1 - used) * DISCOUNT * V_new: the uses,
+// discounted by their distance. If a visit does not continue the last one, as at the begin of a request, nothing moves:
+// it does not follow from the past.
+//
+// A ubatch of several sequences is one visit, with the uses of all. All contexts share the counts and tables; each has
+// its own last visit.
 //
 // Memory: three tables of n_expert x n_expert floats for each layer: 0.4 MB at 8 x 64, 9 MB at 48 x 128, 46 MB at 58 x
-// 256; and about 2 MiB of moments at most. Loops are written for the compiler to vectorize, with arithmetic that is the
-// same on every processor.
+// 256; and at most about 2 MiB of moments. The loops are written for the compiler to vectorize, with the same
+// arithmetic on every processor.
 
 #pragma once
 
@@ -45,7 +47,7 @@ public:
     // [n_expert] of each expert of a layer; only its visits change them.
     const std::vector<double> & values(int layer) const { return layers[layer].published; }
 
-    // What was learned, for a file. Rows are n_expert wide, of the widest layer.
+    // The learned state, for a file. Rows are n_expert wide, of the widest layer.
     struct State {
         std::vector<float> weights; // [2][N_WEIGHTS], and the sums of their squared gradients
         std::vector<float> counts;  // [n_layers][N_COUNTS][n_expert]
@@ -56,7 +58,7 @@ public:
     };
 
     State export_state() const;
-    void  import_state(const State & state); // REQUIRES: of the same sizes, finite, squares above 0, counts in 0..1
+    void  import_state(const State & state); // REQUIRES: the same sizes, finite, squares above 0, counts in 0..1
 
     const int n_layers;
     const int n_expert; // of the widest layer
@@ -68,7 +70,7 @@ private:
     using Row    = std::vector<float>;
     using Active = std::array<std::vector<int>, N_TABLES>; // by table
 
-    // What a context's last visit of a layer saw, until it comes again.
+    // The last visit of a layer by a context, until it comes again.
     struct Past {
         bool                    known = false;
         std::array<Row, N_ROWS> features;
@@ -87,7 +89,7 @@ private:
 
     struct Passage {
         std::vector<Past> past;     // by layer
-        std::vector<int>  previous; // used by the layer that was visited last
+        std::vector<int> previous; // experts of the layer that was visited last
     };
 
     const int                                 width; // of rows: n_expert and padding
@@ -96,7 +98,7 @@ private:
     std::array<float, N_WEIGHTS>              squares;
     std::vector<Layer>                        layers;
     std::unordered_map<const void *, Passage> passages; // by context
-    std::array<Row, N_ROWS>                   features; // of the visit at hand
+    std::array<Row, N_ROWS>                   features; // of the present visit
     Row                                       hit, logit, value, error;
     Moments                                   moments;
     Row                                       votes; // [words of a mask * 32]

@@ -9,20 +9,20 @@
 namespace pyorch {
 namespace {
 
-// Moments that a search finds: of equally alike ones the newest.
+// Moments that a search finds; of equally alike ones, the newest.
 constexpr size_t N_MATCHES = 8;
 
-// Of the uses in a window.
+// In shares of the uses in a window.
 constexpr double TAU = 0.08;
 
-// Tokens behind a moment that vote.
+// Tokens after a moment that vote.
 constexpr int HORIZON = 12;
 
-// Moments that vote, and what a search leaves of the weights of earlier ones.
+// Moments that vote, and the share of weight that earlier ones keep at a search.
 constexpr size_t N_VOTERS = 24;
 constexpr float  FADE     = 0.7f;
 
-// A search passes over all stored tokens, so their number is bounded by bytes, and so is the number of searches.
+// A search compares all stored tokens. So bytes bound their number, and a constant the number of searches.
 constexpr size_t MOST_BYTES   = 2u << 20;
 constexpr int    MOST_TOKENS  = 16384;
 constexpr int    LEAST_TOKENS = 256;
@@ -63,7 +63,7 @@ struct Alike {
 
 using MostAlike = std::array<Alike, N_MATCHES>; // the most alike first
 
-// Bits that both have.
+// Bits set in both.
 inline __attribute__((always_inline)) int count_common(const uint32_t * a, const uint32_t * b, int n_words) {
     int n = 0;
     for (int i = 0; i < n_words / 2; ++i) {
@@ -75,15 +75,15 @@ inline __attribute__((always_inline)) int count_common(const uint32_t * a, const
     return n_words % 2 ? n + __builtin_popcount(a[n_words - 1] & b[n_words - 1]) : n;
 }
 
-// Of equally alike tokens, the one that is compared first stays first.
+// Of equally alike tokens, the first compared stays first.
 inline __attribute__((always_inline)) void compare(const Search & search, int token, MostAlike & most) {
     if (search.next[token] < 0 || search.next[token] == search.present || token == search.present) {
-        return; // no other token follows it
+        return; // no token follows it
     }
     const uint32_t * masks  = search.masks + (size_t) token * search.token_words;
     const int        before = search.previous[token], rest = search.token_words - search.n_words;
     int              n;
-    if (before >= 0 && before == token - 1) { // its window is in one piece
+    if (before >= 0 && before == token - 1) { // its window is contiguous
         n = count_common(masks - rest, search.window, search.token_words);
     } else {
         n = count_common(masks, search.window + rest, search.n_words);
@@ -101,7 +101,7 @@ inline __attribute__((always_inline)) void compare(const Search & search, int to
     }
 }
 
-// The newest token first. Tokens take places in turn, so the place behind the newest one has the oldest.
+// The newest token first. Tokens take places in turn, so the oldest lies behind the newest.
 inline __attribute__((always_inline)) MostAlike compare_all(const Search & search, int newest) {
     MostAlike most;
     for (int token = newest; token >= 0; --token) {
@@ -131,7 +131,7 @@ Moments::Moments(int n_layers, int n_expert, int n_used) :
     masks.reserve((size_t) capacity * n_layers * words);
 }
 
-// The oldest token makes room.
+// The oldest token is overwritten.
 int Moments::take_place() {
     newest = (newest + 1) % capacity;
     if (newest == size()) {
@@ -155,7 +155,7 @@ int Moments::take_place() {
     return newest;
 }
 
-// The context has a new token. Each moment that votes becomes the moment one token later.
+// The context has a new token. Each voter becomes the moment one token later.
 void Moments::move_on(Passage & passage) const {
     for (Match & voter : passage.voters) {
         voter.token = next[voter.token];
@@ -185,7 +185,7 @@ void Moments::visit(const Visit & visit) {
     }
 }
 
-// The moments that are most like the present one. The sum of their weights is 1.
+// The moments most like the present one. The sum of their weights is 1.
 std::vector<Moments::Match> Moments::most_alike(const Passage & passage) {
     const int token_words = n_layers * words, n_words = (passage.layer + 1) * words, before = previous[passage.token];
     window.assign((size_t) token_words, 0);
@@ -230,7 +230,7 @@ void Moments::search(Passage & passage) {
             voter->weight += match.weight;
         }
     }
-    if (voters.size() > N_VOTERS) { // a total order, so that each machine keeps the same ones
+    if (voters.size() > N_VOTERS) { // a total order, so that every machine keeps the same ones
         std::sort(voters.begin(), voters.end(),
             [](const Match & a, const Match & b) { return std::tie(b.weight, b.token) < std::tie(a.weight, a.token); });
         voters.resize(N_VOTERS);

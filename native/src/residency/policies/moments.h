@@ -1,12 +1,12 @@
 // Which experts tokens used after moments that were like the present one.
 //
-// A moment is a token at a layer. Its window is the last n_layers visits of its context, as bit masks of the experts that
-// they used. Two moments of a layer are as alike as their windows have uses in common. A search finds the most alike
-// moments of the stored tokens. Their weights are exp(likeness / TAU), with a sum of 1.
+// A moment is a token at a layer. Its window is the last n_layers visits of its context, as bit masks of the experts
+// that they used. Two moments of a layer are as alike as their windows have uses in common. A search finds the most
+// alike moments of the stored tokens. Their weights are exp(likeness / TAU), with a sum of 1.
 //
-// The tokens behind a moment vote. The vote for an expert is DISCOUNT^h if the h-th token behind the moment is the first
-// that uses the expert. So the sum of the votes estimates the value that `learned` gives an expert. One search is noisy.
-// So the moments of earlier searches go on voting, with weights that fade.
+// The tokens behind a moment vote. The vote for an expert is DISCOUNT^h if the h-th token behind the moment is the
+// first that uses the expert. So the sum of the votes estimates the value that `learned` gives an expert. One search is
+// noisy. So the moments of earlier searches go on voting, with weights that fade.
 //
 // A text repeats earlier moments. The tokens behind them show which experts come many tokens ahead.
 

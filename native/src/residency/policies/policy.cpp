@@ -16,8 +16,8 @@ public:
     bool by_recency() const override { return true; }
 };
 
-// Frequency with exponential fading: without it, what a first topic used would never leave. All frequencies fade
-// alike, so their order is that of their logarithms with the fading left out, and that does not change with time.
+// Frequency with exponential fading: without it, the experts of the first topic would stay forever. All frequencies
+// fade alike. So the order is that of the logarithms without fading, which does not change with time.
 class Lfu : public EvictionPolicy {
 public:
     explicit Lfu(int n_layers) : half_life(HEAT_HALF_LIFE_TOKENS * std::max(1, n_layers)) {}
@@ -41,7 +41,7 @@ public:
     using Lfu::Lfu;
 
     double value(const Usage & usage, float probability) const override {
-        // Experts that no forecast names are still told apart by their frequency.
+        // Frequency tells apart the experts that no forecast names.
         constexpr float LEAST = 1e-3f;
         return usage.heat + std::log2(std::max(probability, LEAST));
     }
@@ -49,7 +49,7 @@ public:
     bool takes_forecasts() const override { return true; }
 };
 
-// What a LearnedValue says. What was asked for by name was not learnt from: it counts as much as can be until it is.
+// The value of a LearnedValue. An expert that was asked for by name has the highest value until its layer is visited.
 class Learned : public EvictionPolicy {
 public:
     void used(Usage & usage, uint64_t now) override {
@@ -71,7 +71,8 @@ const Policies & policy_list() {
         { PYORCH_LRU, "lru", 0, 0, "the least recently used expert goes first", make_policy<Lru> },
         { PYORCH_LFU, "lfu", 0, 0, "the least frequently used goes first, and old uses fade", make_policy<Lfu> },
         { PYORCH_FINEMOE, "finemoe", 0, PYORCH_NEEDS_FORECASTS,
-            "the least frequently used goes first, but before it those that no predictor names", make_policy<FineMoe> },
+            "the least frequently used goes first, but before it the experts that no predictor names",
+            make_policy<FineMoe> },
         { PYORCH_LEARNED, "learned", 0, 0, "what will be used latest goes first, as learned while decoding",
             make_policy<Learned>, true },
     };

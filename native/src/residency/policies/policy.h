@@ -1,10 +1,10 @@
-// Which resident expert goes when another needs its memory.
+// Eviction policies: which resident expert is evicted when another one needs its memory.
 //
-// A policy gives each expert a value, from what is known of it alone: values of different experts, computed at
-// different times, compare. So the value of an expert changes only when something is learnt about that expert. Two
-// things a policy may ask for beside that. Values that take much arithmetic are made by a LearnedValue, for all experts
-// of a layer at once, once that layer was visited. And where the turn of a layer counts, all values of a layer are
-// discounted by the wait until its turn: that changes with every layer, but never the order within one.
+// A policy computes the value of an expert from the usage of that expert alone. Values of different experts, computed
+// at different times, compare. So a value changes only when the expert's usage does. There are two extensions. A
+// LearnedValue computes the values of all experts of a layer at once, after a visit. And a policy may count turns: all
+// values of a layer are discounted by the wait until its turn. The discount changes with every layer, but never the
+// order within one.
 
 #pragma once
 
@@ -18,14 +18,14 @@
 
 namespace pyorch {
 
-// What a policy may know about an expert. Time counts the layers that were computed.
+// The usage of an expert. Time counts computed layers.
 struct Usage {
     uint64_t last_use = 0;
     double   heat     = -INFINITY;  // log2 of its uses, fading: at time t, log2(frequency) + t / half-life
-    double   learned  = 0;          // what a LearnedValue said of it last
-    double   mark     = 0;          // what a policy notes of it beside that
+    double   learned  = 0;          // the last value of a LearnedValue
+    double   mark     = 0;          // for the policy's own use
     uint64_t came     = 0;          // when it got its memory
-    uint64_t next_use = UINT64_MAX; // the truth, where it is known: in a replay
+    uint64_t next_use = UINT64_MAX; // the truth, in a replay
 };
 
 constexpr double HEAT_HALF_LIFE_TOKENS = 32;   // of Usage::heat
@@ -38,51 +38,51 @@ public:
     // REQUIRES: the usage outlives the policy
     virtual void used(Usage & usage, uint64_t now) = 0;
 
-    // It went, as the least valuable.
+    // It was evicted.
     virtual void evicted(const Usage &) {}
 
-    // The expert with the lowest value goes first. Finite, or -INFINITY. probability: in the forecast of its layer; 1 /
-    // n_expert while there is none.
+    // The expert with the lowest value is evicted first. Finite, or -INFINITY. probability: of the forecast of its
+    // layer; 1 / n_expert without one.
     virtual double value(const Usage & usage, float probability) const = 0;
 
-    // What a value counts of an expert that is there, where another one need not take its place: to bring one that is
-    // hardly better costs more than it gains. Replayed on routing of OLMoE's shape, twice the uses for lfu: hits stay
-    // the same within half a point, and a tenth to a third is uploaded. 2.5 times the value for learned, by replays of
-    // the small model: 4 times costs 4 points of a device's hits, twice uploads more and takes longer.
+    // The value of an expert in memory, against one that need not come: to bring an expert that is hardly better costs
+    // more than it gains. lfu: twice the uses; replayed on routing of OLMoE's shape, hits stay within half a point, and
+    // a tenth to a third is uploaded. learned: 2.5 times the value, by replays of the small model: 4 times costs 4
+    // points of a device's hits, twice uploads more and takes longer.
     virtual double settled(double value) const { return value; }
 
-    // Whether the newer is worth more, however often either is used. Then what takes another one's place, where it need
-    // not, must have been used twice as often, too: else all that comes once would go through all memory. Replayed
-    // likewise, a fiftieth is uploaded then, for a third more hits.
+    // Whether the more recent expert is worth more, however often either is used. Then an expert that need not come
+    // must have been used twice as often, too: otherwise every expert that is used once would pass through the memory.
+    // Replayed likewise, it uploads a fiftieth, for a third more hits.
     virtual bool by_recency() const { return false; }
 
     // Whether the value depends on the probability.
     virtual bool takes_forecasts() const { return false; }
 
-    // Whether values, which are 0 or more then, are discounted by the wait until their layer's turn.
+    // Whether values, then 0 or more, are discounted by the wait until their layer's turn.
     virtual bool counts_turns() const { return false; }
 };
 
-// A layer was routed for a narrow ubatch, not a prompt's.
+// A layer was routed for a narrow ubatch, not for a prompt.
 struct Visit {
     const void *     context;
     int              layer;
     bool             continues; // the ubatch has the next token of each sequence of the context's last ubatch
-    std::vector<int> experts;   // that its router chose, ascending, each once
+    std::vector<int> experts;   // the router's choice, ascending, each once
 };
 
-// A policy as it is chosen.
+// An eviction policy of the list.
 struct PolicyEntry {
     pyorch_policy kind;
     const char *  name;
-    unsigned      needs; // PYORCH_NEEDS_*: who lacks one of them cannot take it
-    unsigned      uses;  // PYORCH_NEEDS_*: of what makes it better
+    unsigned      needs; // PYORCH_NEEDS_*: without one of them the policy cannot be chosen
+    unsigned      uses;  // PYORCH_NEEDS_*: they make it better
     const char *  description;
 
-    // n_moe_layers: layers that one token passes, the unit in which old uses fade.
+    // n_moe_layers: the layers that one token passes, the unit of fading.
     std::unique_ptr<EvictionPolicy> (*make)(int n_moe_layers);
 
-    bool learns = false; // its values, from visits of layers
+    bool learns = false; // its values, from the visits of layers
 };
 
 using Policies = std::vector<PolicyEntry>;
@@ -100,10 +100,10 @@ std::unique_ptr<EvictionPolicy> make_policy(int n_moe_layers) {
 // half-lives.
 inline double fading_use(double heat, double fading) { return std::log2(std::exp2(heat - fading) + 1) + fading; }
 
-// In the order of their kinds. Those that exist to be compared with are for replays: replay/policies/replay_policies.h.
+// In the order of their kinds. Policies for comparison are for replays: replay/policies/replay_policies.h.
 const Policies & policy_list();
 
-// Throws Failure where the list has no such policy.
+// Throws Failure if the list has no such policy.
 const PolicyEntry & find_policy(const Policies & policies, pyorch_policy kind);
 
 } // namespace pyorch
