@@ -14,7 +14,7 @@ Victims::Victims(const std::vector<int> & n_experts) {
 }
 
 void Victims::look_through(Keys & keys) {
-    // Four minima at once do not wait for each other.
+    // Four minima, which do not depend on each other.
     const double * key  = keys.key.data();
     const int      n    = (int) keys.key.size();
     double         m[4] = { NEVER, NEVER, NEVER, NEVER };
@@ -62,7 +62,8 @@ Victim EvictionOrder::first_of(const std::vector<int> & layers, int for_layer, P
     return least;
 }
 
-// Layers are passed in a cycle: the one that was passed last is needed last, but for those never passed.
+// A token passes the layers in a cycle: the layer that it passed last is needed last, except layers that it never
+// passes.
 double EvictionOrder::turn_of_scanned(int layer, int for_layer) const {
     const int n     = values.n_executed();
     const int ahead = !values.is_executed(layer) ? n :

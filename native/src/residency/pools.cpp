@@ -8,21 +8,21 @@
 
 namespace pyorch {
 
-// Uses of so many tokens ago count half: ranks are to last, unlike what eviction goes by.
+// Half-life of a use, in tokens: ranks change more slowly than the order of eviction.
 static constexpr double HALF_LIFE_TOKENS = 128;
 
-// Ranks change slowly but for the first, and looking at them costs a look at all experts.
+// Only the first ranks change fast, and sorting compares all experts.
 static constexpr uint64_t RANKING_TOKENS = 8;
 
-// Ranks so near behind the last of a pool count as in it (the tolerance margin delta of ZipMoE), as a share of its
-// size.
+// Ranks so close behind the last of a pool belong to it (the tolerance margin delta of ZipMoE), as a share of the
+// pool's size.
 static constexpr double TOLERANCE = 0.05;
 
-// Whose stored parts are given up has them read again when it is no longer full. So who comes into the pool of full
-// experts has been used a fifth more than the first behind it (log2), and near ties change nothing.
+// An expert whose stored parts are given up must read them again when it is no longer full. So an expert enters the
+// pool of full experts only if it is used a fifth more than the first one behind it (log2); near ties change nothing.
 static constexpr double MARGIN = 0.25;
 
-// Of the budget at most, the memory through which experts come, if that is enough for the fewest.
+// The most of the budget for the memory of loads, if it is enough for the fewest.
 static constexpr double STAGING_SHARE = 1.0 / 16;
 
 static constexpr Form HIERARCHY[] = { Form::FULL, Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY };
@@ -96,8 +96,8 @@ void Pools::used(int layer, int expert, uint64_t now) {
     }
 }
 
-// Experts of all layers compete: a pool ends at the heat of the first rank that is behind it. The last one takes all
-// that come, and its eviction says who stays: ranks know what is used often, and not what is used just now.
+// Experts of all layers compete: a pool ends at the heat of the first rank behind it. The last pool takes all others,
+// and its eviction chooses: ranks know which experts are used often, and not which are used now.
 void Pools::rank() {
     std::vector<double> all;
     double              full = 0, stored[N_STORED_PARTS] = {};
@@ -115,7 +115,7 @@ void Pools::rank() {
     Form         takes_all      = Form::FULL;
     for (const Form form : HIERARCHY) {
         double & next           = least[(int) form];
-        next                    = INFINITY; // of a pool that holds nothing: experts may have no bytes of a form
+        next                    = INFINITY; // of an empty pool: experts may have no bytes of a form
         const uint64_t of_ranks = limit(form) - (form == Form::FULL ? std::min(passing, limit(form)) : 0);
         if (of_ranks == 0 || bytes[(int) form] == 0) {
             continue;
@@ -123,7 +123,7 @@ void Pools::rank() {
         takes_all         = form;
         const double size = (double) of_ranks / bytes[(int) form];
         last += size;
-        // Ranks r < tau, from 1 on. Who has one of them is, without its last use, still no colder than the next.
+        // Ranks r < tau, from 1. An expert of these ranks is, without its last use, no colder than the next.
         const double n_ranks = std::ceil(form == Form::FULL ? last : last + TOLERANCE * size) - 1;
         if (n_ranks >= (double) all.size()) {
             next = -INFINITY;
@@ -140,7 +140,7 @@ void Pools::rank() {
 
 Form Pools::form_of(int layer, int expert, bool comes) const {
     const double uses = (comes ? heat : before)[layer][expert];
-    // Of experts that are used as ever, heat has grown since it was ranked.
+    // The heat of an expert whose use is steady has grown since the ranking.
     const double full = least[(int) Form::FULL] + (double) (latest - ranked) / half_life() + MARGIN;
     for (const Form form : HIERARCHY) {
         if (limit(form) > 0 && uses >= (form == Form::FULL ? full : least[(int) form])) {

@@ -11,7 +11,7 @@ void Guesses::replace(const void * context, int layer, std::vector<Guess> guesse
     if (guesses.empty()) {
         return;
     }
-    // Of equal ones, the first is the best.
+    // Of equal ones, the first comes first.
     std::reverse(guesses.begin(), guesses.end());
     std::stable_sort(
         guesses.begin(), guesses.end(), [](const Guess & a, const Guess & b) { return a.probability < b.probability; });
@@ -34,7 +34,7 @@ void ReadAhead::want_layer(int layer) {
     if (layer < 0) {
         return;
     }
-    const int n = room.capacity_beside_window(layer) - order.n(layer); // more of them would go before they are needed
+    const int n = room.capacity_beside_window(layer) - order.n(layer); // more would be evicted before their use
     for (int id = 0; id < residents[layer].n_expert && (int) prompt.size() < n; ++id) {
         Expert & e = residents.expert(layer, id);
         if (e.absent() && !e.elsewhere && !e.above) {
@@ -43,18 +43,18 @@ void ReadAhead::want_layer(int layer) {
     }
 }
 
-// The first that is wanted. What is pinned gets its memory like a demand. scan: for a prompt.
+// Starts the first wanted load. A pinned expert gets its memory like a demand. scan: for a prompt.
 bool ReadAhead::next(const Locked & locked, std::deque<Expert *> & wanted, bool scan) {
     while (!wanted.empty()) {
         Expert & e = *wanted.front();
         if (!e.absent() || e.holds > 0 || (order.is_full(e.layer) && !e.pinned)) {
-            wanted.pop_front(); // there, or demanded, or one too many
+            wanted.pop_front(); // resident, or demanded, or one too many
             continue;
         }
         const bool fits = room.make_room(locked, e.layer, 1, e.pinned ? FOR_DEMAND : FOR_ORDER);
         if (!fits || !residents.start_load(e, e.pinned ? ReadFor::DEMAND : scan ? ReadFor::PROMPT : ReadFor::ORDER)) {
             if (residents.n_in_use() > 0 || (e.pinned && !fits && !loads.idle(locked))) {
-                return false; // a running layer or a read will let go of memory
+                return false; // a running layer or a read will free memory
             }
             wanted.pop_front();
             continue;
@@ -66,7 +66,7 @@ bool ReadAhead::next(const Locked & locked, std::deque<Expert *> & wanted, bool 
     return false;
 }
 
-// Whether the pass of a context that a forecast is of has come, if it was made when the context's layer `from` came.
+// Whether a forecast is over: made as of layer `from` of a context that has passed its layer since.
 bool ReadAhead::has_passed(const void * context, int layer, int from) const {
     const auto passage = passages.find(context);
     if (passage == passages.end()) {
@@ -108,7 +108,7 @@ void ReadAhead::end_forecast(int layer, const void * context) {
     }
 }
 
-// What was read for this pass of the context is in use now, or was read in vain.
+// A guess for this pass of the context is used now, or was wrong.
 void ReadAhead::settle_guessed(const Locked & locked, int layer, const void * context) {
     auto &           l = residents[layer];
     std::vector<int> unsettled;
@@ -156,8 +156,8 @@ void ReadAhead::forget(const Locked & locked, const void * context) {
     }
 }
 
-// The best guess: that with the highest probability over distance (FineMoE section 4.5; there, the probability is that
-// of the map found, here how often such guesses came true).
+// Reads the best guess: the highest probability over distance (FineMoE, section 4.5; there, the probability is that of
+// the map found; here, the share of such guesses that came true).
 bool ReadAhead::next_guess(const Locked & locked) {
     while (!guesses.empty()) {
         const auto [context, layer, guess] = guesses.take_best([&](const void * context, int layer) {
@@ -188,7 +188,7 @@ void ReadAhead::defer(int layer, const std::vector<int> & experts) {
     }
 }
 
-// An expert that others stood in for. Otherwise what is absent would stay so: nobody demands it.
+// Reads an expert that was replaced. Otherwise it would stay absent, since no layer demands it.
 bool ReadAhead::next_deferred(const Locked & locked) {
     while (!deferred.empty()) {
         Expert & e = *deferred.front();

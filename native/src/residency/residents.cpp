@@ -89,7 +89,7 @@ void Residents::arrived(Expert & e) {
     e.abandoned           = false;
     layer_of(e).n_only_above -= e.above;
     ++counts.loads;
-    counts.prefetch_loads += e.unasked(); // a layer that came to need it meanwhile has counted it
+    counts.prefetch_loads += e.unasked(); // a layer that needed it meanwhile has counted it
     seats.arrive(e);
 }
 
@@ -142,7 +142,7 @@ void Residents::set_keys(Victims & victims, int layer, int id) const {
     }
     const bool   waits = e.read_ahead();
     const double key   = passes(e) ? Victims::SCANNED : e.guessed() ? Victims::GUESSED : values.value(layer, id);
-    // What passes has to be read no more than before. Guesses would else take the memory of experts that are full only.
+    // An expert that goes first is never fresh. Otherwise guesses would take the memory of experts that are only full.
     const bool fresh = values.is_fresh(layer, id) && !passes(e);
     victims.set(layer, id, FOR_DEMAND, key);
     victims.set(layer, id, FOR_ORDER, waits ? Victims::NEVER : key);

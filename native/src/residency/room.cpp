@@ -6,12 +6,12 @@
 
 namespace pyorch {
 
-// So many times a size class gives up one of its own experts although one of another class is worth less; then it takes
-// the other's memory. Memory that changes its class costs the system calls and page faults, which slots that stay in
-// their class never do; so it moves where a class lacks it lastingly, and not with every expert.
+// A size class evicts one of its own experts so many times although an expert of another class is worth less; then it
+// takes the memory of the other. Memory that changes its class costs system calls and page faults. So it moves only if
+// a class lacks memory lastingly.
 static constexpr int REBALANCE = 16;
 
-// What came at once within so many tokens says how much may come at once.
+// The most bytes of one layer within so many tokens is the width to expect.
 static constexpr uint64_t WIDTH_TOKENS = 64;
 
 Room::Room(
@@ -37,8 +37,8 @@ void Room::evict(Expert & e) {
     residents.drop(e);
 }
 
-// The least valuable expert that may go for one of the layer (-1: for anything), and is not forecast with a higher
-// probability. One of the layer's own size class is preferred.
+// The victim for an expert of the layer (-1: of any layer), with a forecast of at most more_likely_than. The layer's
+// own size class is preferred.
 Victim Room::choose_victim(int layer, Purpose purpose, float more_likely_than) {
     const int cls = layer < 0 ? -1 : size_class[layer];
     Victim    any, own;
@@ -93,8 +93,8 @@ bool Room::make_room(
     return bank.fits(l.size_class, n);
 }
 
-// Takes back a load that nobody waits for and no reader works on, for what is needed now. False if there is none; a
-// guess that a reader works on ends with that request.
+// Ends a load that nobody waits for and no reader works on, for memory that is needed now. False if none exists. A
+// guess that a reader works on ends with its current request.
 bool Room::drop_queued(const Locked & locked) {
     const auto may_go = [&](const Load & load) {
         const Expert & e = residents.expert_of(load);
@@ -125,7 +125,7 @@ void Room::keep_budget(const Locked & locked) {
     }
 }
 
-// The least valuable of the layer go, as far as they can.
+// Evicts the least valuable experts of the layer, as far as they may go.
 void Room::make_room_within(int layer, int n) {
     for (int over = order.n(layer) + n - values.max(layer); over > 0; --over) {
         order.update();
@@ -170,7 +170,7 @@ void Room::widen(const Locked & locked, int layer, const Demand & demand) {
     }
 }
 
-// A wide batch needs all: it says nothing.
+// A wide batch uses all experts, so it says nothing.
 void Room::count_regret(int layer, const Demand & demand) {
     for (int id : displaced[layer]) {
         if (!demand.scans()) {
@@ -180,7 +180,7 @@ void Room::count_regret(int layer, const Demand & demand) {
     displaced[layer].clear();
 }
 
-// Experts of each layer that eviction cannot take.
+// By layer: experts that eviction cannot take.
 std::vector<int> Room::reserved() const {
     std::vector<int> n;
     for (int layer = 0; layer < residents.n_layers(); ++layer) {
@@ -198,7 +198,7 @@ void Room::reserve(const Locked & locked) {
     divide_budget(locked, bank.budget());
 }
 
-// The budget that lets every layer run, whole or through its window, beside what is reserved.
+// The budget under which every layer runs, whole or through its window, beside the reserved memory.
 uint64_t Room::needed_budget(const std::vector<int> & reserved) const {
     uint64_t all  = 0;
     uint64_t most = 0;
@@ -212,7 +212,7 @@ uint64_t Room::needed_budget(const std::vector<int> & reserved) const {
     return most;
 }
 
-// What full experts can have of the budget: pools give way to them, but for the least through which experts come.
+// The most bytes of the budget for full experts: pools give way to them, apart from the least that loads need.
 uint64_t Room::most_for_full() const { return bank.budget() - stored.least(); }
 
 void Room::check_pins(int layer, int n_pins) const {
@@ -262,7 +262,7 @@ void Room::set_shares(const Locked & locked, const PoolShares & wanted) {
     divide_budget(locked, bank.budget());
 }
 
-// REQUIRES: the budget is enough for what is reserved
+// REQUIRES: the budget is enough for the reserved memory.
 void Room::divide_budget(const Locked & locked, uint64_t bytes) {
     const uint64_t needed  = needed_budget(reserved());
     const uint64_t at_once = std::max(needed, std::min(width.most, bytes - stored.least()));

@@ -15,7 +15,7 @@ double SimulatedDisk::end_of(double begin, double seconds) const {
     }
     const double active = period_seconds - pause_seconds;
     const double since  = std::fmod(begin, period_seconds);
-    const double done   = std::min(since, active) + seconds; // in active time, since the period began
+    const double done   = std::min(since, active) + seconds; // in active time since the begin of the period
     const double pauses = std::max(0.0, std::ceil(done / active) - 1);
     return begin - since + done + pauses * pause_seconds;
 }
@@ -73,7 +73,7 @@ void SimulatedReader::take(double at) {
 
 double SimulatedReader::chance() { return disk.seed ? 0.5 + 0x1p-53 * (double) (random() >> 11) : 1; }
 
-// What all of a matrix was read of is decoded by the threads that are free first, step by step.
+// The threads that are free first decode a matrix that was read whole, step by step.
 void SimulatedReader::decode(const ReadRequest & read, double at) {
     const double seconds = (double) loader.bytes_to_decode(read) / decoders.bytes_per_second;
     if (seconds <= 0) {
@@ -120,7 +120,7 @@ std::unique_ptr<Bank> bank_of(const ModelMap & map, const pyorch_config & config
     return std::make_unique<SimulatedBank>(map, std::min(config.budget_bytes, map.slots_bytes()));
 }
 
-// Requests of a size that neither the file system nor the kernel of this machine has a say in.
+// Sizes of requests that do not depend on the file system or the kernel of this machine.
 pyorch_config simulated(pyorch_config config) {
     config.direct_io  = 0;
     config.reader     = PYORCH_READER_THREADS;
@@ -133,7 +133,7 @@ pyorch_config simulated(pyorch_config config) {
 SimulatedCache::SimulatedCache(const ModelMap & map, const pyorch_config & config, double read_layers, uint64_t seed) :
         table(map, bank_of(map, config), open_source(map, simulated(config)), no_codec(), simulated(config)),
         disk(disk_of(map, read_layers, seed)), reader(table.loader(), disk, { 1, INFINITY }, [this](double ended) {
-            mutex.assert_held(); // every call of the table and of the reader is made under it
+            mutex.assert_held(); // every call of the table and of the reader holds it
             now = std::max(now, ended);
         }) {}
 
@@ -166,7 +166,7 @@ void SimulatedCache::pass(const void * context, int layer, const Demand & demand
     if (!deferred.empty()) {
         table.defer(layer, deferred);
     }
-    // Matrix by matrix, as kernels go through them.
+    // Matrix by matrix, in the order of the kernels.
     const int    n_roles = (int) table.map.layers[layer].tensors.size();
     const double each    = (double) demand.n_tokens / (n_roles * std::max<double>(1, (double) demand.experts.size()));
     reader.run_until(now);

@@ -1,4 +1,4 @@
-// What can be seen of the table.
+// The table's residency, snapshot and counts, for its users.
 
 #include "residency/table.h"
 
@@ -60,7 +60,7 @@ void Table::add_stats(int layer, pyorch_stats & stats) {
     count(layer, stats);
 }
 
-// only: a layer, -1: all of them.
+// only: a layer; -1: all layers.
 void Table::count(int only, pyorch_stats & out) {
     if (only < 0) {
         const Loader::Counts of_loads = loads.counts(mutex.locked());

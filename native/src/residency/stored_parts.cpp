@@ -4,14 +4,14 @@
 
 namespace pyorch {
 
-// Bytes that can be taken for stored parts. The least that loads need is there whatever full experts still have.
+// Bytes that are free for stored parts. The least that loads need is free whatever full experts still have.
 uint64_t StoredParts::room() const {
     const auto     left = [&](uint64_t limit) { return limit > bank.stored_taken() ? limit - bank.stored_taken() : 0; };
     const uint64_t matrices = std::min(bank.budget(), bank.matrices_taken());
     return std::min(left(pools.stored_limit()), std::max(left(bank.budget() - matrices), left(least())));
 }
 
-// What is read ahead leaves room for another: a layer that comes then need not wait for the end of a guess.
+// A load ahead leaves room for another one, so that a layer that comes then need not wait for the end of a guess.
 Staged StoredParts::stage(Load & load) {
     const bool is_ahead = !load.stream && residents.expert_of(load).holds == 0 && !residents.expert_of(load).pinned;
     const auto needed   = [&] { // the victim below may be this expert
@@ -22,7 +22,7 @@ Staged StoredParts::stage(Load & load) {
         return bytes;
     };
     while (needed() > room()) {
-        // Full experts still have memory that is not theirs any more: the pools wait for it, loads do not.
+        // Full experts still have more than their budget: the pools wait for that memory, loads do not.
         Expert * victim = bank.matrices_taken() > bank.matrices_budget() ? least_valuable() : nullptr;
         if (!victim) {
             return Staged::LATER;
@@ -42,7 +42,7 @@ Staged StoredParts::stage(Load & load) {
     }
     load.staged = true;
     if (!load.stream) {
-        residents.seats.changed(residents.expert_of(load)); // its pool cannot give up what it has of it now
+        residents.seats.changed(residents.expert_of(load)); // its pool must keep its parts now
     }
     return Staged::YES;
 }
@@ -57,12 +57,12 @@ void StoredParts::keep(Expert & e, Form form) {
 }
 
 void StoredParts::settle(Expert & e) {
-    const bool comes = e.read_ahead() && !e.holds; // the use that it is for has not been counted
+    const bool comes = e.read_ahead() && !e.holds; // its use has not been counted
     keep(e, e.pinned ? Form::FULL : pools.form_of(e.layer, e.id, comes));
     trim();
 }
 
-// The least valuable expert of a pool that no load is at work with.
+// The least valuable expert of a pool, without those of running loads.
 Expert * StoredParts::least_valuable(Form form) {
     order.update();
     Expert * victim = nullptr;
@@ -77,7 +77,7 @@ Expert * StoredParts::least_valuable(Form form) {
     return victim;
 }
 
-// The same of any pool, the last one first.
+// The least valuable expert of all pools; the last pool first.
 Expert * StoredParts::least_valuable() {
     for (const Form form : { Form::E_ONLY, Form::SM_ONLY, Form::COMPRESSED }) {
         if (Expert * victim = least_valuable(form)) {
@@ -87,7 +87,7 @@ Expert * StoredParts::least_valuable() {
     return nullptr;
 }
 
-// What leaves a pool goes to the next one that takes a part of it: that costs no reading.
+// An expert that leaves a pool goes to the next pool that takes some of its parts: that needs no read.
 void StoredParts::trim() {
     for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
         while (pools.any() && pools.bytes(form) > pools.limit(form)) {
@@ -106,7 +106,7 @@ void StoredParts::trim() {
 void StoredParts::set_keys(const Expert & e) {
     for (const Form form : { Form::COMPRESSED, Form::SM_ONLY, Form::E_ONLY }) {
         const bool may_go = e.kept == form && !e.load.staged;
-        // What was read ahead is worth little until it is used: it would go before that, and be read again.
+        // An expert that was read ahead is worth little until its use: it would be evicted before, and read again.
         const double worth = e.read_ahead() ? Victims::GUESSED : values.value(e.layer, e.id);
         pools.victims(form).set(e.layer, e.id, FOR_DEMAND, may_go ? worth : Victims::NEVER);
     }

@@ -32,7 +32,7 @@ bool Stream::ask(int role, int place, const void * thread, int n_threads) {
         mine = reached.insert(mine, { thread, place });
     }
     mine->second = std::max(mine->second, place);
-    if ((int) reached.size() == n_threads) { // else some have not begun
+    if ((int) reached.size() == n_threads) { // else some threads have not begun
         int last = place;
         for (const auto & each : reached) {
             last = std::min(last, each.second);
@@ -73,13 +73,13 @@ void Streams::open(const Locked & locked, Owner & owner, int layer, const std::v
     fill(locked, *owner.stream);
 }
 
-// Begins to read what the window has room for.
+// Begins the reads for which the window has room.
 void Streams::fill(const Locked & locked, Stream & s) {
     std::vector<Load *> started;
     while (s.error.empty() && s.begun < std::min(s.n_matrices(), s.passed + (int64_t) s.frames.size())) {
         Stream::Frame & frame = s.frame(s.begun);
         if (!frame.load.ended()) {
-            break; // of what is not wanted any more; its end comes here again
+            break; // a read that nobody wants is running; its end calls fill() again
         }
         frame.number      = s.begun;
         frame.address     = nullptr;
@@ -121,11 +121,11 @@ void Streams::finished(const Locked & locked, Load & load) {
         residents.seats.counts(s.layer).loads += !load.failed && load.roles == 1u << s.roles.back();
         fill(locked, s);
     } else {
-        give_frames(s); // and the load goes with them
+        give_frames(s); // and frees the load
     }
 }
 
-// Of a stream that is closed: its slots, but for those that a reader works on. With the last one it goes.
+// Frees the slots of a closed stream, without those that a reader works on. The stream ends with its last slot.
 void Streams::give_frames(Stream & s) {
     bool any = false;
     for (Stream::Frame & frame : s.frames) {

@@ -23,7 +23,7 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         map(map_), bank(std::move(bank_)), loads(map, std::move(source), codec, plan_reads(config).bytes, mutex, *this),
         residents(map, *bank, policies, (pyorch_policy) config.policy,
             [this](Victims & victims, int layer, int id) {
-                mutex.assert_held(); // who asks for victims holds it
+                mutex.assert_held(); // the caller that asks for victims holds it
                 residents.set_keys(victims, layer, id);
                 if (stored.pools.any()) {
                     stored.set_keys(residents.expert(layer, id));
@@ -38,11 +38,11 @@ Table::Table(const ModelMap & map_, std::unique_ptr<Bank> bank_, std::unique_ptr
         }
     }
     bank->on_give_up([this](char * slot) {
-        mutex.assert_held(); // who takes or gives a slot holds it
+        mutex.assert_held(); // the caller that takes or frees a slot holds it
         loads.given_up(mutex.locked(), slot);
     });
     if (zeros_size) {
-        // Never written, so it is the system's one page of zeros however large it is.
+        // Never written, so all of it maps to the one zero page of the operating system.
         void * p = mmap(nullptr, zeros_size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (p == MAP_FAILED) {
             throw Failure(
@@ -59,7 +59,7 @@ Table::~Table() {
 }
 
 bool Table::has_nearly_all() {
-    constexpr int LACKING = 16; // of the experts, at most one in so many
+    constexpr int LACKING = 16; // at most one of so many experts may be absent
     MutexLock     lock(mutex);
     int           n_lacking = 0, n_experts = 0;
     uint64_t      room = bank->budget();
@@ -77,7 +77,7 @@ void Table::count_tokens(uint64_t n) {
     totals.tokens += n;
 }
 
-// Sleeps until something is there that the compute threads need, and decodes while there is something to decode.
+// Sleeps until the compute threads' condition holds, and decodes meanwhile.
 template <typename Condition>
 void Table::wait_for_arrival(int layer, Condition there) {
     if (n_waiting++ == 0) {
@@ -94,7 +94,7 @@ void Table::wait_for_arrival(int layer, Condition there) {
     }
 }
 
-// What a layer waits for, or would but for guesses.
+// An expert that a layer waits for, or would wait for without guesses.
 void Table::count_absent(const Residents::Layer & l, const Expert & e) {
     if ((e.absent() || e.guessed()) && e.kept != Form::COMPRESSED) {
         absent_bytes += (double) l.read_bytes;
@@ -113,9 +113,9 @@ double Table::break_even() {
         1.0, (loads.read_rates(mutex.locked()).cpu_share() * share + room.regret() + rest) / (share + rest));
 }
 
-// A layer comes. What it computes with is held: hits and misses. What its router asked for is used, even where another
-// expert stands in for it: else what is never computed with would never seem worth having.
-// streamed: ascending, of what it computes with; that comes without what pools have of it.
+// A layer comes. The experts that it computes with are held, and count as hits and misses. The router's choice counts
+// as used, even if others replace it: otherwise an absent expert would never seem worth its memory. streamed:
+// ascending, experts of the layer that are read whatever pools have of them.
 void Table::count_uses(int layer, const Demand & demand, const std::vector<int> & streamed) {
     auto &         l      = residents[layer];
     pyorch_stats & counts = residents.seats.counts(layer);
@@ -165,18 +165,18 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
     }
     room.widen(mutex.locked(), layer, demand);
 
-    // Who waits holds nothing, so nobody waits for who waits. Who came first is served first, else a layer that needs
-    // much would wait for ever beside contexts that need little.
+    // A waiting layer holds nothing, so no circle can form. Layers are served in the order of their calls; otherwise a
+    // layer that needs much could wait for ever beside contexts that need little.
     const uint64_t turn    = n_arrived++;
     bool           counted = false;
     while (turn != n_served || !try_acquire(owner, layer, demand, counted)) {
-        loads.wait(mutex.locked(), space); // a layer that ends, or a read
+        loads.wait(mutex.locked(), space); // a layer ends, or a read
     }
     if (++n_served != n_arrived) {
         space.notify_all();
     }
 
-    // A prompt needs nearly all of the next layer too, and this layer's compute is the time to read it.
+    // A prompt needs nearly all of the next layer too; the time of this layer's computing is there to read it.
     if (demand.scans() && (int) demand.experts.size() * 4 >= residents[layer].n_expert * 3) {
         ahead.want_layer(values.next_executed(layer));
     }
@@ -185,8 +185,8 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
     loads.wake();
 }
 
-// Holds all that the layer computes with and begins to read what is absent of it; or holds nothing, because it does not
-// fit beside what others hold. Of a layer that would not fit alone, what is there is held, and the rest streamed.
+// Holds all experts of the layer, and begins to read the absent ones. Or holds nothing, if they do not fit beside those
+// that others hold. If the layer would not fit alone, its resident experts are held, and the rest is streamed.
 // counted: the uses have been counted.
 bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & counted) {
     auto & l = residents[layer];
@@ -197,7 +197,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     }
 
     const bool fits  = room.fits(layer, demand.experts);
-    int        spare = room.capacity_beside_window(layer) - l.n_pinned; // where it does not
+    int        spare = room.capacity_beside_window(layer) - l.n_pinned; // if the layer does not fit
 
     std::vector<Expert *> absent;
     std::vector<Load *>   loading;
@@ -210,7 +210,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
         }
         spare -= !e.pinned;
         share(e, owner);
-        if (e.absent() && !e.failed()) { // else another context holds it, for which there was no memory: both fail
+        if (e.absent() && !e.failed()) { // else another context holds it, and had no memory for it: both fail
             absent.push_back(&e);
         } else if (e.loading()) {
             loading.push_back(&e.load);
@@ -260,7 +260,7 @@ bool Table::orders_by_rows(int layer) const {
     return recovery != PYORCH_RECOVERY_KERNELS && is_compressed(map.layers[layer]);
 }
 
-// False: one of them could not be read.
+// False if one of them could not be read.
 bool Table::release_held(Owner & owner) {
     bool failed = false;
     for (Expert * e : owner.held) {
@@ -272,7 +272,7 @@ bool Table::release_held(Owner & owner) {
                 residents.drop(*e);
             }
         } else if (e->kept != Form::ABSENT && e->resident()) {
-            stored.settle(*e); // it has another rank now
+            stored.settle(*e); // its rank has changed
         }
     }
     owner.held.clear();
@@ -473,7 +473,7 @@ void Table::finished(const Locked & locked, Load & load) {
     room.keep_budget(mutex.locked());
     if (lets_go) {
         space.notify_all();
-        loads.wake(); // a reader sleeps where a decode thread ends this: there may be memory now for what waits
+        loads.wake(); // memory may be free now, and a reader sleep for it, if a decode thread ends this
     }
     if (n_waiting > 0) {
         arrived.notify_all();
@@ -483,7 +483,7 @@ void Table::finished(const Locked & locked, Load & load) {
     }
 }
 
-// Who waits for a matrix decodes meanwhile.
+// Threads that wait for a matrix decode meanwhile.
 void Table::decodable(const Locked & locked) {
     mutex.assert_held(locked);
     if (n_waiting > 0) {
@@ -496,7 +496,7 @@ void Table::expert_finished(Expert & e) {
     Load &     load       = e.load;
     const bool compressed = is_compressed(map.layers[e.layer]);
     if (load.ended() && load.failed && compressed) {
-        stored.keep(e, Form::ABSENT); // others may wait for that memory
+        stored.keep(e, Form::ABSENT); // other loads may wait for that memory
     }
     if (load.ended() && !load.failed) {
         residents.arrived(e);
@@ -512,7 +512,7 @@ void Table::expert_finished(Expert & e) {
     }
 }
 
-// Changes the named experts of a layer, or none of them if one does not exist.
+// Changes the named experts of a layer; or none of them, if one does not exist.
 template <typename Change>
 void Table::for_each(int il, const int32_t * experts, int n, Change change_expert) {
     change([&]() REQUIRES(mutex) {
@@ -528,9 +528,9 @@ void Table::for_each(int il, const int32_t * experts, int n, Change change_exper
 
 void Table::prefetch(int il, const int32_t * experts, int n) {
     for_each(il, experts, n, [&](Expert & e) REQUIRES(mutex) {
-        e.abandoned = false; // a guess that was given up is an order now
+        e.abandoned = false; // an abandoned guess is an order now
         if (e.absent() && !map.layers[e.layer].lacks(e.id)) {
-            // What was asked for by name counts as a use now, else it would be the next to go.
+            // A call by name counts as a use now; otherwise the expert would be the next victim.
             residents.used(e);
             ahead.order_by_name(e);
         }
@@ -590,7 +590,7 @@ void Table::unpin(int il, const int32_t * experts, int n) {
             residents.unpin(e);
         }
     });
-    change([&]() REQUIRES(mutex) { room.reserve(mutex.locked()); }); // pools may have memory again
+    change([&]() REQUIRES(mutex) { room.reserve(mutex.locked()); }); // pools may get memory back
 }
 
 void Table::evict(int il, const int32_t * experts, int n) {
@@ -618,8 +618,8 @@ void Table::set_uses(int il, const double * uses, int n) {
     stored.pools.begin_with(layer, uses, values.now());
 }
 
-// A layer was routed. A prompt says little about what decoding will need, and a warm-up, which asks for nothing, none.
-// Where all experts fit none goes.
+// A layer was routed. A prompt says little about the experts of decoding, and a warm-up, which asks for no expert,
+// nothing. If all experts fit, none is evicted.
 void Table::note_visit(const Owner & owner, int layer, const Demand & demand) {
     if (learning.learns(mutex.locked()) && !demand.scans() && !demand.asked.empty() &&
         bank->budget() < map.slots_bytes()) {

@@ -62,7 +62,7 @@ void Values::passes(int layer) {
     at_layer                = layer;
 }
 
-// Of a policy by recency: how often an expert is used says whether it comes.
+// For a policy by recency: the frequency decides whether an expert comes.
 void Values::fade(Usage & usage) const {
     usage.heat = fading_use(usage.heat, (double) now_ / (HEAT_HALF_LIFE_TOKENS * (double) layers.size()));
 }
@@ -83,7 +83,7 @@ void Values::end_forecast(int layer) {
     }
 }
 
-// How near the turn of a layer is, as policies count it: a token passes all layers once.
+// The nearness of a layer's turn for policies that count turns: a token passes all layers once.
 void Values::measure_turns() {
     nearness.assign(n_executed_ + 1, 0);
     for (int d = 1; d <= n_executed_; ++d) {
