@@ -59,7 +59,8 @@ const Codec & repacking_codec() {
     return repacking;
 }
 
-// One for each chunk: a shard is decoded and merged while it is in a core's cache, and signs and mantissas are checked.
+// One step for each chunk: a shard is decoded and merged while it is in a core's cache. Signs and mantissas are
+// checked.
 int Codec::recovery_steps(const MoeLayer & layer, int role, int expert) {
     const size_t id = expert * layer.tensors.size() + role;
     return (int) (layer.pack->first[id + 1] - layer.pack->first[id]);
@@ -71,7 +72,7 @@ bool Codec::recover(
     const size_t        id     = expert * layer.tensors.size() + role;
     const PackedChunk * chunks = pack.chunks.data() + pack.first[id];
     const PackedChunk & chunk  = chunks[step];
-    const PackedChunk & last   = pack.chunks[pack.first[id + 1] - 1]; // signs and mantissas, or all
+    const PackedChunk & last   = pack.chunks[pack.first[id + 1] - 1]; // the signs and mantissas, or all
     const auto * const  stored = (const uint8_t *) (&chunk == &last ? sm : e) + chunk.offset;
     if (checksum((const char *) stored, chunk.stored) != chunk.checksum) {
         return false;

@@ -1,7 +1,6 @@
-// The decode stage: what becomes of a block between the last read into it and its publication.
+// The decode stage: turns the bytes that were read into the matrix that kernels compute with.
 //
-// A codec turns the bytes that were read into what kernels compute with, in place: a block is as large as model/form.h
-// says, and that includes whatever room the codec needs.
+// It works in place: model/form.h gives the size of a block, with the room that the codec needs.
 
 #pragma once
 
@@ -13,33 +12,32 @@ class Codec {
 public:
     virtual ~Codec() = default;
 
-    // block [block_bytes]; read: where in it the extent of the matrix begins, now that it is there. Returns where the
-    // matrix begins, or null if what was read is damaged. Called by several threads at once, without a lock.
+    // block [block_bytes]; read: the matrix's extent in it, now whole. Returns the address of the matrix, or null if
+    // the bytes are damaged. Several threads call at once, without a lock.
     virtual const char * decode(const ExpertTensor & tensor, char * block, char * read) const = 0;
 
-    // False: decode returns at once, on whatever thread. Else who starts reads leaves it to another thread.
+    // False: decode() returns at once, on any thread. True: a thread that starts reads leaves it to another thread.
     virtual bool computes() const { return true; }
 
-    // Before that, of what was read from a pack: whether the checksum is that of the pack.
+    // For bytes of a pack, before decode(): whether their checksum is the pack's.
     virtual bool intact(const MoeLayer & layer, int role, int expert, const char * read) const;
 
-    // Instead of that, of a compressed expert: makes the matrix of what is stored of it, as it lies in the model, step
-    // by step, of which several threads may each take some. e, sm: where the regions begin in memory. False if a chunk
-    // is not what was packed.
+    // For a compressed expert, in place of decode(): recovers the matrix as the model has it from its stored parts, in
+    // steps, which several threads may share. e, sm: addresses of the regions. False if a chunk is damaged.
     virtual bool recover(
         const MoeLayer & layer, int role, int expert, int step, const char * e, const char * sm, char * block) const;
 
-    // Steps of that.
+    // The number of steps of recover().
     static int recovery_steps(const MoeLayer & layer, int role, int expert);
 };
 
-// Matrices stay as they were read.
+// Leaves matrices as they were read.
 const Codec & plain_codec();
 
-// Matrices as they lie in the file come into the order in which the kernels are fastest (model/layout.h).
+// Brings matrices from the file's order into the order in which the kernels are fastest (model/layout.h).
 const Codec & repacking_codec();
 
-// Nothing is decoded or checked: for reads that are only counted.
+// Decodes and checks nothing: for reads that are only counted.
 const Codec & no_codec();
 
 } // namespace pyorch

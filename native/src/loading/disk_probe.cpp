@@ -14,10 +14,10 @@
 namespace pyorch {
 namespace {
 
-// Of all threads of the process.
+// Processor seconds of all threads of the process.
 double cpu_seconds() { return (double) clock() / CLOCKS_PER_SEC; }
 
-// Orders experts without end.
+// Orders experts endlessly.
 class Probe : private Loader::Orders {
 public:
     Probe(const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan) :
@@ -28,13 +28,13 @@ public:
         }
         slot      = round_up(slot, PAGE);
         in_flight = plan.depth * std::min(plan.bytes, slot);
-        // While the last expert of a round is read, the next is there to be begun.
+        // While the last expert of a round is read, the next one must be ready.
         const int n = (int) std::clamp<uint64_t>((2 * in_flight + slot - 1) / slot, 2, 1024);
         memory.reset((char *) aligned_alloc(PAGE, n * slot));
         if (!memory) {
             throw Failure(PYORCH_MEMORY, format("no memory for %s of reads under way", mebibytes(n * slot).c_str()));
         }
-        memset(memory.get(), 1, n * slot); // a page that is first written is no part of a read
+        memset(memory.get(), 1, n * slot); // the first write of a page is no part of a read
         loads.resize(n);
         for (int i = 0; i < n; ++i) {
             loads[i].slot = { 0, memory.get() + i * slot };
@@ -58,7 +58,7 @@ public:
         MutexLock  lock(mutex);
         const auto until = std::chrono::steady_clock::now() +
             std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
-        // After so much, as much ends at any time as begins. A disk that is slow has half of the time for that.
+        // From here on, as much ends at any time as begins. A slow disk has half of the time for that.
         wanted  = 2 * in_flight;
         started = true;
         loader.wake();
@@ -122,7 +122,7 @@ private:
 
     bool order_guess(const Locked &) override { return false; }
 
-    // Nothing is decoded: both parts lie where the matrices would.
+    // Decodes nothing: both parts lie in the slot of the matrices.
     Staged stage(const Locked &, Load & load) override {
         load.parts[PART_E].memory  = load.slot.memory;
         load.parts[PART_SM].memory = load.slot.memory + slot_bytes(map.layers[load.layer], PART_E);
@@ -141,7 +141,7 @@ private:
         mutex.assert_held(locked);
         if (load.ended()) {
             idle.push_back(&load);
-            loader.wake(); // a reader sleeps where a decode thread ends this
+            loader.wake(); // the reader may sleep, if a decode thread ends this
         }
         if (n_read() >= wanted) {
             changed.notify_all();

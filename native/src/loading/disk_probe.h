@@ -1,5 +1,5 @@
-// How fast a disk is, for the reads that a model needs: matrices of experts in random order, by the reader that an
-// engine would have, and nothing computed.
+// Measures the speed of a disk for the reads of a model: matrices of experts in random order, by the engine's reader,
+// without computing.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace pyorch {
 
-// Reads for so long, beside what it takes to begin and to end. Throws Failure: PYORCH_IO when a read fails.
+// Reads for so many seconds, besides the begin and the end. Throws Failure: PYORCH_IO if a read fails.
 pyorch_disk_speed probe_disk(
     const ModelMap & map, std::unique_ptr<Source> source, const ReadPlan & plan, double seconds);
 

@@ -1,8 +1,7 @@
-// Disks that hold copies of the same files: which of them ends a request first.
+// Disks with copies of the same files: chooses the disk that will end a request first.
 //
-// A disk is expected to end a request when all that is under way there, and the request, have been read at the speed
-// that was measured lately. So of two disks the faster one gets more requests, and both end at the same time.
-// Thread-safe.
+// The expected end is the time to read the request and all that is under way on the disk, at the disk's recent speed.
+// So of two disks the faster one gets more requests, and both end at the same time. Thread-safe.
 
 #pragma once
 
@@ -21,15 +20,15 @@ public:
 
     int count() const { return n; }
 
-    // The disk that a request of so many bytes goes to, one of those for which usable(disk) holds, of which there is
-    // one at least.
+    // The disk for a request of so many bytes, among the disks for which usable(disk) holds.
+    // REQUIRES: one of them is usable.
     template <typename Usable>
     int begin(uint64_t size, Usable usable) {
         MutexLock      lock(mutex);
         const uint64_t now     = clock_ns();
         double         fastest = 0;
         for (Disk & disk : disks) {
-            // A disk that was slow once is tried again, now and then.
+            // A disk that was slow once is tried again from time to time.
             if (disk.under_way == 0 && now - disk.last_ns > FORGET_NS) {
                 disk.bytes = disk.ns = 0;
             }
@@ -38,13 +37,13 @@ public:
         int    best     = -1;
         double best_end = 0;
         for (int i = 0; i < count(); ++i) {
-            // One that may be slow gets one request at a time, until it has ended one: others have to wait for it.
+            // A disk of unknown speed gets one request at a time until it has ended one: others would wait for it.
             if (disks[i].ns == 0 && disks[i].under_way > 0 && fastest > 0) {
                 continue;
             }
-            const double speed = disks[i].ns > 0 ? disks[i].speed() : fastest; // one that is not known is as good
+            const double speed = disks[i].ns > 0 ? disks[i].speed() : fastest; // an unknown disk counts as the fastest
             const double end   = (double) (disks[i].under_way + size) / (speed > 0 ? speed : 1);
-            // Where none is sooner, one that was not measured yet is.
+            // Of equal ones, a disk that was not measured yet.
             if (usable(i) && (best < 0 || end < best_end || (end == best_end && disks[i].ns == 0))) {
                 best     = i;
                 best_end = end;
@@ -79,8 +78,8 @@ private:
 
     struct Disk {
         uint64_t under_way = 0; // bytes
-        uint64_t last_ns   = 0; // when a request ended there, or began while no other was under way
-        double   bytes     = 0; // fading sums, of the time in which requests were under way
+        uint64_t last_ns   = 0; // when a request ended there, or began on the idle disk
+        double   bytes     = 0; // fading sums over the time with requests under way
         double   ns        = 0;
 
         double speed() const { return ns > 0 ? bytes / ns : 0; }

@@ -32,15 +32,15 @@ void Loader::start(Load & load, std::deque<ReadRequest> & into, uint64_t request
     Requests::wait(load, into);
 }
 
-// Algorithm 1 of ZipMoE for the matrices of compressed experts of one layer, with the rates of the disk and of the
-// codec so far. It groups the matrices of an expert; the more rows an expert computes, the sooner it is recovered.
+// Algorithm 1 of ZipMoE for the compressed experts' matrices of one layer, with the recent rates of the disk and of the
+// codec. It groups the matrices of an expert; an expert with more rows is recovered sooner.
 void Loader::place_for_recovery(const std::vector<Load *> & loads, const Recoverer & by) {
     const double                        speed   = rates.bytes_per_second();
     const double                        read    = speed > 0 ? 1 / speed : 1;
     const auto                          decoded = (double) counted.bytes_decoded;
     const double                        decode  = decoded > 0 ? 1e-9 * (double) ns_decoded / decoded : 0;
     std::vector<RecoveryTask>           tasks;
-    std::vector<std::pair<Load *, int>> matrices; // of each task
+    std::vector<std::pair<Load *, int>> matrices; // by task
     for (Load * load : loads) {
         const MoeLayer & layer                                   = map.layers[load->layer];
         double           bytes[N_STORED_PARTS][PYORCH_MAX_ROLES] = {};
@@ -88,7 +88,7 @@ void Loader::demand(const Locked & locked, const std::vector<Load *> & loads, co
             load->urgent = true;
         }
     }
-    std::vector<Load *> in_order = loads; // in which they get memory for stored parts
+    std::vector<Load *> in_order = loads; // the order in which they get memory for stored parts
     if (by.n_workers > 0) {
         std::vector<Load *> all = queued;
         all.insert(all.end(), loads.begin(), loads.end());
@@ -105,7 +105,7 @@ void Loader::demand(const Locked & locked, const std::vector<Load *> & loads, co
     std::stable_sort(queue.demanded.begin() + before, queue.demanded.end(), goes_before);
 }
 
-// Takes the first request of a queue that a reader can do something for.
+// Takes the first request of a queue that a reader can serve.
 bool Loader::take(std::deque<ReadRequest> & from, uint64_t request_bytes, ReadRequest & request) {
     for (size_t i = 0; i < from.size();) {
         Load & load = *from[i].load;
@@ -122,7 +122,7 @@ bool Loader::take(std::deque<ReadRequest> & from, uint64_t request_bytes, ReadRe
             requests.cut(load, cut, request_bytes);
             replace_waiting(from, i, cut);
         } else {
-            fail(load, from[i].role, from[i].file, "there is no memory for it"); // takes the request away
+            fail(load, from[i].role, from[i].file, "there is no memory for it"); // removes the request
             orders.finished(mutex.locked(), load);
             i = 0;
         }
@@ -131,7 +131,7 @@ bool Loader::take(std::deque<ReadRequest> & from, uint64_t request_bytes, ReadRe
 }
 
 bool Loader::pop(ReadRequest & request) {
-    // Who waits in a queue for memory has it next: nothing more is begun behind it.
+    // A load that waits for memory gets it next: nothing behind it begins.
     const bool any = take(queue.demanded, read_bytes, request) || take(queue.ahead, read_bytes, request) ||
         (queue.demanded.empty() && queue.ahead.empty() && orders.order_ahead(mutex.locked()) &&
             take(queue.ahead, read_bytes, request)) ||
@@ -214,7 +214,7 @@ void Loader::fail(Load & load, int role, int file, const std::string & why) {
 
 static constexpr const char * CHANGED = "the file was changed after it was loaded";
 
-// What a request was to bring of a matrix is not there, or damaged: the model's own file has it too.
+// A request could not bring a matrix, or brought a damaged one: the model's own file has it too.
 void Loader::missing(const ReadRequest & request, int role, const char * why) {
     Load & load  = *request.load;
     load.damaged = true;
@@ -277,13 +277,13 @@ bool Loader::read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t c
         end(request);
         return false;
     }
-    const int n_more = __builtin_popcount(request.complete) - 1; // each matrix comes to an end of its own
+    const int n_more = __builtin_popcount(request.complete) - 1; // each matrix ends on its own
     load.in_flight += n_more;
     n_in_flight += n_more;
     return true;
 }
 
-// A smaller matrix is not worth sharing.
+// A smaller matrix is not shared.
 static constexpr uint64_t MIN_SHARED_BYTES = 128u << 10;
 
 Loader::Decoding Loader::decoding_of(const ReadRequest & request, int role) const {
@@ -294,7 +294,7 @@ Loader::Decoding Loader::decoding_of(const ReadRequest & request, int role) cons
     return { request, role, n_steps, clock_ns() };
 }
 
-// Of a matrix as the model has it. False: it cannot be what was packed.
+// For a matrix in the model's form. False: it cannot be what was packed.
 static bool make_nibbles(const ExpertTensor & tensor, const char * plain, char * block) {
     std::vector<uint8_t> made;
     const bool           fits = encode_nibbles((const uint8_t *) plain, tensor.n_in, tensor.n_out, made);
@@ -325,14 +325,14 @@ bool Loader::decode_step(const Decoding & matrix, int step) {
     return whole;
 }
 
-// Where a matrix begins all steps of which are done, null if it is damaged.
+// The address of a matrix whose steps are all done; null if it is damaged.
 const char * Loader::decoded_at(const Decoding & matrix) {
     const ReadRequest & request = matrix.request;
     const Load &        load    = *request.load;
     const MoeLayer &    layer   = map.layers[load.layer];
     char *              begin   = load.slot.memory + block_offset(layer, matrix.role);
     char *              block   = begin;
-    // Reads of a block begin where the matrix does, or at the page before, which for what a pack holds is the same.
+    // A block's reads begin at the matrix or at the page before; for the contents of a pack that is the same.
     if (request.direct && !layer.pack) {
         begin += in_model(layer, matrix.role, load.expert).offset % PAGE;
     }
@@ -341,7 +341,7 @@ const char * Loader::decoded_at(const Decoding & matrix) {
     return matrix.damaged ? nullptr : as_packed ? begin : codec.decode(layer.tensors[matrix.role], block, begin);
 }
 
-// All steps of a matrix are done: it is published, if it is not damaged. address: decoded_at() it.
+// Publishes a matrix whose steps are all done, if it is not damaged. address: of decoded_at().
 void Loader::end_decoding(const Decoding & matrix, const char * address) {
     const ReadRequest & request = matrix.request;
     if (request.from_pack && is_compressed(map.layers[request.load->layer])) {
@@ -439,7 +439,7 @@ bool Loader::decode_first() {
     return true;
 }
 
-// What nobody took for so long is not waited for: a guess, or what is read while nothing is computed.
+// After this time nobody is thought to wait: the load is a guess, or nothing computes now.
 static constexpr auto PATIENCE = std::chrono::milliseconds(20);
 
 bool Loader::decode_next() {

@@ -1,29 +1,28 @@
-// The loader: what is read next, and what becomes of a read.
+// The loader: which request is read next, and the way of a read to its publication.
 //
-// Who orders loads gives the loader an expert and a slot. The loader cuts what is to be read into requests; readers
-// take them and end them, and the last one of a matrix is followed by its decode stage. Then the matrix is published
-// to who ordered it:
+// The owner of loads (the table, say) gives the loader an expert and a slot. The loader cuts the load into requests.
+// Readers take requests and end them. After the last request of a matrix comes its decode stage. Then the matrix is
+// published to the owner:
 //
 //     start --next--> request --read--> read --decode--> decoded --published()--> ... --finished()
 //
-// A decode stage that computes may be left to whoever has time: threads of the reader, and those that wait for a
-// matrix. A large matrix that is recovered has steps, which several threads take. What a layer waits for goes first, in
-// the order of the kernels.
+// A reader may leave a decode stage that computes to other threads: its own helpers, or compute threads that wait for a
+// matrix. A large matrix of a compressed expert is recovered in steps, which several threads share. The matrices that a
+// layer waits for go first, in the order of the kernels.
 //
-// A matrix of a pack that is not as it was packed is read once more, from the model's own file, if that has it.
+// A damaged matrix of a pack is read once more, from the model's own file, if that has it.
 //
-// A compressed expert is a small graph: its E-chunks and its SM-chunks are read, or are there already, into slots of
-// their own; once both of a matrix are there, it is recovered into the slot of the load. Memory for stored parts is
-// scarcer than loads are: who orders gives it (Orders::stage). A load for which there is none yet is one request that
-// waits, in its place of the queue, and becomes its requests once there is. Others that are behind it go before it;
-// those have their memory, so they end, and give it back.
+// A compressed expert is a small graph. Its E-chunks and its SM-chunks are read, or are in memory, in slots of their
+// own. Once both of a matrix are in memory, it is recovered into the slot of the load. Memory for stored parts is
+// scarce; the owner gives it (Orders::stage). A load without it is one waiting request in the queue, and becomes its
+// requests when it gets the memory. Other loads behind it go first; they have their memory, so they end, and free it.
 //
-// Demand is served first (loading/queue.h says in which order). What is read ahead is asked for only when a reader has
-// nothing better to do (Orders::order_ahead), and guesses last. A guess is read into time in which the disk would idle:
-// it delays what is demanded after it by no more than the request of it that is under way, so that is small, and begins
-// only while a disk has no other under way, of whatever kind.
+// Demand is served first (loading/queue.h has its order). Loads ahead are begun only when a reader is free
+// (Orders::order_ahead), and guesses last. A guess uses time in which the disk would idle. It delays later demand by at
+// most one of its requests. So these are small, and begin only while the disk has no other request under way.
 //
-// The mutex is that of who orders, for whom functions take a `const Locked &` (base/mutex.h). Functions for the readers
+// The mutex is the owner's; the owner calls functions with a `const Locked &` (base/mutex.h). Functions for the readers
+// lock it. No thread holds it during a read or a decode.
 // lock it. It is never held across a read or a decode.
 
 #pragma once
@@ -48,71 +47,70 @@ namespace pyorch {
 
 class Reader;
 
-// Of a request of a guess: what the disk reads in half a millisecond, and not less than this, which is a millisecond of a
-// disk of 0.5 GB/s, and still most of its bandwidth. Each request costs an interrupt.
+// Least size of a request of a guess. The size is what the disk reads in half a millisecond. This much takes a disk of
+// 0.5 GB/s a millisecond, and still gives most of its bandwidth. Each request costs an interrupt.
 constexpr uint64_t LEAST_GUESS_BYTES = 512u << 10;
 
-// What comes of a load's wish for memory.
+// Whether a load gets memory for stored parts.
 enum class Staged : uint8_t { YES, LATER, NEVER };
 
 class Loader {
 public:
-    // Who orders loads.
+    // The owner of the loads.
     class Orders {
     public:
         virtual ~Orders() = default;
 
-        // Nothing else is queued: starts a load with read_ahead(), or with guess(), if there is one. False: there is
-        // none now.
+        // The queue is empty: starts a load with read_ahead(), or with guess(). False: none is wanted now.
         virtual bool order_ahead(const Locked & locked) = 0;
         virtual bool order_guess(const Locked & locked) = 0;
 
-        // Gives a load of a compressed expert slots for those stored parts that are not there.
+        // Gives a load of a compressed expert slots for its absent stored parts.
         virtual Staged stage(const Locked & locked, Load & load) = 0;
 
-        // A matrix is there, and begins at address.
+        // A matrix was read and decoded; it begins at address.
         virtual void published(const Locked & locked, Load & load, int role, const char * address) = 0;
 
-        // No more of it will be read or published.
+        // The load failed: nothing more of it is read or published.
         virtual void failed(const Locked & locked, Load & load, const std::string & sentence) = 0;
 
-        // A request or a matrix came to its end, whatever became of it; load.ended() after the last one.
+        // A request or a matrix has ended, well or not; load.ended() after the last one.
         virtual void finished(const Locked & locked, Load & load) = 0;
 
-        // There is something for decode_next() to do.
+        // decode_next() has work.
         virtual void decodable(const Locked &) {}
     };
 
     Loader(const ModelMap & map, std::unique_ptr<Source> source, const Codec & codec, uint64_t read_bytes,
         Mutex & mutex, Orders & orders);
 
-    // No layer waits for what is read, so its decoding is nobody's who waits. Before the first load.
+    // No layer waits for the reads, so no waiting thread decodes. Call it before the first load.
     void nobody_waits() { has_waiters = false; }
 
     // For the readers.
 
-    // The next request, or false when stop() was called. While there is none it decodes, or sleeps.
+    // The next request; false after stop(). Decodes or sleeps while the queue is empty.
     bool next(ReadRequest & request);
 
-    // The same, but false at once while there is none.
+    // The same, but returns false at once if the queue is empty.
     bool try_next(ReadRequest & request);
 
-    // A request was read. result: bytes read or negative errno; ns: of the time that the reader spent with reads under
-    // way, what fell to this one; cpu_ns: of a processor's time, the same. True: it was the last of a matrix, and ends
-    // with decode(), on any thread, or with decode_later(). Else it has ended.
+    // A request was read. result: bytes read, or negative errno; ns: this request's part of the time in which the
+    // reader had reads under way; cpu_ns: the same of processor time. True: it was the last of a matrix; end it with
+    // decode(), on any thread, or with decode_later(). False: it has ended.
     bool read(ReadRequest & request, int64_t result, uint64_t ns, uint64_t cpu_ns = 0);
     void decode(const ReadRequest & request);
 
-    // Leaves it to the threads that call decode_next().
+    // Leaves it to the threads of decode_next().
     void decode_later(const ReadRequest & request);
 
-    // Bytes of the matrices of compressed experts among those that decode() makes. REQUIRES: read() returned true
+    // Bytes that decode() will make of compressed experts. REQUIRES: read() returned true.
     uint64_t bytes_to_decode(const ReadRequest & request) const;
 
-    // Of the same, the steps that threads may share.
+    // The number of its steps that threads may share.
     int steps_to_decode(const ReadRequest & request) const;
 
-    // Both, on this thread.
+    // read() and decode() on this thread.
     void finish(ReadRequest request, int64_t result, uint64_t ns, uint64_t cpu_ns = 0) {
         if (read(request, result, ns, cpu_ns)) {
             decode(request);
@@ -120,8 +118,8 @@ public:
     }
     void stop();
 
-    // For threads that decode: a step of what was left to them, what is needed first. Sleeps while there is none, or who
-    // waits for it does it better; false when stop_decoding() was called and nothing is left.
+    // For decoding threads: does the most urgent step that was left to them. Sleeps while none is left, or while
+    // waiting threads do better. False after stop_decoding(), when none is left.
     bool decode_next();
     void stop_decoding();
 
@@ -129,7 +127,7 @@ public:
     int      n_files() const { return (int) map.files.size(); }
     bool     computes() const { return codec.computes() || map.layers[0].pack; } // packs have checksums
 
-    // The slot that a request is for.
+    // The slot of a request.
     struct Memory {
         char *   begin;
         uint64_t bytes;
@@ -137,17 +135,17 @@ public:
     };
     Memory slot_of(const ReadRequest & request) const;
 
-    // For a reader that takes hold of the memory of slots: from watch_memory() on, what slots give up is kept in a
-    // list. Who reads into a slot takes the list before.
+    // For a reader that registers the memory of slots: from now on, slots that free their memory are listed. The reader
+    // takes the list before it reads into a slot.
     void watch_memory();
     void take_given_up(std::vector<char *> & slots);
 
-    // For who orders.
+    // For the owner of loads.
 
-    // Queues all reads of experts that a layer needs now, each with a form and a slot. queued: those among the experts
-    // of that layer that were to be read ahead; what no reader has begun of them is demanded too, and what was read of
-    // them is decoded as if it had been. by: recovers compressed experts, which are then in the order of schedule(); all
-    // are in the order of the kernels if it has no workers.
+    // Queues all reads of experts that a layer needs now, each with a form and a slot. queued: loads ahead of this
+    // layer that wait; their requests that no reader has begun become demand, and what was read of them is decoded as
+    // demand. by: recovers compressed experts, in the order of schedule(); without workers, all are in the order of the
+    // kernels.
     void demand(const Locked & locked, const std::vector<Load *> & loads, const std::vector<Load *> & queued,
         const Recoverer & by = { 0 });
 
@@ -158,14 +156,14 @@ public:
         start(load, queue.ahead, read_bytes);
     }
 
-    // The same in small requests, behind everything else.
+    // The same in small requests, behind all others.
     void guess(const Locked & locked, Load & load) {
         mutex.assert_held(locked);
         load.in_order_of_kernels();
         start(load, queue.guessed, guess_bytes());
     }
 
-    // Of a request of a guess at most: whole pages, as direct reads want them.
+    // The largest request of a guess, in whole pages for direct reads.
     uint64_t guess_bytes(const Locked & locked) const {
         mutex.assert_held(locked);
         return guess_bytes();
@@ -177,29 +175,29 @@ public:
         requests.offer(layer, expert, std::move(bytes));
     }
 
-    // Takes back the requests of a load that no reader works on yet.
+    // Removes the requests of a load that no reader works on yet.
     void take_back(const Locked & locked, Load & load) {
         mutex.assert_held(locked);
         queue.take_back(load);
     }
 
-    // A load with requests that no reader works on yet, and for which condition(load) holds; or null.
+    // A load with requests that no reader works on, for which condition(load) holds; or null.
     template <typename Condition>
     Load * find_queued(const Locked & locked, Condition condition) const {
         mutex.assert_held(locked);
         return queue.find(condition);
     }
 
-    // The same for who waits for a matrix: lets go of the mutex meanwhile. False at once while there is none.
+    // The same for a thread that waits for a matrix: releases the mutex meanwhile. False at once if no step is left.
     bool decode_next(const Locked & locked);
 
-    // A slot, by its memory, gave that up.
+    // A slot freed its memory.
     void given_up(const Locked & locked, char * slot);
 
-    // New requests may be there, or memory for some. With the mutex or without it.
+    // New requests may wait, or memory be free. With the mutex or without it.
     void wake();
 
-    // Sleeps until changed is notified; a reader may end a read meanwhile (see Reader::wait).
+    // Sleeps until `changed` is notified; a reader may end a read meanwhile (see Reader::wait).
     void wait(const Locked & locked, CondVar & changed);
 
     bool idle(const Locked & locked) const {
@@ -210,12 +208,12 @@ public:
         mutex.assert_held(locked);
         return stopped;
     }
-    bool has_reader(const Locked &) const { return reader != nullptr; } // a simulated engine has one while it replays
+    bool has_reader(const Locked &) const { return reader != nullptr; } // a simulated engine has one during a replay
 
     // Of all layers.
     struct Counts {
         uint64_t read_ns       = 0;
-        uint64_t bytes_decoded = 0; // of compressed experts, as kernels compute with them
+        uint64_t bytes_decoded = 0; // of compressed experts, full size
     };
     uint64_t bytes_read(const Locked & locked, int layer) const {
         mutex.assert_held(locked);
@@ -240,9 +238,9 @@ public:
 private:
     friend class Reader; // attaches itself
 
-    // A matrix of which everything was read. Several threads may decode it, step by step.
+    // A matrix that was read whole. Several threads may decode it, step by step.
     struct Decoding {
-        ReadRequest request; // the last one of it
+        ReadRequest request; // its last one
         int         role;
         int         n_steps;
         uint64_t    since;
@@ -264,18 +262,18 @@ private:
     const uint64_t          read_bytes; // of one request at most
     Mutex &                 mutex;
     Orders &                orders;
-    Mutex                   waking; // held while the reader is told; taken with or without the other, never before it
+    Mutex                   waking; // held while the reader is woken; taken with or without the other, never before it
     Reader *                reader = nullptr; // written under both, read under one
     CondVar                 work;
     CondVar                 decode_work;
-    std::list<Decoding>     decoding GUARDED_BY(mutex);       // what is needed first comes first
+    std::list<Decoding>     decoding GUARDED_BY(mutex);       // the most urgent first
     bool                    decodes GUARDED_BY(mutex) = true; // until stop_decoding()
     bool                    has_waiters               = true;
     Requests                requests GUARDED_BY(mutex);
     RequestQueue            queue GUARDED_BY(mutex);
     ReadRates               rates GUARDED_BY(mutex);
     int                     n_reading GUARDED_BY(mutex)   = 0; // requests under way
-    int                     n_in_flight GUARDED_BY(mutex) = 0; // the same, and those whose matrix is being decoded
+    int                     n_in_flight GUARDED_BY(mutex) = 0; // the same, and requests whose matrix is being decoded
     bool                    stopped GUARDED_BY(mutex)     = false;
     bool                    watched GUARDED_BY(mutex)     = false;
     std::atomic<bool>       any_stripped{ false };

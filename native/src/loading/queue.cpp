@@ -54,7 +54,7 @@ void replace_waiting(std::deque<ReadRequest> & queue, size_t i, const std::deque
         const auto goes_behind = [&](const ReadRequest & other) {
             return other.load->layer == load.layer && !goes_before(each, other);
         };
-        // Of a schedule each request has a place of its own, else they take that of the load.
+        // In a schedule each request has its own place; otherwise all take the load's place.
         at = load.scheduled ? std::find_if_not(queue.begin() + i, queue.end(), goes_behind) : at;
         at = queue.insert(at, each) + 1;
     }

@@ -1,7 +1,7 @@
-// Requests that no reader works on yet: of demand, of what is read ahead, and of guesses.
+// The queue of requests that no reader works on yet: demand, loads ahead, and guesses.
 //
-// Demand is in the order in which the kernels will need it: all first matrices of the layer, then all second, then all
-// third, experts ascending, as mul_mat_id goes through them. Compressed experts may have the order of ZipMoE instead
+// Demand is in the order of the kernels: first the first matrix of all experts of the layer, then the second, then the
+// third; experts ascending, as in mul_mat_id. Compressed experts may have the order of ZipMoE instead
 // (loading/schedule.h).
 
 #pragma once
@@ -20,7 +20,7 @@ struct RequestQueue {
 
     bool empty() const { return demanded.empty() && ahead.empty() && guessed.empty(); }
 
-    // What is to be read ahead of some loads, or was guessed of them, is demanded.
+    // The requests of some loads, ahead or guessed, become demand.
     void hurry(const std::vector<Load *> & loads);
 
     // See Loader::take_back().
@@ -52,10 +52,10 @@ struct RequestQueue {
 // The first of the places of some matrices, or of their reads.
 int place_of(const Load & load, uint32_t roles, Part part = PART_MATRICES);
 
-// In which order what a layer waits for is done. What needs no reading goes first: it is decoded while the disk works.
+// The order of what a layer waits for. A request that needs no read goes first: it is decoded while the disk works.
 bool goes_before(const ReadRequest & a, const ReadRequest & b);
 
-// The requests of a load come in place of the one of it that waited for memory, the i-th of a queue.
+// Puts the requests of a load in place of its waiting one, the i-th of a queue.
 void replace_waiting(std::deque<ReadRequest> & queue, size_t i, const std::deque<ReadRequest> & requests);
 
 } // namespace pyorch

@@ -1,4 +1,4 @@
-// How fast reads were lately, what they took of processors, and for which share of the time a layer waited for one.
+// Recent speed of reads, their processor time, and the share of the time in which a layer waited for one.
 
 #pragma once
 
@@ -27,23 +27,23 @@ public:
         }
     }
 
-    // Of a read: see Loader::read().
+    // Adds a read: see Loader::read().
     void add(uint64_t bytes, uint64_t ns, uint64_t cpu_ns) {
         recent_bytes += (double) bytes - FADING * recent_bytes;
         recent_ns += (double) ns - FADING * recent_ns;
         recent_cpu += (double) cpu_ns - FADING * recent_cpu;
     }
 
-    // What decoding took of a processor.
+    // Adds processor time of decoding.
     void add_cpu(uint64_t ns) { recent_cpu += (double) ns; }
 
     // 0 before the first read.
     double bytes_per_second() const { return recent_ns > 0 ? recent_bytes / recent_ns * 1e9 : 0; }
 
-    // Of the time of reads, the share in which a processor is busy with them.
+    // Processor time per time of reads, at most 1.
     double cpu_share() const { return recent_ns > 0 ? std::min(1.0, recent_cpu / recent_ns) : 0; }
 
-    // Of the time, the share in which a reader read what a layer waited for.
+    // The share of the time in which a reader read for a waiting layer.
     double busy_share() const {
         const uint64_t now  = clock_ns();
         const double   busy = recent_busy + (n_waited_for > 0 ? (double) (now - began) : 0);
@@ -52,16 +52,16 @@ public:
     }
 
 private:
-    static constexpr double FADING = 0.02; // of what is known of reads, with each one
+    static constexpr double FADING = 0.02; // of the sums, with each read
 
     double   recent_bytes = 0; // fading sums
     double   recent_ns    = 0;
     double   recent_cpu   = 0; // ns
     int      n_waited_for = 0; // requests
-    uint64_t began        = 0; // when there was first one of them
-    uint64_t ended        = 0; // and when there was none any more
-    double   recent_busy  = 0; // ns of the time between the two, a fading sum
-    double   recent_time  = 0; // ns of all of it
+    uint64_t began        = 0; // when the first of them began
+    uint64_t ended        = 0; // when the last of them ended
+    double   recent_busy  = 0; // ns between the two, a fading sum
+    double   recent_time  = 0; // ns of all time
 };
 
 } // namespace pyorch

@@ -16,7 +16,7 @@ static void join(std::vector<std::thread> & threads) {
     }
 }
 
-// Each does work(); stop ends them all where the system has no more threads: those that run must not outlive that.
+// Threads that do work(). If the operating system has no more threads, stop() ends those that run.
 template <typename Work, typename Stop>
 static void start(std::vector<std::thread> & threads, int n, Work work, Stop stop) {
     try {
@@ -54,7 +54,7 @@ static void read_until_stopped(Loader & loader) {
             !request.reads() ? 0 : loader.bytes().read(request.file, request.offset, request.buf, request.size);
         const bool decode = loader.read(request, n, clock_ns() - begin, thread_cpu_ns() - cpu);
         if (decode && loader.bytes_to_decode(request) > 0) {
-            loader.decode_later(request); // by who waits for it, or here, when there is nothing to read
+            loader.decode_later(request); // for waiting threads, or for this one when the queue is empty
         } else if (decode) {
             loader.decode(request);
         }
@@ -70,13 +70,13 @@ ReaderThreads::~ReaderThreads() {
     join(threads);
 }
 
-// Deep enough for most disks: a disk that was measured says it better. Requests are small, so that what is read ahead
-// delays what is needed by little.
+// Deep enough for most disks; a measurement of the disk gives a better value. Requests are small, so that a read ahead
+// delays demand little.
 static constexpr int      RING_DEPTH = 4;
 static constexpr uint64_t RING_BYTES = 1u << 20;
 
-// A thread that waits for the disk asks for nothing meanwhile, so its requests are larger. Threads compete with the
-// compute threads for cores, and each further one makes the matrix that is needed first arrive later.
+// A thread that waits for the disk submits nothing meanwhile, so its requests are larger. Threads compete with compute
+// threads for cores, and each further one delays the matrix that is needed first.
 static constexpr uint64_t THREAD_BYTES = 4u << 20;
 
 static constexpr int MAX_DEPTH = 512;
@@ -91,7 +91,7 @@ ReadPlan plan_reads(const pyorch_config & config) {
         throw Failure(PYORCH_INVALID,
             format("%d requests cannot be under way at once: 1 to %d can", config.read_depth, MAX_DEPTH));
     }
-    // What comes out of the page cache is copied, which threads share.
+    // Bytes from the page cache are copied; threads share that work.
     const bool suits    = config.direct_io || config.reader == PYORCH_READER_IO_URING;
     bool       io_uring = config.reader != PYORCH_READER_THREADS && suits && !config.read;
     if (io_uring && !Ring::open(1)) {
@@ -99,7 +99,7 @@ ReadPlan plan_reads(const pyorch_config & config) {
             throw Failure(
                 PYORCH_INVALID, format("io_uring cannot be used here (%s): let threads read", strerror(errno)));
         }
-        return { false, default_threads(), THREAD_BYTES }; // what suits io_uring would be too many threads
+        return { false, default_threads(), THREAD_BYTES }; // a ring's depth would be too many threads
     }
     return {
         io_uring,
@@ -113,7 +113,7 @@ ReadPlan plan_reads(const pyorch_config & config) {
 }
 
 std::unique_ptr<Reader> make_reader(Loader & loader, const ReadPlan & plan) {
-    const int n_disks = loader.bytes().n_disks(); // each has as much under way as one alone
+    const int n_disks = loader.bytes().n_disks(); // each has as many requests as one alone
     if (plan.io_uring) {
         if (auto reader = UringReader::create(loader, plan.depth * n_disks)) {
             return reader;

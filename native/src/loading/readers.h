@@ -1,7 +1,7 @@
-// Who ends the requests of a loader: threads beside the compute threads, or a replay in its simulated time.
+// Readers end the requests of a loader: threads beside the compute threads, or a replay in its simulated time.
 //
-// A reader takes requests with Loader::next or try_next, as many at once as it likes, and ends each with read and
-// decode, or with finish, which is both.
+// A reader takes requests with Loader::next or try_next, as many at once as it likes. It ends each with read and
+// decode, or with finish, which does both.
 
 #pragma once
 
@@ -23,12 +23,12 @@ public:
     Reader(const Reader &)             = delete;
     Reader & operator=(const Reader &) = delete;
 
-    // Called by who needs memory that reads under way hold: unlocks the loader's mutex until something may have
+    // Called by a thread that needs the memory of running reads: releases the loader's mutex until something may have
     // changed.
     virtual void wait(Mutex & mutex, CondVar & changed) REQUIRES(mutex) { changed.wait(mutex); }
 
-    // Called when new requests may be there, with the loader's mutex or without it; who sleeps in Loader::next is woken
-    // anyway. No longer called once attach(nullptr) has returned.
+    // Called when new requests may wait, with the loader's mutex or without it. A thread in Loader::next is woken
+    // anyway. Never called after attach(nullptr) has returned.
     virtual void wake() {}
 
 protected:
@@ -41,12 +41,11 @@ protected:
     }
 };
 
-// Threads for decode stages that compute, beside a reader whose thread must not, and beside those who wait for what is
-// decoded.
+// Threads for decode stages that compute, if the reader's thread must not decode. Waiting threads decode, too.
 class DecodeThreads {
 public:
     DecodeThreads(Loader & loader, int n_threads);
-    ~DecodeThreads(); // decodes what was left to them first
+    ~DecodeThreads(); // decodes the rest first
 
 private:
     Loader &                 loader;
@@ -57,27 +56,26 @@ private:
 class ReaderThreads : public Reader {
 public:
     ReaderThreads(Loader & loader, int n_threads);
-    ~ReaderThreads() override; // ends the requests under way, leaves the rest
+    ~ReaderThreads() override; // ends the running requests, and leaves the others
 
 private:
     std::vector<std::thread> threads;
 };
 
-// Threads of an engine where nobody says how many: that read, or that decode beside a reader.
+// Number of threads by default: reading ones, or decoding ones beside a reader.
 int default_threads();
 
-// Which reader a loader gets, and how much it asks of the disk at once.
+// The kind of reader of a loader, and the size of its reads.
 struct ReadPlan {
     bool     io_uring; // else threads
     int      depth;    // requests under way at once: of the ring, or one for each thread
-    uint64_t bytes;    // of a request at most
+    uint64_t bytes;    // of a request, at most
 };
 
-// What a configuration asks for, or suits most disks. Throws Failure where it asks for io_uring, and that is not to be
-// had.
+// As configured, or as suits most disks. Throws Failure if io_uring is configured and the system has none.
 ReadPlan plan_reads(const pyorch_config & config);
 
-// Where the plan's ring cannot be had after all, threads do it.
+// Uses threads if the plan's ring cannot be opened after all.
 std::unique_ptr<Reader> make_reader(Loader & loader, const ReadPlan & plan);
 
 } // namespace pyorch

@@ -4,12 +4,12 @@
 
 namespace pyorch {
 
-// Exponents of a matrix that are so many are a request of their own: the matrix can be recovered while others are read.
+// Exponents of a matrix of at least this size get their own request: so it is recovered while others are read.
 static constexpr uint64_t APART_BYTES = 128u << 10;
 
-// The end of a request of at most so many bytes that begins at `at`, before last. Where a matrix ends within reach the
-// request ends with it, so that nobody waits for bytes that the kernels need later; but what fits into one is read by
-// one, except exponents.
+// The end of a request that begins at `at` and ends before `last`, of at most so many bytes. If a matrix ends within
+// them, the request ends with it, so that nobody waits for bytes of later matrices. But small matrices that fit into
+// one request share it, except exponents.
 static uint64_t request_end(
     const MoeLayer & layer, int expert, const Extent & e, uint64_t at, uint64_t last, uint64_t most) {
     bool     whole = last - at <= most;
@@ -32,7 +32,8 @@ void Requests::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queu
     const bool       direct = e.direct && source.direct(e.file);
     const uint64_t   first  = direct ? e.offset / PAGE * PAGE : e.offset;
     const uint64_t   last   = direct ? round_up(end, PAGE) : end;
-    // A slot has the layout of a record or a region, pages before a matrix included; else the block has room for them.
+    // A slot has the layout of a record or region, with the pages before a matrix; otherwise the block has room for
+    // them.
     char * memory;
     if (e.part != PART_MATRICES) {
         memory = load.parts[e.part].memory + (first - layer.pack->part_offset[e.part][load.expert]);
@@ -58,7 +59,7 @@ void Requests::cut(Load & load, const Extent & e, std::deque<ReadRequest> & queu
     }
 }
 
-// A matrix that needs no reading. needed: bytes without which it has failed, and it brings none.
+// Adds a request that reads nothing. needed: bytes without which the matrix has failed.
 void Requests::ask_nothing(Load & load, std::deque<ReadRequest> & queue, int role, uint64_t needed) {
     const MoeLayer & layer = map.layers[load.layer];
     const int        file  = layer.pack ? layer.pack->file : layer.tensors[role].file;
@@ -68,7 +69,7 @@ void Requests::ask_nothing(Load & load, std::deque<ReadRequest> & queue, int rol
     ++load.unread[role];
 }
 
-// False: nobody has offered its bytes.
+// False: nobody has offered the expert's bytes.
 bool Requests::take_offered(Load & load, std::deque<ReadRequest> & queue) {
     const MoeLayer & layer = map.layers[load.layer];
     const auto       found = offered.find({ load.layer, load.expert });
@@ -126,7 +127,7 @@ void Requests::wait(Load & load, std::deque<ReadRequest> & queue) {
 ReadRequest Requests::from_model(Load & load, int role) const {
     const MoeLayer & layer = map.layers[load.layer];
     const Extent     e     = in_model(layer, role, load.expert);
-    // The block has no room for the pages around the matrix: so it is read through the page cache.
+    // The block has no room for the pages around the matrix, so it is read through the page cache.
     ReadRequest request = { &load, role, role, e.file, e.offset, e.bytes, e.bytes,
         load.slot.memory + block_offset(layer, role), false, false, 0, 1u << role, PART_MATRICES, false };
     if (layer.pack->nibbles[role]) {

@@ -8,7 +8,7 @@
 #endif
 #endif
 
-// Names of kernel 5.6, the first that reads into plain memory, and of 5.19, which registers buffers one by one.
+// Names of kernel 5.6, the first that reads into plain memory, and of 5.19, which registers single buffers.
 #ifdef IORING_FEAT_RW_CUR_POS
 
 #include <cstring>
@@ -32,9 +32,9 @@ std::unique_ptr<Ring> Ring::open(unsigned depth) {
     io_uring_params       params = {};
     params.flags                 = IORING_SETUP_CLAMP;
 #ifdef IORING_SETUP_COOP_TASKRUN
-    params.flags |= IORING_SETUP_COOP_TASKRUN; // the thread is asleep while it waits: nothing need interrupt it
+    params.flags |= IORING_SETUP_COOP_TASKRUN; // the thread sleeps while it waits: no interrupt is needed
 #endif
-    // One more, for the poll.
+    // One more entry, for the poll.
     ring->fd = (int) syscall(__NR_io_uring_setup, depth + 1, &params);
     if (ring->fd < 0 && errno == EINVAL) {
         params       = {};
@@ -78,7 +78,7 @@ Ring::~Ring() {
         }
     }
     if (fd >= 0) {
-        // Closed alone it lets go of the memory and the files a little later, when others may want them.
+        // close() alone frees the memory and the files a little later, when others may need them.
         syscall(__NR_io_uring_register, fd, IORING_UNREGISTER_BUFFERS, nullptr, 0);
         syscall(__NR_io_uring_register, fd, IORING_UNREGISTER_FILES, nullptr, 0);
         close(fd);
@@ -160,7 +160,7 @@ void Ring::submit_and_wait() {
         if (n >= 0) {
             given += (unsigned) n;
         } else if (errno == EAGAIN || errno == EBUSY) {
-            // No memory for it, or no room for its result: what is under way has to end first.
+            // No memory for it, or no room for its result: running requests must end first.
             if (*results_head != __atomic_load_n(results_tail, __ATOMIC_ACQUIRE)) {
                 return;
             }

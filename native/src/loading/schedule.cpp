@@ -7,15 +7,15 @@ namespace pyorch {
 
 namespace {
 
-// A block of so many tasks ends: the search for the place of another one costs the cube of their number.
+// Most tasks of a block: the search for the place of another one costs the cube of their number.
 constexpr size_t MAX_BLOCK = 16;
 
-// Times are sums of the same numbers in different orders.
+// Tolerance: times are sums of the same numbers in different orders.
 constexpr double ROUNDING = 1 + 1e-9;
 
 using Tasks = std::vector<RecoveryTask>;
 
-// When the disk and each worker are free.
+// When the disk and each worker become free.
 struct Machine {
     double              disk = 0;
     std::vector<double> workers;
@@ -23,7 +23,7 @@ struct Machine {
 
 struct Progress {
     Machine             after;
-    std::vector<double> idle;      // of each worker, between what it does
+    std::vector<double> idle;      // of each worker, between its tasks
     std::vector<double> recovered; // by task
 
     Progress(const Machine & before, size_t n_tasks) :
@@ -44,7 +44,7 @@ struct Shard {
 
 bool reads_sm(const RecoveryTask & task) { return task.sm_read > 0; }
 
-// The reads of a block, and the shards that are to be decoded then.
+// The reads of a block, and the shards to decode after them.
 void read(
     const Tasks & tasks, const RecoveryBlock & block, bool one_pass, Progress & progress, std::vector<Shard> & shards) {
     double & disk = progress.after.disk;
@@ -65,7 +65,7 @@ void read(
     }
 }
 
-// What is to be decoded, each worker taking the first shard that is there, or comes soonest.
+// Decodes: each worker takes the first shard that is read, or the next to come.
 void decode(const Tasks & tasks, Progress & progress, std::vector<Shard> & shards) {
     std::vector<double> & workers = progress.after.workers;
     for (size_t left = shards.size(); left > 0; --left) {
@@ -89,7 +89,7 @@ void decode(const Tasks & tasks, Progress & progress, std::vector<Shard> & shard
     }
 }
 
-// One block, from what the blocks before it left.
+// Runs one block after the blocks before it.
 Progress run(const Tasks & tasks, const RecoveryBlock & block, const Machine & before, bool one_pass) {
     Progress           progress(before, tasks.size());
     std::vector<Shard> shards;
@@ -98,7 +98,7 @@ Progress run(const Tasks & tasks, const RecoveryBlock & block, const Machine & b
     return progress;
 }
 
-// Definition A.1: the workers have so much to do that those who are done first do not wait for the next exponents.
+// Definition A.1: the workers have so much to do that the first free one does not wait for the next exponents.
 bool compute_dominant(const Progress & progress, double shard_read, int max_shards) {
     std::vector<double> free = progress.after.workers;
     std::sort(free.begin(), free.end());
@@ -121,8 +121,8 @@ RecoveryBlock inserted(const RecoveryBlock & block, size_t place, int task) {
     return with;
 }
 
-// Behind all of its class that are to be recovered sooner; its class are those in the block that need no SM read, or
-// all if there is none.
+// The place behind all tasks of its class that are recovered sooner. The class: the block's tasks without an SM read,
+// or all if none is without.
 size_t place_by_compute(const Tasks & tasks, const RecoveryBlock & block, int task) {
     const bool any   = std::any_of(block.begin(), block.end(), [&](int i) { return !reads_sm(tasks[i]); });
     size_t     place = 0;
@@ -140,12 +140,12 @@ size_t place_by_compute(const Tasks & tasks, const RecoveryBlock & block, int ta
 std::vector<RecoveryBlock> schedule(const Tasks & tasks, const Recoverer & recoverer) {
     std::vector<int> order(tasks.size());
     std::iota(order.begin(), order.end(), 0);
-    // Those of an expert that take equally long stay together.
+    // Tasks of an expert that take equally long stay together.
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) {
         const bool same = tasks[a].compute == tasks[b].compute;
         return same ? tasks[a].expert < tasks[b].expert : tasks[a].compute > tasks[b].compute;
     });
-    RecoveryBlock bases, others; // those of type I and II, of which the first is next
+    RecoveryBlock bases, others; // tasks of type I, and of type II; the first is next
     double        shard_read = 0;
     int           max_shards = 1;
     for (int i : order) {
@@ -175,7 +175,7 @@ std::vector<RecoveryBlock> schedule(const Tasks & tasks, const Recoverer & recov
         machine = progress.after;
         blocks.push_back(std::move(block));
     }
-    if (!others.empty()) { // the workers have enough to do without them
+    if (!others.empty()) { // the workers have enough work without them
         blocks.push_back(std::move(others));
     }
     return blocks;

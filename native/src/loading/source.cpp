@@ -16,10 +16,10 @@
 #include <vector>
 
 #ifndef EREMOTEIO
-#define EREMOTEIO EIO // not on this system
+#define EREMOTEIO EIO // this system has none
 #endif
 #ifndef O_DIRECT
-#define O_DIRECT 0 // not on this system: reads are buffered
+#define O_DIRECT 0 // this system has none: reads are buffered
 #endif
 
 namespace pyorch {
@@ -31,13 +31,12 @@ constexpr uint64_t N_SAMPLED    = 64; // blocks
 
 bool same(const timespec & a, const timespec & b) { return a.tv_sec == b.tv_sec && a.tv_nsec == b.tv_nsec; }
 
-// What a file system says of an open file changes with whatever is done to the file, and stays while nothing is: the
-// time of the inode cannot be set.
+// Whether a file was left alone: whatever is done to it sets the time of its inode, which no call can set back.
 bool same(const struct stat & a, const struct stat & b) {
     return a.st_size == b.st_size && same(a.st_mtim, b.st_mtim) && same(a.st_ctim, b.st_ctim);
 }
 
-// Of the beginning of a file and of blocks all over it; 0 where it cannot be read.
+// A hash of the begin of a file and of blocks all over it; 0 if it cannot be read.
 uint64_t sample(int fd, uint64_t size) {
     std::vector<char> bytes(HEADER_BYTES + N_SAMPLED * BLOCK);
     const ssize_t     header = pread(fd, bytes.data(), HEADER_BYTES, 0);
@@ -73,8 +72,8 @@ public:
 
     int n_disks() const override { return n_usable; }
 
-    // Half of an expert from before a change and half from after it would be silent garbage, where nothing has
-    // checksums. Of a pack it matters while another copy has the bytes.
+    // Half of an expert from before a change and half from after it would give silent garbage, without checksums. For a
+    // pack it matters only while another copy has the bytes.
     int check(int file, int disk) override {
         return (file < n_shards || has_other(file, disk)) && changed(*files[file][disk]) ? -ESTALE : 0;
     }
@@ -101,7 +100,7 @@ public:
         if (!has_other(file, disk)) {
             return false;
         }
-        // Where it was not the disk, memory was short perhaps, another copy may have it this once.
+        // If the disk did not fail (memory was short, perhaps), another copy may serve this one request.
         if (result < 0 && !is_of_disk((int) -result) && ++failed.in_a_row < MAX_IN_A_ROW) {
             return true;
         }
@@ -117,7 +116,7 @@ public:
     }
 
     int64_t read(int file, uint64_t offset, void * buf, uint64_t size) override {
-        // A direct read is widened to pages, which the end of the file may cut.
+        // A direct read is widened to pages; the end of the file may cut it.
         const uint64_t bytes  = files[file][0]->bytes;
         const uint64_t there  = bytes > offset ? bytes - offset : 0;
         const uint64_t needed = std::min(size, there);
@@ -143,7 +142,7 @@ private:
         std::string path;
         int         fd        = -1;
         int         direct_fd = -1;
-        // What was said of it when its bytes were the sampled ones, and when they were not.
+        // What fstat() said when the bytes were the sampled ones, and when they were not.
         struct stat       opened GUARDED_BY(mutex) = {}, refused GUARDED_BY(mutex) = {};
         uint64_t          bytes     = 0;
         uint64_t          sampled   = 0;
@@ -174,7 +173,7 @@ private:
         File & file   = *opened;
         file.path     = path;
         file.fd       = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-        MutexLock lock(file.mutex); // for the analysis: nobody else has it yet
+        MutexLock lock(file.mutex); // for the analysis: no other thread has it yet
         if (file.fd < 0 || fstat(file.fd, &file.opened) != 0) {
             throw Failure(PYORCH_IO, format("%s: %s", path.c_str(), strerror(errno)));
         }
@@ -226,15 +225,15 @@ private:
         if (fstat(f.fd, &now) != 0 || now.st_size != f.opened.st_size) {
             return true;
         }
-        // Of a copy nothing is read that could be another's: the original has it.
+        // A changed copy is not read: the original has the bytes.
         if (f.is_mirror && !same(now.st_mtim, f.opened.st_mtim)) {
             return true;
         }
-        // Who touches, moves, links or deletes a file, or another one into its place, changes none of its bytes; who
-        // copies over it may set its time back.
+        // Touching, moving, linking or deleting a file changes none of its bytes, and neither does a new file in its
+        // place. A copy over it may set its time back.
         if (!same(now, f.opened) && !same(now, f.refused)) {
             const uint64_t sampled = sample(f.fd, (uint64_t) now.st_size);
-            if (sampled != 0) { // else it is asked again
+            if (sampled != 0) { // else the next request tries again
                 (sampled == f.sampled ? f.opened : f.refused) = now;
             }
         }
@@ -254,7 +253,7 @@ private:
                 return -errno;
             }
             done += (uint64_t) n;
-            // A direct read that stops off a page boundary has met the end of the file.
+            // A direct read that stops inside a page has met the end of the file.
             if (n == 0 || (fd == f.direct_fd && done % 4096 != 0)) {
                 break;
             }

@@ -16,7 +16,7 @@ namespace pyorch {
 
 static constexpr uint64_t BELL = UINT64_MAX;
 
-// The kernel's table has no more numbers.
+// The kernel's table has no more entries.
 static constexpr unsigned MAX_BUFFERS = 1 << 14;
 
 static int make_bell() {
@@ -44,7 +44,7 @@ std::unique_ptr<UringReader> UringReader::create(Loader & loader, int depth) {
         return nullptr;
     }
     ring->queue_poll(bell, BELL);
-    if (!ring->submit()) { // forbidden, though the ring was not
+    if (!ring->submit()) { // forbidden, though opening the ring was not
         close(bell);
         return nullptr;
     }
@@ -79,7 +79,7 @@ UringReader::~UringReader() {
         thread.join();
     }
     decoders.reset();
-    attach(nullptr); // wake() is called no more
+    attach(nullptr); // from here on nobody calls wake()
     close(bell);
 }
 
@@ -87,7 +87,7 @@ void UringReader::wake() {
     if (asleep.exchange(false)) {
         const uint64_t one = 1;
         const ssize_t  n   = write(bell, &one, sizeof(one));
-        (void) n; // it fails only where it rings already
+        (void) n; // it fails only if the bell rings already
     }
 }
 
@@ -98,7 +98,7 @@ void UringReader::run() {
             continue;
         }
         if (!idle.empty()) {
-            // Who orders something from here on rings; what was ordered before is seen now.
+            // Orders from here on ring; earlier ones are seen now.
             asleep = true;
             if (!ending && start_one()) {
                 asleep = false;
@@ -127,7 +127,7 @@ void UringReader::listen() {
     ring->queue_poll(bell, BELL);
 }
 
-// The next request. False if there is none.
+// Starts the next request. False if the queue is empty.
 bool UringReader::start_one() {
     ReadRequest request;
     const bool  any = loader.try_next(request);
@@ -155,7 +155,7 @@ bool UringReader::start_one() {
     }
     UnderWay & u = under_way[idle.back()];
     idle.pop_back();
-    // Who first touches a page of fresh memory waits for it: not this thread, but some of the kernel's, side by side.
+    // The first touch of a page of fresh memory takes time: threads of the kernel spend it, in parallel.
     u = { request, 0, buffer_of(request), loader.slot_of(request).fresh };
     choose_disk(u);
     return true;
@@ -175,9 +175,9 @@ int UringReader::buffer_of(const ReadRequest & request) {
         unused.pop_back();
     }
     Buffer & buffer = place->second;
-    if (buffer.bytes < bytes) { // a probe of the disk has slots for experts of all layers: the last one was smaller
+    if (buffer.bytes < bytes) { // the slots of a disk probe hold experts of all layers: the last one was smaller
         if (!ring->set_buffer(buffer.number, slot, bytes)) {
-            registers = false; // no more of them: the limit on locked memory is reached
+            registers = false; // no further ones: the limit on locked memory is reached
             return -1;
         }
         buffer.bytes = bytes;
@@ -214,7 +214,7 @@ void UringReader::ended(UnderWay & u, int32_t value) {
         return;
     }
     u.done += (uint64_t) value;
-    // A direct read that stops off a page boundary has met the end of the file.
+    // A direct read that stops inside a page has met the end of the file.
     const int  file   = u.request.file;
     const auto direct = [&] {
         return u.request.direct &&

@@ -1,10 +1,10 @@
-// One thread that starts reads by io_uring and takes their results: the disk has as many requests at once as it needs,
-// and the processor next to nothing to do.
+// One thread that starts reads by io_uring and takes their results: the disk has as many requests as it needs, and the
+// processor has little to do.
 //
-// Files are registered, and the memory of a slot when it is read into again, where the limit on locked memory allows
-// it: to take hold of its pages for each read anew costs more than all the rest of a read. When it is first read into
-// it has no pages yet, and the kernel's threads bring them. A slot that gives up its memory is let go of before
-// anything more is read.
+// Files are registered. The memory of a slot is registered when it is read into again, if the limit on locked memory
+// allows it: otherwise each read pins its pages anew, which costs more than the rest of the read. At the first read the
+// slot has no pages yet, and the kernel's threads allocate them. A slot that frees its memory is unregistered before
+// the next read.
 //
 // The thread sleeps in one place, in the kernel, until a read ends or wake() rings: it writes to a descriptor that the
 // kernel watches. A decode stage that computes runs on other threads.
@@ -24,10 +24,10 @@ namespace pyorch {
 
 class UringReader : public Reader {
 public:
-    // depth: requests under way at once, at least 1. Null where io_uring, or a file of the source, cannot be had.
+    // depth: requests under way at once, at least 1. Null without io_uring, or without a file of the source.
     static std::unique_ptr<UringReader> create(Loader & loader, int depth);
 
-    ~UringReader() override; // ends the requests under way, leaves the rest
+    ~UringReader() override; // ends the running requests, and leaves the others
 
     void wake() override;
 
@@ -37,12 +37,12 @@ private:
         uint64_t    done;
         int         buffer;
         bool        may_block;
-        int         disk = 0; // that has the copy of the file which is read
+        int         disk = 0; // whose copy of the file is read
     };
 
     struct Buffer {
         unsigned number;
-        uint64_t bytes; // that are registered
+        uint64_t bytes; // registered
     };
 
     UringReader(Loader & loader, int depth, std::unique_ptr<Ring> ring, int bell);
