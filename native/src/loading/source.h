@@ -20,7 +20,6 @@ public:
     // the bytes read, fewer only at the end of the file, or a negative errno. Several threads call at once.
     virtual int64_t read(int file, uint64_t offset, void * buf, uint64_t size) = 0;
 
-    // Direct reads want page-aligned offset, buf and size.
     // Direct reads need page-aligned offset, buf and size.
     virtual bool direct(int file) const = 0;
 
