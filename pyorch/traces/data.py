@@ -1,6 +1,6 @@
-"""What models are profiled and judged on: texts, and multiple-choice questions in ARC's layout.
+"""Reads the input of profiles and evaluations: texts, and multiple-choice questions in ARC's layout.
 
-Files are read line by line, so that a mistake is reported with its line. Blank lines are skipped.
+Files are read line by line, so that an error names its line. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ MIN_CHOICES, MAX_CHOICES = 3, 5
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its choices. answer is the index of the right one; labels are letters or digits."""
+    """A question with its choices.
+
+    Attributes:
+        answer: Index of the right choice.
+        labels: Of each choice, a letter or a digit.
+    """
 
     id: str
     question: str
@@ -30,18 +35,19 @@ class Question:
 
 @dataclass(frozen=True)
 class Document:
-    """A text that is run as one request. source tells where it lies: file, or file:line."""
+    """A text that is run as one request. source: where it was read, as file or file:line."""
 
     text: str
     source: str
 
 
 def read_questions(path: str | os.PathLike[str]) -> list[Question]:
-    """The questions of a file in the layout of ARC's JSONL.
+    """Returns the questions of a file in the layout of ARC's JSONL.
 
     {"id": "Mercury_7", "question": {"stem": "...", "choices": [{"text": "...", "label": "A"}, ...]}, "answerKey": "A"}
 
-    Raises FormatError, with file and line, for a line that is no such question, and for a file without any.
+    Raises:
+        FormatError: A line is not such a question, or the file has none. The message names file and line.
     """
     questions = [_question(value, where) for value, where in _objects(path)]
     if not questions:
@@ -50,12 +56,13 @@ def read_questions(path: str | os.PathLike[str]) -> list[Question]:
 
 
 def read_documents(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Document]:
-    """The texts of some files, in order. Empty ones are skipped.
+    """Yields the texts of some files, in order, without empty ones.
 
-    A file that ends in .jsonl holds a document a line: its field "text" or "prompt", or a question in
-    ARC's layout, which becomes the question with its right answer. Any other file is one document.
+    A file whose name ends in .jsonl holds one document per line: the field "text", the field "prompt", or a question in
+    ARC's layout. A question becomes a text of the question and its right answer. Any other file is one document.
 
-    Raises FormatError, with file and line, for a line that is none of these, and for a file without text.
+    Raises:
+        FormatError: A line is no document, or a file has no text. The message names file and line.
     """
     for path in paths:
         is_empty = True
@@ -120,13 +127,13 @@ def _field(value: dict, name: str, kind: type, where: str):
     if kind is str:
         try:
             value[name].encode()
-        except UnicodeEncodeError:  # JSON can escape what is no character, such as \ud800
+        except UnicodeEncodeError:  # JSON can escape surrogates such as \ud800
             raise FormatError(f'{where}: "{name}" is not text: it holds half of a surrogate pair') from None
     return value[name]
 
 
 def _objects(path: str | os.PathLike[str]) -> Iterator[tuple[dict, str]]:
-    """The objects of a JSONL file, and where each lies."""
+    """Yields the objects of a JSONL file, each with its file and line."""
     for line, number in _lines(Path(path)):
         where = f"{path}:{number}"
         if not line.strip():
@@ -142,7 +149,7 @@ def _objects(path: str | os.PathLike[str]) -> Iterator[tuple[dict, str]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int]]:
-    """Lines with their ends, from number 1. Only a newline ends one: JSON may hold U+2028 as it is."""
+    """Yields lines with their ends and numbers from 1. Only "\n" ends a line: JSON may hold U+2028 unescaped."""
     with reading(path), path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:

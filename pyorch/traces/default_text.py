@@ -1,4 +1,4 @@
-"""A text where nobody gives one: English prose and program text, which every machine with Python has."""
+"""The default text: English prose and programs, which every machine with Python has."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pyorch.files import write_text
 
-_CHARACTERS = 3000  # of a piece: prose and programs come by turns, however early a reader stops
+_CHARACTERS = 3000  # of a piece. Prose and programs alternate, so a reader that stops early has both.
 _MODULES = ("argparse", "textwrap", "statistics", "heapq", "csv", "difflib", "tarfile", "shutil", "subprocess", "ast")
 
 
 def write_default_text(path: Path) -> None:
-    """Writes some 700 KB of it into a file of documents, as pyorch.traces.data reads them. One that has them stays."""
+    """Writes about 700 KB of text into a file of documents (pyorch.traces.data), unless the file has them already."""
     pieces = filter(None, chain.from_iterable(zip_longest(_prose(), _programs())))
     text = "".join(json.dumps({"text": piece}) + "\n" for piece in pieces)
     with contextlib.suppress(OSError, ValueError):
@@ -28,7 +28,7 @@ def write_default_text(path: Path) -> None:
 def _prose() -> Iterator[str]:
     try:
         from pydoc_data.topics import topics
-    except ModuleNotFoundError:  # of a Python that was made small
+    except ModuleNotFoundError:  # a reduced Python
         topics = {}
     for name in sorted(topics):
         yield from _cut(topics[name])

@@ -1,4 +1,4 @@
-"""What divisions of memory between forms of experts give on recorded routing: played by the table that runs models."""
+"""Measures divisions of memory between forms of experts: replays recorded routing through the residency table."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from pyorch.sidecars.plan import Machine
 from pyorch.traces.recording import Recording
 from pyorch.traces.replay import ReplaySettings, replay
 
-FINALISTS = 6  # divisions of the planner that are played when one is to be chosen
+FINALISTS = 6  # divisions of the planner that are replayed to choose one
 
-# Layers of tokens that are played of each division: some tenths of a second.
+# Layers times tokens that are replayed for each division: some tenths of a second.
 _CHOICE_PASSES = 24_000
 
 
 @dataclass(frozen=True)
 class Choice:
-    """best: of the divisions that were played. divided: of those with more than whole experts the one that waits least,
-    None where there were none. handicap: how much longer these took than expected, on average, as a share of the same
-    of whole experts; None where there were none. n_played: divisions; n_tokens: that each was played on."""
+    """The result of choose().
+
+    Attributes:
+        best: The best of the replayed divisions.
+        divided: The division that waits least among those with more than whole experts. None: there was none.
+        handicap: How much more the waits of divided memory exceed their forecast than the waits of whole experts do,
+            on average. None: there was no division of one kind.
+        n_played: Replayed divisions.
+        n_tokens: Tokens that each was replayed on.
+    """
 
     best: Split
     divided: Split | None
@@ -39,19 +46,20 @@ def choose(
     splits: Sequence[Split], packed: ModelMap, plain: ModelMap, recording: Recording, budget: int, machine: Machine,
     handicap: float = HANDICAP, batch: int = 1, compute_ms: float = 0.0,
 ) -> Choice:
-    """The division that waits least when the end of a recording is played, behind the rest; the first of equals.
+    """Returns the division that waits least when the end of a recording is replayed; of equal ones, the first.
 
     Args:
-        packed: the map of a model with its compressed pack attached; plain: one without.
-        machine: whose disk and cores are simulated.
-        handicap: what divisions with more than whole experts are taken to wait, as a share of what they do when played.
-        batch: requests of the recording that are decoded together.
-        compute_ms: computing of a token, which hides reads and decoding of matrices that are not yet needed.
+        packed: The map of the model with its compressed pack attached.
+        plain: The map of the model without a compressed pack.
+        machine: Its disk and cores are simulated.
+        handicap: Multiplies the replayed wait of divisions with more than whole experts.
+        batch: Requests of the recording that are decoded together.
+        compute_ms: Computing of a token. It hides reads and decoding of matrices that are not needed yet.
     """
     n_tokens = min(max(1, len(recording) // 4), batch * (1 + _CHOICE_PASSES // len(recording.layers)))
     known, played = recording.divided(len(recording) - n_tokens, batch)
     before = known if len(known) else played
-    uses = fading_uses(use_counts(before.experts, before.n_expert), len(before))  # ranks begin with it
+    uses = fading_uses(use_counts(before.experts, before.n_expert), len(before))  # the ranks at the start
 
     def wait_ms(split: Split, computing: float) -> float:
         settings = ReplaySettings(
@@ -65,11 +73,11 @@ def choose(
     best = splits[int(np.argmin([wait * (handicap if split.is_mixed else 1) for wait, split in zip(waits, splits)]))]
     divided = min((i for i, split in enumerate(splits) if split.is_mixed), key=lambda i: waits[i], default=None)
 
-    # The expected wait knows no computing, so the handicap compares it with waits that no computing hides.
+    # The expected wait ignores computing, so the handicap compares it with waits that no computing hides.
     bare = [wait_ms(split, 0) for split in splits] if compute_ms else waits
 
     def longer(mixed: bool) -> float:
-        """Than expected."""
+        """Returns the mean of replayed over expected waits."""
         ratios = [wait / (1000 * split.makespan) for wait, split in zip(bare, splits)
                   if split.compressed and split.is_mixed == mixed and split.makespan > 0]
         return float(np.mean(ratios)) if ratios else 0.0

@@ -1,4 +1,4 @@
-"""Expert maps of what a trace has recorded."""
+"""Makes expert maps from a recorded trace."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ def maps_from_trace(
     trace: Trace, model_map: ModelMap, capacity: int = CAPACITY, distance: int = DISTANCE,
     on_progress: OnProgress | None = None,
 ) -> ExpertMaps:
-    """Expert maps of the trace's tokens, in their order, and how often these used each expert.
+    """Returns expert maps of a trace's tokens, in order, and the counts of uses of each expert.
 
-    Raises FormatError for a trace of another model, PyorchError for one without whole distributions or tokens.
+    Raises:
+        FormatError: The trace is damaged or belongs to another model.
+        PyorchError: The trace has no tokens, or only the selected experts instead of whole distributions.
     """
     maps = ExpertMaps.for_model(model_map, capacity, distance)
     trace.check(model_map)

@@ -1,9 +1,9 @@
-"""Traces: what the routers decided, token by token, in one file that is read as numpy arrays.
+"""Traces: the routers' decisions for each token, in one file that is read as numpy arrays.
 
 Layout, all little-endian:
 
     0     8 bytes   b"PYORCHTR"
-    8     u4        format version, 3; 2 is the same without compute_ms, 1 also without states
+    8     u4        format version, 3; version 2 lacks compute_ms, version 1 also states
     12    u4        length of the header
     16    u4        CRC-32 of the header
     20              the header: the fields of TraceHeader as JSON, zeros up to byte 4096
@@ -11,14 +11,14 @@ Layout, all little-endian:
                       i8 number of the record, from 1 (0: the slot is empty); f2[L, n_embd] inputs
     then            a record for each token up to the end of the file, record_dtype():
                       u4 request; u4 position in it; i4 token; u1 phase (0 prefill, 1 decode);
-                      u2[L, k] selected experts, as the router ordered them; f4[L, k] their probabilities
-                      (where a model takes the softmax over the selected only: their weights);
+                      u2[L, k] selected experts, as the router ordered them;
+                      f4[L, k] their probabilities (their weights, if a model takes the softmax of the selected only);
                       f2[L, n_expert] the distribution over all experts, if router is "full";
-                      with states: f4[L, k] the weights of the selected experts' outputs, and f4[L, n_embd] what
-                      the router's input is the normalization of (where a model has no such thing: the input)
+                      with states: f4[L, k] the weights of the selected experts' outputs, and f4[L, n_embd] the
+                      state that is normalized to the router's input (the input, if a model normalizes nothing)
 
-L counts the layers with routed experts in the order of the header. Fields are aligned as in C. A file
-that was cut off is whole up to its last complete record; slots whose record is missing count as empty.
+L counts the layers with routed experts in the order of the header. Fields are aligned as in C. A truncated file is
+valid up to its last complete record; a slot whose record is missing counts as empty.
 """
 
 from __future__ import annotations
@@ -48,12 +48,16 @@ _PREFIX = np.dtype([("magic", "S8"), ("version", "<u4"), ("length", "<u4"), ("cr
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What a trace is about.
+    """The header of a trace.
 
-    fingerprint: of the model (pyorch.sidecars.container); layers: block numbers il; router: "topk" or "full";
-    n_inputs: tokens in the full sample of router inputs, 0 without one; seed: of the sample;
-    states: whether records have the residual states before the routers. compute_ms: that a decoded token takes beside
-    the waits for experts, on the machine that recorded; None: not measured.
+    Attributes:
+        fingerprint: Of the model (pyorch.sidecars.container).
+        layers: Block numbers il.
+        router: "topk" or "full".
+        n_inputs: Tokens in the full sample of router inputs; 0: no sample.
+        seed: Of the sample.
+        states: Whether records have the residual states before the routers.
+        compute_ms: Of a decoded token on the recording machine, without the waits for experts. None: not measured.
     """
 
     fingerprint: str
@@ -69,7 +73,7 @@ class TraceHeader:
     compute_ms: float | None = None
 
     def record_dtype(self) -> np.dtype:
-        """Of one token."""
+        """Returns the dtype of one token's record."""
         n_layers = len(self.layers)
         fields = [
             ("request", "<u4"), ("position", "<u4"), ("token", "<i4"), ("phase", "u1"),
@@ -82,7 +86,7 @@ class TraceHeader:
         return np.dtype(fields, align=True)
 
     def slot_dtype(self) -> np.dtype:
-        """Of one sampled token's router inputs."""
+        """Returns the dtype of one sampled token's router inputs."""
         return np.dtype([("record", "<i8"), ("inputs", "<f2", (len(self.layers), self.n_embd))], align=True)
 
     @property
@@ -93,9 +97,12 @@ class TraceHeader:
 class Trace:
     """A trace, mapped from its file.
 
-    header: what it is about. records: structured array of header.record_dtype(), one for each token.
+    Attributes:
+        header: The model and the extent of the recording.
+        records: A structured array of header.record_dtype(), one record per token.
 
-    Raises FormatError for a file that is missing, no trace, damaged in its header, or of another version.
+    Raises:
+        FormatError: The file is missing, no trace, of another version, or damaged in its header.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -108,25 +115,33 @@ class Trace:
             self._slots = _map(self.path, self.header.slot_dtype(), HEADER_BYTES, min(size, self.header.records_offset))
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Returns the number of tokens."""
         return len(self.records)
 
     @property
     def inputs(self) -> tuple[np.ndarray, np.ndarray]:
-        """The sample of router inputs: record indices int64[n], in no order, and float16[n, L, n_embd].
+        """The sample of router inputs: record indices int64[n], unordered, and float16[n, L, n_embd].
 
-        The inputs are a view of the file: what is not touched is not read.
+        The inputs are a view of the file: only accessed pages are read.
         """
         record = self._slots["record"]
         used = (record > 0) & (record <= len(self.records))
         n = int(used.sum())
-        # Slots are filled from the first on: only a file that was cut off has holes.
+        # Slots are filled from the first on: only a truncated file has gaps.
         slots = self._slots[:n] if used[:n].all() else self._slots[used]
         return slots["record"].astype(np.int64) - 1, slots["inputs"]
 
     def check(self, model_map: ModelMap, *, decoded: bool = False) -> None:
-        """Raises FormatError for a trace of another model, PyorchError for one without tokens. decoded: FormatError
-        too for one that has not all layers that a decode passes, or not as many experts of a token in them."""
+        """Checks that the trace belongs to the model.
+
+        Args:
+            model_map: The model's map.
+            decoded: Also check that every layer of a decode is recorded, with all experts of a token.
+
+        Raises:
+            FormatError: The trace belongs to another model, or lacks layers or experts.
+            PyorchError: The trace has no tokens.
+        """
         header, n_used = self.header, model_map.info.n_expert_used
         if header.fingerprint != fingerprint(model_map):
             raise FormatError(f"{self.path} was recorded with another model than {model_map.path}: record one with it")
@@ -141,14 +156,18 @@ class Trace:
                               f"not {n_used}")
 
     def layer_index(self, il: int) -> int:
-        """Where block il is in the second dimension of the arrays. PyorchError if it is not recorded."""
+        """Returns the index of block il in the second dimension of the arrays.
+
+        Raises:
+            PyorchError: The block is not recorded.
+        """
         if il not in self.header.layers:
             raise PyorchError(f"{self.path} has no layer {il}: it recorded {', '.join(map(str, self.header.layers))}")
         return self.header.layers.index(il)
 
 
 def is_trace_of(path: str | os.PathLike[str], model_map: ModelMap | None) -> bool:
-    """Whether a file is a trace of this model; None: of any model."""
+    """Returns whether a file is a trace of this model. None: a trace of any model."""
     try:
         found = Trace(path).header.fingerprint
         return model_map is None or found == fingerprint(model_map)
@@ -159,11 +178,13 @@ def is_trace_of(path: str | os.PathLike[str], model_map: ModelMap | None) -> boo
 class TraceWriter:
     """Writes a trace, record after record.
 
-    A new trace is written under the name PATH.part, a readable trace all the time, and renamed by close().
-    One that is appended to must have the same header, and is written in place. After an error in a `with`
-    block PATH.part keeps its name, and PATH is as it was.
+    A new trace is written as PATH.part, which is a readable trace all the time, and renamed by close(). A trace that is
+    appended to must have the same header, and is written in place. After an error in a `with` block PATH.part keeps its
+    name and PATH is unchanged.
 
-    Raises PyorchError where the file cannot be written, FormatError where there is no trace to append to.
+    Raises:
+        FormatError: There is no trace to append to.
+        PyorchError: The file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: TraceHeader, append: bool = False) -> None:
@@ -173,7 +194,7 @@ class TraceWriter:
         check_target(self.path)
         self._written = self.path if append else part_path(self.path)
         try:
-            # A trace that is appended to may be a link; where a new one begins, a link would lead to a stranger's file.
+            # An existing trace may be a link. A new one must not follow links: they could lead to another user's file.
             flags = 0 if append else os.O_CREAT | os.O_NOFOLLOW
             self._file: io.FileIO | None = open(
                 os.open(self._written, os.O_RDWR | os.O_CLOEXEC | flags, 0o666), "r+b", buffering=0)
@@ -192,11 +213,10 @@ class TraceWriter:
             raise
 
     def sample(self, n: int) -> tuple[np.ndarray, np.ndarray]:
-        """Which of the next n records belong into the sample of router inputs, for write().
+        """Chooses records among the next n for the sample of router inputs, for write().
 
-        Reservoir sampling (algorithm R): any n_inputs tokens of all are equally likely to be left in the
-        end. The choice depends on the seed and on the record's number alone, so neither batches nor
-        appending change it.
+        Reservoir sampling (algorithm R): all tokens have the same probability to remain in the end. The choice
+        depends on the seed and the record's number alone, so batches and appending do not change it.
 
         Returns:
             Rows below n, ascending, and the slot of each: int64[m].
@@ -207,7 +227,7 @@ class TraceWriter:
         chosen = np.flatnonzero(slots < self.header.n_inputs)
         if len(chosen) < 2:
             return chosen, slots[chosen]
-        # Of several tokens that are drawn for one slot, the last stays.
+        # If several tokens draw the same slot, the last one stays.
         _, last = np.unique(slots[chosen][::-1], return_index=True)
         chosen = np.sort(chosen[::-1][last])
         return chosen, slots[chosen]
@@ -216,7 +236,7 @@ class TraceWriter:
         self, records: np.ndarray, rows: np.ndarray | None = None, slots: np.ndarray | None = None,
         inputs: np.ndarray | None = None,
     ) -> None:
-        """Appends records; of some rows of them, the router inputs float16[m, L, n_embd] go into slots."""
+        """Appends records, and stores the router inputs of some rows, float16[m, L, n_embd], in slots."""
         assert records.dtype == self._record_dtype
         sampled = np.zeros(0 if rows is None else len(rows), self._slot_dtype)
         if len(sampled):
@@ -231,17 +251,17 @@ class TraceWriter:
 
     @property
     def next_request(self) -> int:
-        """A request number that no record has yet."""
+        """The first request number that no record has."""
         records = _map(self._written, self._record_dtype, self.header.records_offset, self._end())
         return int(records["request"].max()) + 1 if len(records) else 0
 
     @property
     def n_bytes(self) -> int:
-        """Of the file."""
+        """Bytes of the file."""
         return self._end()
 
     def close(self) -> None:
-        """Gives the trace its name, once it is on the disk."""
+        """Flushes the trace to the disk and gives it its final name."""
         self._close(finished=True)
 
     def __enter__(self) -> TraceWriter:
@@ -254,7 +274,7 @@ class TraceWriter:
         if self._file is None:
             return
         file, self._file = self._file, None
-        with file:  # whose lock keeps others out until the file has its name
+        with file:  # its lock excludes other writers until the file has its name
             os.fsync(file.fileno())
             if self._written == self.path:
                 return
@@ -276,11 +296,11 @@ class TraceWriter:
     def _resume(self) -> int:
         found = _read_header(self._file, self.path)
         for field in dataclasses.fields(TraceHeader):
-            there, here = getattr(found, field.name), getattr(self.header, field.name)
-            if there != here and field.name != "compute_ms":  # no two measurements are equal: the first stays
-                raise PyorchError(f"{self.path} cannot be appended to: its {field.name} is {there}, not {here}")
+            old, new = getattr(found, field.name), getattr(self.header, field.name)
+            if old != new and field.name != "compute_ms":  # measurements always differ: the first one stays
+                raise PyorchError(f"{self.path} cannot be appended to: its {field.name} is {old}, not {new}")
         size = os.fstat(self._file.fileno()).st_size
-        # Slots of records that were cut off need no care: whatever token gets such a number gets its slot.
+        # Slots of truncated records need no care: the next token with the same number takes the same slot.
         n = max(0, size - self.header.records_offset) // self._record_dtype.itemsize
         self._file.truncate(self.header.records_offset + n * self._record_dtype.itemsize)
         return n
@@ -296,7 +316,7 @@ class TraceWriter:
 
 
 def part_path(path: Path) -> Path:
-    """Where a new trace lies until it is finished."""
+    """Returns the path of an unfinished trace."""
     return path.with_name(f"{path.name}.part")
 
 
@@ -317,7 +337,7 @@ def _read_header(file: io.FileIO, path: Path) -> TraceHeader:
         fields = json.loads(text)
         header = TraceHeader(**{**fields, "layers": tuple(fields["layers"])})
         if _is_possible(header):
-            header.record_dtype(), header.slot_dtype()  # a ValueError where they are too large for numpy
+            header.record_dtype(), header.slot_dtype()  # raises ValueError if they are too large for numpy
             return header
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
@@ -325,7 +345,7 @@ def _read_header(file: io.FileIO, path: Path) -> TraceHeader:
 
 
 def _is_possible(header: TraceHeader) -> bool:
-    """Whether the fields have their types and are in their bounds. True is no number."""
+    """Returns whether the fields have their types and are within bounds. True is not a number."""
     numbers = (
         *((il, 0, 1 << 16) for il in header.layers), (len(header.layers), 1, 1 << 16), (header.n_expert, 1, 1 << 16),
         (header.n_expert_used, 1, header.n_expert), (header.n_embd, 0, 1 << 24), (header.n_inputs, 0, 1 << 40),
@@ -342,13 +362,13 @@ def _is_possible(header: TraceHeader) -> bool:
 
 
 def _map(path: Path, dtype: np.dtype, offset: int, end: int) -> np.ndarray:
-    """As many whole elements as lie between two offsets of a file, read-only."""
+    """Maps as many whole elements as fit between two offsets of a file, read-only."""
     n = max(0, end - offset) // dtype.itemsize
     return np.memmap(path, dtype, "r", offset, (n,)) if n else np.empty(0, dtype)
 
 
 def _hash(numbers: np.ndarray, seed: int) -> np.ndarray:
-    """A well mixed uint64 for each number (splitmix64)."""
+    """Returns a well mixed uint64 for each number (splitmix64)."""
     x = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed * 0xD1B54A32D192ED03 % (1 << 64))
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

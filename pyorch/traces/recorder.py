@@ -1,4 +1,4 @@
-"""Records a trace: runs text through a model, losslessly, and keeps what its routers decide."""
+"""Records a trace: runs text through a model, losslessly, and stores the routers' decisions."""
 
 from __future__ import annotations
 
@@ -30,23 +30,30 @@ from pyorch.traces.file import DECODE, PREFILL, TraceHeader, TraceWriter
 
 ROUTERS = ("topk", "full")
 
-# Short requests are prefilled together: where experts are read, a batch reads each of them once.
+# Short requests are prefilled together, so that a batch reads each expert once.
 MAX_REQUESTS_TOGETHER = 64
 
 # Bounds a batch: llama.cpp routes all tokens through the last layer only if it computes the logits of all,
-# and what the layers report is kept until the batch is done.
+# and the layers' reports are kept until the batch is done.
 _BATCH_BYTES = 256 << 20
 
-_TIMED_TOKENS = 24  # decoded to know what computing takes
+_TIMED_TOKENS = 24  # decoded to measure the time of computing
 
 OnProgress = Callable[[str, int, int], None]  # TIMING or "profiling", tokens done, of at most
-TIMING = "timing"  # before anything is recorded
+TIMING = "timing"  # measures before it records
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was recorded. n_records and file_bytes: of the whole trace, with what it held before. cut_short: time was
-    over before the data was."""
+    """The result of profile().
+
+    Attributes:
+        n_records: Of the whole trace, including earlier recordings.
+        n_inputs: Sampled tokens in the trace.
+        file_bytes: Of the whole trace.
+        experts: Statistics of the engine.
+        cut_short: The time limit ended the recording before the data did.
+    """
 
     path: Path
     n_requests: int
@@ -55,7 +62,7 @@ class Profile:
     decode_tokens: int
     decode_seconds: float
     n_records: int
-    n_inputs: int  # sampled tokens in the trace
+    n_inputs: int
     file_bytes: int
     experts: Stats
     cut_short: bool
@@ -63,7 +70,7 @@ class Profile:
 
 @dataclass
 class _Request:
-    """A piece of a document in a context of its own. tokens grows by what is generated."""
+    """A piece of a document in a context of its own. Generated tokens are appended to `tokens`."""
 
     number: int
     tokens: list[int]
@@ -91,21 +98,29 @@ def profile(
 ) -> Profile:
     """Runs documents (see pyorch.traces.data) through a model and records its routing in a trace.
 
-    A document is a request; one that is longer than the context is cut into several.
+    A document is a request. A document longer than the context is split into several requests.
 
     Args:
-        n_tokens: of the data at most, None for all.
-        router: "topk" or, "full", the whole distribution of every router as well.
-        n_inputs: tokens in a sample, uniform over all, of router inputs.
-        states: record the residual states before the routers too, 4 * L * n_embd bytes a token.
-        n_decode: tokens to generate after each request, greedily, until an end of text. Not part of n_tokens.
-        append: continue the trace if there is one.
-        n_ctx: tokens of one request at most. Default: what the model was trained with, at most 4096.
-        n_ubatch: tokens computed at once. Default: 2048 where experts have to be read, 512 otherwise.
-        seconds: no request is begun later than that after the model was loaded; one is recorded in any case.
-        load_options: budget, policy and the like, for pyorch.load.
+        path: The model.
+        data: Files of documents.
+        output: The trace.
+        n_tokens: Tokens of the data at most. None: all.
+        router: "topk", or "full" to record the whole distribution of every router too.
+        n_inputs: Tokens in a uniform sample of router inputs.
+        states: Record the residual states before the routers too, 4 * L * n_embd bytes a token.
+        n_decode: Tokens to generate after each request, greedily, until an end of text. Not part of n_tokens.
+        seed: Of the sample.
+        append: Continue the trace if it exists.
+        n_ctx: Tokens of one request at most. Default: the model's training context, at most 4096.
+        n_ubatch: Tokens computed at once. Default: 2048 if experts have to be read, otherwise 512.
+        n_threads: Threads that compute. Default: the physical cores.
+        on_progress: Called after each batch.
+        seconds: Start no further request after this time since the model was loaded. At least one is recorded.
+        load_options: Options of pyorch.load, such as budget and policy.
 
-    Raises PyorchError for what cannot be recorded; FormatError for data or a model that cannot be read.
+    Raises:
+        FormatError: The data or the model cannot be read.
+        PyorchError: An argument is out of range, or the model's routing cannot be recorded.
     """
     if router not in ROUTERS:
         raise PyorchError(f'router "{router}" is not known: use {" or ".join(ROUTERS)}')
@@ -114,14 +129,14 @@ def profile(
             raise PyorchError(f"--{name} is {value}: use {least} or more")
     check_target(Path(output).absolute())
     for _ in read_documents(data):
-        pass  # a mistake in the last line is found now, not after hours
+        pass  # reports a mistake in the last line now, not after hours
     n_threads = n_threads or cores.physical_cores()
     with load(path, managed=True, n_ctx=256, n_batch=256, n_threads=n_threads, **load_options) as model:
         if model.engine is None:
-            raise PyorchError(model.note or f"{path}: nothing manages its experts, so no routing is seen")
+            raise PyorchError(model.note or f"{path}: pyorch does not manage its experts, so no routing is seen")
         header = trace_header(model.map, router, n_inputs, seed, states)
         append = append and Path(output).exists()
-        tokens = None if append else next(_documents(model, data), None)  # a trace that goes on has its header
+        tokens = None if append else next(_documents(model, data), None)  # a continued trace keeps its header
         if tokens is not None:
             with Context(model.llama.model, _TIMED_TOKENS, _TIMED_TOKENS, n_threads=n_threads) as context:
                 compute_ms = measure_compute(model, context, tokens, on_progress)
@@ -134,7 +149,7 @@ def profile(
 def measure_compute(
     model: Model, context: Context, tokens: list[int], on_progress: OnProgress | None = None
 ) -> float:
-    """Milliseconds that a decoded token takes beside the waits for experts. tokens: are repeated as often as needed."""
+    """Measures the milliseconds of a decoded token without waits for experts. `tokens` are repeated as needed."""
     context.clear()
     tokens = list(itertools.islice(itertools.cycle(tokens), _TIMED_TOKENS))
     context.decode(tokens[:1])
@@ -148,9 +163,12 @@ def measure_compute(
 
 
 class RecordStream:
-    """The records of documents, handed on as they are decoded and kept nowhere. As a `with` block.
+    """Streams the records of documents as they are decoded, without storing them. A context manager.
 
-    Documents become requests as profile() makes them. n_tokens: int64[n_requests], the length of each request.
+    Documents become requests as in profile().
+
+    Attributes:
+        n_tokens: int64[n_requests], the length of each request.
     """
 
     def __init__(
@@ -169,7 +187,7 @@ class RecordStream:
         self._session.__exit__(*reason)
 
     def send(self, chosen: np.ndarray, take: Callable[[np.ndarray], None]) -> None:
-        """Decodes the requests with chosen, bool[n_requests], and gives their records, a batch at a time."""
+        """Decodes the requests with chosen, bool[n_requests], and passes their records to `take`, batch by batch."""
         self._session.stream((request for request in self._requests() if chosen[request.number]), take)
 
     def _requests(self) -> Iterator[_Request]:
@@ -179,16 +197,16 @@ class RecordStream:
 def trace_header(
     model_map: ModelMap, router: str = "topk", n_inputs: int = 0, seed: int = 0, states: bool = False
 ) -> TraceHeader:
-    """Of a trace of the model.
+    """Returns the header of a trace of the model.
 
     Raises:
-        PyorchError: Layers differ in their numbers of experts, or in their top-k.
+        PyorchError: Layers differ in their number of experts, or in their top-k.
     """
     layers = model_map.decoded_layers
-    for what, numbers in (("experts", {layer.n_expert for layer in layers}),
+    for name, numbers in (("experts", {layer.n_expert for layer in layers}),
                           ("experts used for a token", {layer.n_expert_used for layer in layers})):
         if len(numbers) != 1:
-            raise PyorchError(f"{model_map.path} has layers of {', '.join(map(str, sorted(numbers)))} {what}: a trace "
+            raise PyorchError(f"{model_map.path} has layers of {', '.join(map(str, sorted(numbers)))} {name}: a trace "
                               "holds layers of one width")
     arch = model_map.info.arch
     return TraceHeader(
@@ -206,7 +224,7 @@ def trace_header(
 
 
 def why_unrecordable(model_map: ModelMap) -> str:
-    """Why no trace of the model can be recorded; "" if one can."""
+    """Returns why no trace of the model can be recorded; "" if it can be."""
     try:
         trace_header(model_map)
     except PyorchError as error:
@@ -223,17 +241,17 @@ def _documents(model: Model, data: Iterable[str | os.PathLike[str]]) -> Iterator
 
 
 class Recorder:
-    """An engine's observer: collects what the routers decide for one batch at a time, layer by layer.
+    """An engine's observer that collects the routers' decisions of one batch, layer by layer.
 
-    llama.cpp may split a batch into ubatches; each goes through all layers, in order, before the next
-    begins, and its tokens keep theirs. What does not look like this is reported, not recorded.
+    llama.cpp may split a batch into ubatches. Each ubatch computes all layers, in order, before the next begins, and
+    tokens keep their order. A batch that violates this is reported and not recorded.
     """
 
     def __init__(self, header: TraceHeader, n_batch: int) -> None:
         n_layers, n_expert, k = len(header.layers), header.n_expert, header.n_expert_used
         self._header = header
         self._index = {il: i for i, il in enumerate(header.layers)}
-        # Layers first, so that a call writes into one piece of memory.
+        # Layers come first, so that a call writes contiguous memory.
         self._experts = np.empty((n_layers, n_batch, k), np.int32)
         self._weights = np.empty((n_layers, n_batch, k), np.float32)
         self._probs = np.empty((n_layers, n_batch, n_expert), np.float32)
@@ -242,7 +260,7 @@ class Recorder:
         self.expect(0, ())
 
     def expect(self, n_tokens: int, rows: Sequence[int] = ()) -> None:
-        """The next batch has n_tokens; the router inputs of some rows of it, ascending, are wanted."""
+        """Announces the next batch of n_tokens. The router inputs of `rows`, ascending, are collected."""
         self._n_tokens = n_tokens
         self._done = [0] * len(self._index)
         self._failure: Exception | None = None
@@ -252,21 +270,21 @@ class Recorder:
     def __call__(self, routing: Routing) -> None:
         try:
             self._record(routing)
-        except Exception as error:  # raised here it would be printed, and the decode would go on
+        except Exception as error:  # raised here, it would be printed, and decoding would continue
             self._failure = self._failure or error
 
     def _record(self, routing: Routing) -> None:
-        # Copies only: what follows from them is computed for the whole batch, in records().
+        # Copies only: records() computes the rest for the whole batch.
         layer = self._index[routing.il]
         experts = routing.experts
         start = self._done[layer]
         end = start + len(experts)
         if end > self._n_tokens or (layer and self._done[layer - 1] != end):
-            raise ValueError(f"layer {routing.il} came out of order")
+            raise ValueError(f"layer {routing.il} was computed out of order")
         self._done[layer] = end
         self._experts[layer, start:end] = experts
         self._probs[layer, start:end] = routing.probs
-        if self._softmax_of_selected is None:  # as in gpt-oss: what is ranked is not normalized
+        if self._softmax_of_selected is None:  # as in gpt-oss, which ranks logits
             self._softmax_of_selected = np.array_equal(routing.probs, routing.logits)
         if self._softmax_of_selected or self._header.states:
             self._weights[layer, start:end] = routing.weights
@@ -278,9 +296,10 @@ class Recorder:
                 self._inputs[layer, a:b] = routing.inputs[[row - start for row in self._rows[a:b]]]
 
     def records(self) -> np.ndarray:
-        """What was collected, in the trace's dtype; request, position, token and phase are zero.
+        """Returns the collected batch in the trace's dtype; request, position, token and phase are zero.
 
-        Raises PyorchError if not all layers showed all tokens.
+        Raises:
+            PyorchError: A layer did not report all tokens.
         """
         if self._failure is not None:
             raise PyorchError(f"the routing was not recorded: {self._failure!r}") from self._failure
@@ -305,7 +324,7 @@ class Recorder:
         return records
 
     def inputs(self) -> np.ndarray:
-        """Of the wanted rows: float16[n, L, n_embd]."""
+        """Returns the router inputs of the announced rows: float16[n, L, n_embd]."""
         return self._inputs.swapaxes(0, 1)
 
 
@@ -327,7 +346,7 @@ class _Session:
         kept = header.n_expert + (header.n_embd if header.states else 0)
         row_bytes = 4 * llama.llama_vocab_n_tokens(self._vocab) + 4 * len(header.layers) * kept
         self._n_batch = min(self._n_ctx, max(MAX_REQUESTS_TOGETHER, _BATCH_BYTES // row_bytes))
-        # Without a common KV cache llama.cpp reorders the tokens of a batch; a recurrent state is never common.
+        # Without a common KV cache llama.cpp reorders a batch's tokens. Recurrent states are never common.
         recurrent = llama.llama_model_is_recurrent(handle) or llama.llama_model_is_hybrid(handle)
         self._n_together = 1 if recurrent else min(MAX_REQUESTS_TOGETHER, self._n_batch)
         self._context = Context(
@@ -348,7 +367,7 @@ class _Session:
         self, documents: Callable[[], Iterator[list[int]]], n_tokens: int | None, writer: TraceWriter,
         on_progress: OnProgress | None, limit_seconds: float | None = None,
     ) -> Profile:
-        """Runs documents, of each its tokens, and writes what they route."""
+        """Runs documents, each a list of tokens, and writes their routing."""
         self._writer, self._write = writer, writer.write
         self._model.reset_stats()
         counts, seconds = [0, 0], [0.0, 0.0]
@@ -356,7 +375,7 @@ class _Session:
         started, limit = time.monotonic(), float("inf") if limit_seconds is None else limit_seconds
         total, cut_short = 0, False
         if on_progress is not None:
-            # To take a text apart twice costs little beside running it.
+            # Splitting the text twice costs little compared with running it.
             pieces = self.pieces(documents(), n_tokens, first)
             total = sum(request.n_prompt + self._n_decode for request in pieces)
         for group in self._groups(self.pieces(documents(), n_tokens, first)):
@@ -383,7 +402,7 @@ class _Session:
         )
 
     def stream(self, requests: Iterator[_Request], take: Callable[[np.ndarray], None]) -> None:
-        """Runs requests and gives their records to a function."""
+        """Runs requests and passes their records to a function."""
         self._write = lambda records, *_: take(records)
         for group in self._groups(requests):
             for _ in self._prefill(group):
@@ -393,7 +412,7 @@ class _Session:
     def pieces(
         self, documents: Iterator[list[int]], n_tokens: int | None, number: int = 0
     ) -> Iterator[_Request]:
-        """Documents cut to fit into the context, each piece with the token that begins a text, if there is one."""
+        """Splits documents to fit into the context. Each piece starts with the BOS token, if the document does."""
         left = n_tokens if n_tokens is not None else float("inf")
         bos = llama.llama_vocab_bos(self._vocab)
         for tokens in documents:
@@ -409,7 +428,7 @@ class _Session:
                 number += 1
 
     def _groups(self, requests: Iterator[_Request]) -> Iterator[list[_Request]]:
-        """As many as fit into the context together."""
+        """Yields groups of as many requests as fit into the context together."""
         group: list[_Request] = []
         size = 0
         for request in requests:
@@ -423,7 +442,7 @@ class _Session:
             yield group
 
     def _prefill(self, group: list[_Request]) -> Iterator[None]:
-        """Yields after each batch, as _decode does."""
+        """Yields after each batch, as _decode() does."""
         tokens = ((i, position) for i, request in enumerate(group) for position in range(request.n_prompt))
         while batch := list(itertools.islice(tokens, self._n_batch)):
             logits = self._run(group, batch, PREFILL)
@@ -446,7 +465,7 @@ class _Session:
             yield
 
     def _run(self, group: list[_Request], batch: list[tuple[int, int]], phase: int) -> np.ndarray:
-        """Decodes and records tokens, each a request's index in the group and a position in it."""
+        """Decodes and records tokens, each given as a request's index in the group and a position in it."""
         n = len(batch)
         rows, slots = self._writer.sample(n) if self._header.n_inputs else (np.empty(0, np.int64),) * 2
         self._recorder.expect(n, rows)

@@ -1,4 +1,4 @@
-"""Recordings: a routing to replay, of a trace or made up, and the ubatches in which it is played."""
+"""Recordings: a routing to replay, from a trace or synthetic, and the order of its ubatches."""
 
 from __future__ import annotations
 
@@ -20,25 +20,33 @@ UBATCH = 512  # tokens of a prompt that are computed at once
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ubatches, in the order in which they are played.
+    """Ubatches, in the order of the replay.
 
-    Ubatch u has the tokens order[begin[u]] to order[begin[u + 1] - 1] of a recording; decode: one of each sequence.
+    Attributes:
+        begin: int64[n + 1]. Ubatch u has the tokens order[begin[u]] to order[begin[u + 1] - 1] of the recording.
+        order: int64[begin[n]], indices of tokens.
+        decode: uint8[n], 1: the ubatch decodes one token of each sequence.
     """
 
-    begin: np.ndarray  # int64[n + 1]
-    order: np.ndarray  # int64[begin[n]]
-    decode: np.ndarray  # uint8[n]
+    begin: np.ndarray
+    order: np.ndarray
+    decode: np.ndarray
 
 
 class Recording:
-    """A routing, token by token: those of one request in order, and its requests one after the other.
+    """A routing, token by token. The tokens of a request are consecutive and in order.
 
     Args:
-        layers: block numbers il. experts: uint16[n, L, k], the likeliest first. weights: float32[n, L, k], of their
-            outputs. request: uint32[n]. phase: uint8[n], as in a trace; None: all are decoded.
-        probs: float32[n, L, n_expert], distributions of the routers. states: float32[n, L, n_embd], of which the
-            routers' inputs are the normalization. embeddings: float32[n, n_embd]. Each may be None. The last two may
-            be functions that make the array when something asks for it.
+        layers: Block numbers il.
+        n_expert: Experts of a layer.
+        experts: uint16[n, L, k], the most probable first.
+        weights: float32[n, L, k], of the experts' outputs.
+        request: uint32[n].
+        phase: uint8[n], as in a trace. None: all tokens are decoded.
+        probs: float32[n, L, n_expert], distributions of the routers, or None.
+        states: float32[n, L, n_embd], the states that are normalized to the routers' inputs, or None. May be a
+            function that makes the array at the first access.
+        embeddings: float32[n, n_embd], or None. May be a function, as `states`.
     """
 
     def __init__(
@@ -57,15 +65,19 @@ class Recording:
 
     @classmethod
     def from_trace(cls, trace: Trace, model_map: ModelMap) -> Recording:
-        """Raises FormatError for a trace of another model, PyorchError for one without tokens.
+        """Makes a recording of a trace.
 
-        Weights are those of the trace where it has states; else probabilities, with the sum 1.
+        The weights are the trace's if it has states; otherwise the probabilities, scaled to a sum of 1.
+
+        Raises:
+            FormatError: The trace belongs to another model.
+            PyorchError: The trace has no tokens.
         """
         header, records = trace.header, trace.records
         trace.check(model_map)
         order = np.lexsort((records["position"], records["request"]))
         if (np.diff(order) == 1).all():
-            order = slice(None)  # spares copies
+            order = slice(None)  # avoids copies
 
         def column(name: str) -> np.ndarray:
             return np.ascontiguousarray(records[name][order])
@@ -85,13 +97,13 @@ class Recording:
         )
 
     def part(self, tokens: Any = slice(None), layers: tuple[int, ...] | None = None) -> Recording:
-        """Some of its tokens, or of its layers: experts and their weights."""
+        """Returns some of the tokens, or of the layers: only experts and their weights."""
         at = slice(None) if layers is None else [self.layers.index(il) for il in layers]
         return Recording(layers or self.layers, self.n_expert, self.experts[tokens][:, at],
                          self.weights[tokens][:, at], self.request[tokens], self.phase[tokens])
 
     def divided(self, n_first: int, batch: int = 1) -> tuple[Recording, Recording]:
-        """The first n_first tokens or a few fewer, and the rest: of so many requests that are decoded together."""
+        """Splits into at most the first n_first tokens and the rest, for `batch` requests that are decoded together."""
         if batch == 1:
             return self.part(slice(n_first)), self.part(slice(n_first, None))
         schedule = self.schedule(batch)
@@ -99,7 +111,7 @@ class Recording:
         return self.part(np.sort(schedule.order[:at])), self.part(np.sort(schedule.order[at:]))
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Returns the number of tokens."""
         return len(self.experts)
 
     @property
@@ -119,9 +131,9 @@ class Recording:
         return 1 + int(np.count_nonzero(np.diff(self.request)))
 
     def schedule(self, batch: int = 1, as_decode: bool = True) -> Schedule:
-        """Ubatches: a prompt's tokens together, at most 512; then one token of each of up to `batch` requests.
+        """Returns ubatches: a prompt's tokens, at most 512 at once; then one token of each of up to `batch` requests.
 
-        When a request ends the next one takes its place. as_decode: prompts too are played token by token.
+        When a request ends, the next one takes its place. as_decode: prompts too are replayed token by token.
         """
         ends = np.flatnonzero(np.diff(self.request)) + 1
         waiting = deque(np.split(np.arange(len(self)), ends))
@@ -147,9 +159,11 @@ class Recording:
 
 
 def decoded_recording(trace: Trace, model_map: ModelMap) -> Recording:
-    """Of the layers that a decode passes.
+    """Returns the recording of all layers that a decode computes.
 
-    Raises FormatError for a trace of another model, without one of the layers, or damaged; PyorchError without tokens.
+    Raises:
+        FormatError: The trace is damaged, belongs to another model, or lacks a layer.
+        PyorchError: The trace has no tokens.
     """
     trace.check(model_map, decoded=True)
     wanted = tuple(layer.il for layer in model_map.decoded_layers)

@@ -1,8 +1,8 @@
-"""Replay: what a recorded routing would cost under another policy, predictor, budget or disk, in simulated time.
+"""Replay: the cost of a recorded routing with another policy, predictor, budget or disk, in simulated time.
 
-The residency table, its policies and the predictors are those that run beside llama.cpp; they are played the routing
-of a trace. What is modelled is the rest: one disk with a bandwidth and a latency, and compute that takes a fixed time
-for each token. `python -m scripts.replay` prints it for many settings at once.
+A replay runs the residency table, policies and predictors of the engine on the routing of a trace. It models a disk
+with a bandwidth and a latency, and compute that takes a fixed time for each token. `python -m scripts.replay` prints
+replays for many settings at once.
 """
 
 from __future__ import annotations
@@ -36,31 +36,36 @@ from pyorch.traces.routers import read_router
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """What a recording is played with.
+    """The settings and the machine of a replay.
 
-    policy: one of pyorch.library.choices.policies(), such as "belady", which evicts what is needed last. prefetch: as
-    pyorch.load takes it, but for the processor's time, which a replay does not weigh; or "oracle", which guesses what
-    it is told: what comes, and nothing else. budget: as pyorch.load takes it, but for "auto".
-
-    read_bandwidth: of the disk, bytes a second; read_latency_s: what each request (of 4 MiB at most) costs beside its
-    bytes. pause_ms: how long the disk stands still at the end of each pause_every_ms.
-
-    compute_ms: of a decoded token when all experts are resident, spread evenly over the layers; route_share: of it,
-    what comes before a layer's router is known, None: the share of the dense weights in the bytes that a token reads.
-    prefill_ms: of a token of a prompt, None: as one that is decoded. predict_ms: from a layer's router to the forecasts
-    that follow from it.
-
-    pools: as pyorch.load takes it, where the map has a compressed pack. decode_bandwidth: of one thread that decodes
-    its experts, bytes a second of what kernels compute with; 0: decoding takes no time. n_decoders: such threads.
-
-    vram_budget: memory of a device for experts, in front of the budget, a size or a share of them; 0: there is none.
-    The policy is that of both. device_misses: as pyorch.load takes it. link_bandwidth: to the
-    device, bytes a second; 0: uploads take no time. device_speed: how many times as fast as the processor the device
-    computes, which has the dense layers too; device_prefill_speed: the same of a prompt, None: as device_speed.
-    device_ahead: as pyorch.load takes it.
-
-    n_warm_tokens: played before counting begins. batch: requests decoded together. as_decode: every token of the
-    recording, of prompts too, is one that is decoded, as if the text had been generated.
+    Attributes:
+        policy: One of pyorch.library.choices.policies(). "belady" evicts the expert that is needed last.
+        prefetch: As for pyorch.load, without the rule that weighs processor time; or "oracle", which guesses the true
+            experts, or the forecasts that replay() gets.
+        budget: As for pyorch.load, without "auto".
+        read_bandwidth: Of the disk, bytes a second.
+        read_latency_s: Added for each read request of at most 4 MiB.
+        compute_ms: Of a decoded token when all experts are resident, divided evenly among the layers.
+        route_share: The share of compute_ms before a layer's router decides. None: the dense weights' share of the
+            bytes that a token reads.
+        prefill_ms: Of a token of a prompt. None: as compute_ms.
+        predict_ms: From a layer's router to its forecasts.
+        n_warm_tokens: Tokens that are replayed before counting begins.
+        batch: Requests decoded together.
+        as_decode: Treat every token, of prompts too, as a decoded token.
+        pause_ms: The disk pauses this long at the end of each pause_every_ms.
+        pause_every_ms: The period of pauses.
+        pools: As for pyorch.load, if the map has a compressed pack.
+        decode_bandwidth: Of one thread that decodes experts, bytes of decoded weights a second. 0: decoding takes no
+            time.
+        n_decoders: Threads that decode.
+        vram_budget: Memory of a device for experts, in front of the budget: a size or a share of them. 0: no device.
+            The device uses the same policy.
+        device_misses: As for pyorch.load.
+        link_bandwidth: To the device, bytes a second. 0: uploads take no time.
+        device_speed: Speed of the device relative to the processor. The device computes the dense layers too.
+        device_prefill_speed: The same for prompts. None: as device_speed.
+        device_ahead: As for pyorch.load.
     """
 
     policy: str | None = Settings().policy
@@ -93,7 +98,7 @@ class ReplaySettings:
         object.__setattr__(self, "vram_budget", Budget.parse(self.vram_budget))
 
 
-# Of a schedule and a distance: see replay().
+# Makes forecasts for a schedule and a distance: see replay().
 Forecasts = Callable[[Recording, Schedule, int], np.ndarray]
 
 _OF_DEVICE = ("device_hits", "device_misses", "device_computed", "device_loads", "device_evictions", "device_bytes",
@@ -102,13 +107,24 @@ _OF_DEVICE = ("device_hits", "device_misses", "device_computed", "device_loads",
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """What it came to, of the tokens that were counted.
+    """The results of a replay, over the counted tokens.
 
-    hit_rate: uses of experts that found the expert resident. tpot_ms: from one token of a request to the next;
-    stall_ms: of it, without a matrix to compute with; nan if nothing was decoded. bytes_per_token: read.
-
-    useful, late, wasted: experts read ahead that were used and had arrived, were used but had not, were not used; and
-    their bytes. predict_wall_ms: what the forecasts of a token really took, here.
+    Attributes:
+        hit_rate: The share of uses of experts that found the expert resident.
+        tpot_ms: From one token of a request to the next. nan if no token was decoded.
+        tokens_per_second: Decoded, of all requests together.
+        stall_ms: The part of tpot_ms without a matrix to compute with. nan if no token was decoded.
+        bytes_per_token: Read bytes.
+        useful: Prefetched experts that arrived in time and were used.
+        late: Prefetched experts that were used, but had not arrived.
+        wasted: Prefetched experts that were not used.
+        predict_wall_ms: Real time of a token's forecasts on this machine.
+        disk_busy: The share of the time in which the disk reads.
+        stats: The engine's statistics. Of a device, only the fields in _OF_DEVICE.
+        hit_rates: float64[L], by layer.
+        rank_hits: uint64[L, D, R], forecasts for a layer, d + 1 layers ahead, whose expert of rank r was used.
+        rank_totals: uint64[L, D, R], all forecasts, in the same order.
+        ubatch_ends: float64[n], of all ubatches, in seconds since the first began.
     """
 
     settings: ReplaySettings
@@ -116,7 +132,7 @@ class Replayed:
     n_decoded: int
     hit_rate: float
     tpot_ms: float
-    tokens_per_second: float  # decoded, of all requests together
+    tokens_per_second: float
     stall_ms: float
     bytes_per_token: float
     useful: int
@@ -127,24 +143,23 @@ class Replayed:
     wasted_bytes: int
     predict_wall_ms: float
     seconds: float
-    disk_busy: float  # share of the time
-    stats: Stats  # of a device what _OF_DEVICE names
+    disk_busy: float
+    stats: Stats
     n_expert_used: int
-    hit_rates: np.ndarray = field(repr=False)  # float64[L], by layer
-    # uint64[L, D, R], of forecasts for a layer, d + 1 layers ahead: those whose rank r was used, and all.
+    hit_rates: np.ndarray = field(repr=False)
     rank_hits: np.ndarray = field(repr=False)
     rank_totals: np.ndarray = field(repr=False)
-    ubatch_ends: np.ndarray = field(repr=False)  # float64[n], of all ubatches, in seconds since the first began
+    ubatch_ends: np.ndarray = field(repr=False)
 
     @property
     def recall(self) -> np.ndarray:
-        """recall_at() the distance of the settings."""
+        """Returns recall_at() the distance of the settings."""
         return self.recall_at(self.rank_hits.shape[1])
 
     def recall_at(self, distance: int) -> np.ndarray:
-        """float64[L]: of the experts that decoded tokens used in a layer, the share that as many forecasts named.
+        """Returns by layer the share of the experts used by decoded tokens that as many forecasts named.
 
-        nan for layers that nothing was forecast for at this distance.
+        float64[L]; nan for layers without forecasts at this distance.
         """
         hits, totals = self.rank_hits[:, distance - 1], self.rank_totals[:, distance - 1]
         recall = hits[:, : self.n_expert_used].sum(axis=1) / max(1, self.n_decoded * self.n_expert_used)
@@ -156,19 +171,23 @@ def replay(
     predictor_file: PredictorFile | None = None, n_ranks: int | None = None, uses: np.ndarray | None = None,
     forecasts: Forecasts | None = None,
 ) -> Replayed:
-    """Plays a recording; the same arguments give the same result.
+    """Replays a recording. The same arguments give the same result.
 
     Args:
-        maps: what expert-map begins with; not changed. None: nothing.
-        predictor_file: default vectors and estimator for those that use them.
-        n_ranks: of forecasts to count. Default: twice the experts that a token uses.
-        uses: what the ranks of pools begin with, float64[n_layers, n_expert] (Engine.set_uses). None: nothing.
-        forecasts: makes what the oracle guesses in place of the truth: int16[n_tokens, n_layers, distance, n], the
-            experts of a layer of a token that are forecast so many layers (less one) ahead, the likeliest first, -1
-            behind the last.
+        model_map: The model's map.
+        recording: The routing.
+        settings: The settings and the machine.
+        maps: The history that expert-map begins with; it is not changed. None: an empty history.
+        predictor_file: Default vectors and estimator for predictors that use them.
+        n_ranks: Ranks of forecasts to count. Default: twice the experts that a token uses.
+        uses: The initial ranks of pools, float64[n_layers, n_expert] (Engine.set_uses). None: no ranks.
+        forecasts: Makes the oracle's guesses, which are otherwise the truth: int16[n_tokens, n_layers, distance, n].
+            Index d of `distance` has the experts that are forecast d + 1 layers ahead for a token's layer, the most
+            probable first, filled up with -1.
 
-    Raises BudgetError for a budget below the floor, PyorchError for settings that cannot be, or a predictor for which
-    the recording does not have what it needs.
+    Raises:
+        BudgetError: The budget is below the floor.
+        PyorchError: A setting is impossible, or the recording lacks data that the predictor needs.
     """
     prefetch = _checked(model_map, recording, settings, predictor_file, forecasts)
     distance = min(prefetch.distance, len(model_map.layers))
@@ -215,7 +234,7 @@ def _checked(
     model_map: ModelMap, recording: Recording, settings: ReplaySettings, predictor_file: PredictorFile | None,
     forecasts: Forecasts | None,
 ) -> Prefetch:
-    """The prefetch to set, with its distance."""
+    """Returns the prefetch to set, with its distance."""
     prefetch = settings.prefetch
     name = prefetch.predictor
     if name == AUTO:
@@ -234,11 +253,11 @@ def _checked(
         raise PyorchError(f"the predictor {name} compares distributions of the routers, which the trace does not have: "
                           "record it with --router full")
     if Needs.ESTIMATOR & needs and (predictor_file is None or predictor_file.estimator is None):
-        raise PyorchError(f"the predictor {name} needs an estimator, and {model_map.path} has none beside it: "
+        raise PyorchError(f"the predictor {name} needs an estimator, and {model_map.path} has none next to it: "
                           "make one with pyorch train-predictor")
     if settings.batch < 1 or settings.n_warm_tokens < 0:
         raise PyorchError(f"a replay of {counted(settings.batch, 'request')} together after "
-                          f"{counted(settings.n_warm_tokens, 'token')} cannot be: use 1 or more, and 0 or more")
+                          f"{counted(settings.n_warm_tokens, 'token')} is impossible: use 1 or more, and 0 or more")
     if settings.n_warm_tokens >= len(recording):
         raise PyorchError(f"the recording has {len(recording)} tokens: {settings.n_warm_tokens} to begin with leave "
                           "none to count")
@@ -253,7 +272,7 @@ def _play(
     engine: Engine, recording: Recording, schedule: Schedule, settings: ReplaySettings, prefetch: Prefetch,
     forecasts: np.ndarray | None, model_map: ModelMap, counts: np.ndarray, ends: np.ndarray,
 ):
-    """The pyorch_replay_result; counts: uint64[2, L, D, R] and ends: float64[n_ubatches] are filled."""
+    """Returns the pyorch_replay_result, and fills counts, uint64[2, L, D, R], and ends, float64[n_ubatches]."""
     n_tokens, _, n_used = recording.experts.shape
     predictor = predictors()[prefetch.predictor]
     wanted = predictor.needs | predictor.uses
@@ -295,10 +314,12 @@ def _play(
 
 
 def compute_time(given: float | None, trace: Trace, sidecars: Sidecars) -> tuple[float | None, str]:
-    """Milliseconds of computing a decoded token, and where they are from: "given", "trace", "calibrated" or "unknown".
+    """Returns the milliseconds of computing a decoded token, and their source.
 
-    given: by the user; None: the trace has it, or the predictor file beside the model. FormatError where that file is
-    asked and is damaged or another model's.
+    The source is "given" by the user, the "trace", "calibrated" (the predictor file next to the model), or "unknown".
+
+    Raises:
+        FormatError: The predictor file is needed, and is damaged or belongs to another model.
     """
     if given is not None:
         return given, "given"
@@ -309,22 +330,22 @@ def compute_time(given: float | None, trace: Trace, sidecars: Sidecars) -> tuple
 
 
 def _warm_ubatches(schedule: Schedule, n_tokens: int) -> int:
-    """Ubatches that hold the first tokens."""
+    """Counts the ubatches that hold the first tokens."""
     return int(np.searchsorted(schedule.begin, n_tokens))
 
 
 def default_route_share(model_map: ModelMap) -> float:
-    """Of the bytes of weights that a decoded token reads, those that are not experts'."""
+    """Returns the dense weights' share of the bytes of weights that a decoded token reads."""
     dense, experts = token_bytes(model_map)
     return dense / (dense + experts)
 
 
 def token_bytes(model_map: ModelMap) -> tuple[int, int]:
-    """Bytes of weights that a decoded token reads: of dense layers, and of experts."""
+    """Returns the bytes of weights that a decoded token reads: of dense layers, and of experts."""
     info = model_map.info
     try:
         model_map.tensor_range("output.weight")
-        table = model_map.tensor_range("token_embd.weight").size  # of which a token takes one row
+        table = model_map.tensor_range("token_embd.weight").size  # a token reads one row of it
     except PyorchError:
         table = 0
     return max(0, info.dense_bytes - table), sum(
@@ -332,7 +353,7 @@ def token_bytes(model_map: ModelMap) -> tuple[int, int]:
 
 
 def truth(recording: Recording, schedule: Schedule, distance: int) -> np.ndarray:
-    """Forecasts of what is used, of tokens that are decoded."""
+    """Returns forecasts that equal the used experts, for decoded tokens."""
     decoded = np.zeros(len(recording), bool)
     decoded[schedule.order] = np.repeat(schedule.decode != 0, np.diff(schedule.begin))
     experts = np.where(decoded[:, None, None], recording.experts.astype(np.int16), np.int16(-1))
@@ -340,7 +361,7 @@ def truth(recording: Recording, schedule: Schedule, distance: int) -> np.ndarray
 
 
 def _copy(maps: ExpertMaps) -> ExpertMaps:
-    """One that may grow. Nothing is replaced: all of it fits."""
+    """Returns a copy that may grow. All contents fit, so nothing is replaced."""
     copied = ExpertMaps(maps.n_layers, maps.n_expert, maps.n_embd, maps.capacity, maps.distance)
     contents = maps.export()
     for embedding, map in zip(contents.embeddings, contents.maps):

@@ -1,4 +1,4 @@
-"""Routers, and the projections around narrow experts, as a model's file has them: a replay has no graph to ask."""
+"""Reads routers, and the projections around narrow experts, from a model's file: a replay has no graph."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pyorch.library.choices import gatings
 from pyorch.runtime.model_map import LayerInfo, ModelMap
 from pyorch.runtime.routers import Router
 
-# Where llama.cpp does not ask the file for the gating function. Others are a softmax if the file does not say.
+# Gating functions that llama.cpp does not read from the file. Other models use softmax if the file does not say.
 _GATING = {"llama4": "sigmoid", "gpt-oss": "softmax-selected", "nemotron_h_moe": "sigmoid"}
 
 
 def read_router(model_map: ModelMap, il: int) -> Router:
-    """From the file, what llama.cpp's graph chooses with. How it weighs what it chose does not matter to a replay.
+    """Reads how the router of a layer chooses experts. A replay does not need how it weighs them.
 
-    Raises PyorchError where there is none, or it cannot be dequantized.
+    Raises:
+        PyorchError: The file has no such router, or it cannot be dequantized.
     """
     arch = model_map.info.arch
     gate = _tensor(model_map, f"blk.{il}.ffn_gate_inp.weight")
@@ -47,12 +48,12 @@ def read_router(model_map: ModelMap, il: int) -> Router:
 
 
 def expert_inputs(model_map: ModelMap, il: int, states: np.ndarray) -> np.ndarray:
-    """What the experts of a layer compute with, float32[n, layer.n_in], for states of the router float32[n, n_embd].
+    """Computes the inputs of a layer's experts, float32[n, layer.n_in], from the router's states float32[n, n_embd].
 
-    Most models give their experts what the router sees; a latent MoE projects it to fewer numbers first.
+    In most models the two are equal; a latent MoE first projects the states to fewer numbers.
 
     Raises:
-        PyorchError: The model projects the states in a way that is not known here.
+        PyorchError: The model projects the states in an unknown way.
     """
     layer = model_map.layer(il)
     if states.shape[1] == layer.n_in:
@@ -64,10 +65,10 @@ def expert_inputs(model_map: ModelMap, il: int, states: np.ndarray) -> np.ndarra
 
 
 def hidden_outputs(model_map: ModelMap, il: int, outputs: np.ndarray, n_embd: int) -> np.ndarray:
-    """What outputs of experts, float32[n, layer.n_in], add to the hidden state: float32[n, n_embd].
+    """Projects outputs of experts, float32[n, layer.n_in], to the hidden state: float32[n, n_embd].
 
     Raises:
-        PyorchError: The model projects the outputs in a way that is not known here.
+        PyorchError: The model projects the outputs in an unknown way.
     """
     layer = model_map.layer(il)
     if layer.n_in == n_embd:
@@ -84,7 +85,7 @@ def _unknown_projection(model_map: ModelMap, layer: LayerInfo, n_embd: int) -> P
 
 
 def _tensor(model_map: ModelMap, name: str) -> np.ndarray | None:
-    """float32 of any tensor, flat; None where there is none. PyorchError if it cannot be dequantized."""
+    """Returns float32 of any tensor, flat; None if it does not exist. PyorchError: it cannot be dequantized."""
     try:
         where = model_map.tensor_range(name)
     except PyorchError:
@@ -97,7 +98,11 @@ def _tensor(model_map: ModelMap, name: str) -> np.ndarray | None:
 
 @cache
 def quantization(type_name: str) -> gguf.GGMLQuantizationType:
-    """The type by ggml's name for it, such as q4_K. Raises PyorchError if numpy cannot dequantize it."""
+    """Returns the type with a name of ggml, such as q4_K.
+
+    Raises:
+        PyorchError: numpy cannot dequantize the type.
+    """
     kind = getattr(gguf.GGMLQuantizationType, type_name.upper(), None)
     try:
         if kind is not None:

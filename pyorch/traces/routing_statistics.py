@@ -12,18 +12,18 @@ import numpy as np
 
 
 def activation_counts(experts: np.ndarray, n_expert: int) -> np.ndarray:
-    """How often each expert was selected, A(i) of BuddyMoE's eq. 4: float64[n_expert]."""
+    """Counts how often each expert was selected, A(i) of BuddyMoE's eq. 4: float64[n_expert]."""
     return np.bincount(experts.ravel(), minlength=n_expert).astype(np.float64)
 
 
 def coactivation(
     experts: np.ndarray, n_expert: int, probs: np.ndarray | None = None, token_weights: np.ndarray | None = None
 ) -> np.ndarray:
-    """How often two experts were selected for the same token, M(i, j) of BuddyMoE's eq. 4.
+    """Counts how often two experts were selected for the same token, M(i, j) of BuddyMoE's eq. 4.
 
     Args:
         probs: A token counts as the smaller probability of the two experts (section 3.3). None: it counts as 1.
-        token_weights: float64[n_tokens], factors of what each token counts as. None: all are 1.
+        token_weights: float64[n_tokens], the weight of each token. None: all are 1.
 
     Returns:
         A symmetric float64[n_expert, n_expert], whose diagonal is zero.
@@ -41,14 +41,16 @@ def coactivation(
 
 
 def renormalized(probs: np.ndarray) -> np.ndarray:
-    """Probabilities of the selected experts that sum to 1: float64[n_tokens, k]."""
+    """Scales the probabilities of the selected experts to a sum of 1: float64[n_tokens, k]."""
     probs = np.maximum(probs.astype(np.float64), np.finfo(np.float32).tiny)
     return probs / probs.sum(axis=1, keepdims=True)
 
 
 def token_activating_entropy(probs: np.ndarray) -> np.ndarray:
-    """TAE of BuddyMoE's eq. 1, float64[n_tokens] in [0, 1]: the entropy of the renormalized probabilities of
-    the k selected experts, to the base k. 0 for k = 1, where there is nothing to be uncertain about."""
+    """Computes TAE of BuddyMoE's eq. 1, float64[n_tokens] in [0, 1].
+
+    It is the entropy, to the base k, of the renormalized probabilities of the k selected experts; 0 if k = 1.
+    """
     p = renormalized(probs)
     if p.shape[1] == 1:
         return np.zeros(len(p))
@@ -56,7 +58,10 @@ def token_activating_entropy(probs: np.ndarray) -> np.ndarray:
 
 
 def margin(probs: np.ndarray) -> np.ndarray:
-    """p_max - p_2nd of the renormalized probabilities (BuddyMoE, section 3.1): float64[n_tokens]; 1 for k = 1."""
+    """Computes p_max - p_2nd of the renormalized probabilities (BuddyMoE, section 3.1): float64[n_tokens].
+
+    1 if k = 1.
+    """
     p = renormalized(probs)
     if p.shape[1] == 1:
         return np.ones(len(p))

@@ -488,9 +488,9 @@ RECORDED = TraceHeader("", "x", (0, 1), n_expert=4, n_expert_used=2, n_embd=8, r
 
 @pytest.mark.parametrize("calls, complaint", [
     ([(0, 3)], "layer 1 routed 0 of 3 tokens"),
-    ([(0, 3), (1, 1)], "layer 1 came out of order"),
-    ([(1, 3), (0, 3)], "layer 1 came out of order"),
-    ([(0, 3), (1, 3), (0, 3), (1, 3)], "layer 0 came out of order"),
+    ([(0, 3), (1, 1)], "layer 1 was computed out of order"),
+    ([(1, 3), (0, 3)], "layer 1 was computed out of order"),
+    ([(0, 3), (1, 3), (0, 3), (1, 3)], "layer 0 was computed out of order"),
     ([(0, 2), (1, 2)], "layer 0 routed 2 of 3 tokens"),
     ([(0, 3), (7, 3), (1, 3)], "7"),
 ])
