@@ -1,1 +1,1 @@
-"""The native runtime: model maps, engines, and what they call."""
+"""The native runtime: model maps, engines, and their callbacks."""

@@ -1,6 +1,6 @@
-"""What C calls in Python while an engine runs: who observes its routing, what it reads from, and Ctrl-C meanwhile.
+"""Functions that C calls in Python while an engine runs: observers of routing, and sources of bytes.
 
-An exception cannot pass through C: an interrupt waits until C returns.
+An exception cannot pass through C, so an interrupt (Ctrl-C) is held until C returns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _thread = threading.local()
 
 
 def hold(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What cffi calls with what a callback raised (onerror): holds an interrupt, prints everything else."""
+    """Handles the exception of a callback (onerror of cffi): holds an interrupt, and prints any other one."""
     if issubclass(kind, KeyboardInterrupt):
         _thread.held = True
     else:
@@ -28,7 +28,7 @@ def hold(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 
 def raise_held() -> None:
-    """KeyboardInterrupt if one is held in this thread. To be called when C has returned."""
+    """Raises KeyboardInterrupt if this thread holds one. Call it when C has returned."""
     if getattr(_thread, "held", False):
         _thread.held = False
         raise KeyboardInterrupt
@@ -36,13 +36,18 @@ def raise_held() -> None:
 
 @dataclass(frozen=True)
 class Routing:
-    """What a layer's router decided for one ubatch.
+    """The decision of a layer's router for one ubatch, before any substitution.
 
-    experts: int32[n_tokens, n_expert_used]; weights: float32[n_tokens, n_expert_used], as multiplied
-    with the outputs; probs: float32[n_tokens, n_expert] after gating; logits: float32[n_tokens, n_expert]
-    and inputs: float32[n_tokens, n_embd] of the router; residuals: float32[n_tokens, n_embd] of which the
-    inputs are the RMS normalization, None where the model has none. context tells contexts apart; decode: one
-    token of each sequence. Before any substitution.
+    Attributes:
+        context: Identifies the context.
+        il: The block.
+        decode: The ubatch has one token of each sequence.
+        experts: int32[n_tokens, n_expert_used].
+        weights: float32[n_tokens, n_expert_used], as multiplied with the outputs.
+        probs: float32[n_tokens, n_expert], after gating.
+        logits: float32[n_tokens, n_expert], of the router.
+        inputs: float32[n_tokens, n_embd], of the router.
+        residuals: float32[n_tokens, n_embd]; `inputs` are their RMS normalization. None: the model has none.
     """
 
     context: int
@@ -56,7 +61,7 @@ class Routing:
     residuals: np.ndarray | None = None
 
 
-# dtype, and the field of pyorch_routing that says how many columns there are
+# By array: its dtype, and the field of pyorch_routing with its number of columns.
 _ROUTING_ARRAYS = {
     "experts": ("int32", "n_expert_used"), "weights": ("float32", "n_expert_used"), "probs": ("float32", "n_expert"),
     "logits": ("float32", "n_expert"), "inputs": ("float32", "n_embd"), "residuals": ("float32", "n_embd"),
@@ -64,7 +69,7 @@ _ROUTING_ARRAYS = {
 
 
 class RoutingView:
-    """What a Routing is made of, while the engine shows it: the same attributes, arrays as views of its memory."""
+    """A Routing during the observer's call: the same attributes, with arrays that are views of the engine's memory."""
 
     __slots__ = ("_raw", "context", "decode", "il")
 
@@ -83,7 +88,7 @@ class RoutingView:
 
 
 def observer_callback(observer: Callable[[Any], None], copy: bool):
-    """A pyorch_observer_fn, which shows an observer each Routing or, without a copy, a RoutingView."""
+    """Makes a pyorch_observer_fn that passes each Routing or, without a copy, RoutingView to an observer."""
     @ffi.callback("pyorch_observer_fn", onerror=hold)
     def observe(_user, raw):
         view = RoutingView(raw)
@@ -98,18 +103,18 @@ def observer_callback(observer: Callable[[Any], None], copy: bool):
 
 
 class Source(Protocol):
-    """Stands in for the files of a map."""
+    """Replaces the files of a map."""
 
     def read(self, file: int, offset: int, size: int) -> bytes:
-        """Bytes of shard `file` from offset, fewer than size only at its end. An OSError fails the decode.
+        """Returns bytes of shard `file` from offset, fewer than size only at its end. An OSError fails the decode.
 
-        Called by several threads at once. It may ask the engine, but not wait for it (see pyorch.h).
+        Several threads call it at once. It may query the engine, but must not wait for it (see pyorch.h).
         """
 
 
 def read_callback(source: Source):
-    """A pyorch_read_fn."""
-    printed = False  # a bug in a source fails hundreds of reads alike
+    """Makes a pyorch_read_fn of a source."""
+    printed = False  # a bug in a source fails hundreds of reads in the same way
 
     @ffi.callback("pyorch_read_fn")
     def read(_user, file, offset, buffer, size):

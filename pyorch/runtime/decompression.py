@@ -1,4 +1,4 @@
-"""How fast compressed experts are recovered: by an engine that reads some, and counts."""
+"""Measures how fast compressed experts are recovered: an engine reads some and counts."""
 
 from __future__ import annotations
 
@@ -10,28 +10,31 @@ from pyorch.runtime.model_map import ModelMap
 
 
 def decode_threads() -> int:
-    """Threads of an engine that decode, beside those that compute (default_threads() in native/src/loading)."""
+    """Returns the engine's threads that decode, in addition to compute threads (default_threads() in loading)."""
     return min(max((os.cpu_count() or 1) // 2, 1), 4)
 
 
 def recovery_threads(n_computing: int) -> int:
-    """Threads that decode while a layer waits (L of ZipMoE): those that compute, and the engine's own beside them.
+    """Returns the threads that decode while a layer waits (L of ZipMoE): compute threads and the engine's own.
 
-    No more than there are processors: others would wait for one.
+    At most the number of processors, because further threads would wait for one.
     """
     return min(n_processors(), n_computing + decode_threads())
 
 
 def n_processors() -> int:
-    """That this process may use."""
+    """Returns the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def measure_recovery(model_map: ModelMap, seconds: float) -> float | None:
-    """Bytes of matrices that one thread recovers in a second; None where nothing is compressed, or all is damaged.
+    """Measures the bytes of matrices that one thread recovers in a second.
 
-    Reads and decodes experts for so long, a token's experts of a layer at a time; longer where the first layers are
-    not compressed. The engine's own threads decode, and this one while it waits: memory that they share slows each.
+    Reads and decodes experts for `seconds`, a token's experts of a layer at a time; longer if the first layers are not
+    compressed. The engine's threads decode, and this one while it waits: they share memory, which slows each down.
+
+    Returns:
+        None if nothing is compressed, or everything is damaged.
     """
     if not model_map.layers:
         return None

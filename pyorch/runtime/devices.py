@@ -1,5 +1,6 @@
-"""Devices that compute with experts in their own memory, how they divide a model's layers, and how fast they are, which
-is measured once for each device, number of threads and kind of experts, and kept.
+"""Devices that compute with experts in their own memory: names, layers and rates.
+
+Rates are measured once per device, number of threads and kind of experts, and stored.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from pyorch.runtime import fatal, kept
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.device import AUTO, REMOTE, device_names
 
-_SOON_SECONDS = 2.0  # a device of another process answers within
-_DIGITS = 3  # that a measured rate has: as many as its text
+_SOON_SECONDS = 2.0  # a free device of another process answers faster
+_DIGITS = 3  # significant digits of a measured rate
 
 
 @dataclass(frozen=True)
 class Device:
-    """A device of one of ggml's backends. handle: its ggml_backend_dev_t, valid as long as this process.
+    """A device of one of ggml's backends.
 
-    buffers: what llama.cpp calls its buffers. is_remote: another process has it. shares_memory: it has none of its own,
-    but the processor's.
+    Attributes:
+        buffers: llama.cpp's name for its buffers.
+        handle: Its ggml_backend_dev_t, valid as long as this process.
+        is_remote: The device belongs to another process.
+        shares_memory: The device uses the processor's memory.
     """
 
     name: str
@@ -43,18 +47,18 @@ class Device:
         return int(ffi.cast("uintptr_t", self.handle))
 
     def free_bytes(self) -> int:
-        """Of its memory, now."""
+        """Returns the free bytes of its memory."""
         return call(lib.pyorch_get_device, self.handle, out="pyorch_device_info").free_bytes
 
     def total_bytes(self) -> int:
         return call(lib.pyorch_get_device, self.handle, out="pyorch_device_info").total_bytes
 
     def memory(self) -> tuple[int, int]:
-        """Free bytes of its memory, now, and all."""
+        """Returns the free bytes and all bytes of its memory."""
         return self.free_bytes(), self.total_bytes()
 
     def is_lost(self) -> bool:
-        """Whether it is one of another process, which is gone: what is asked of it fails. Asks that process."""
+        """Returns whether the device belongs to another process that has ended. Asks that process."""
         try:
             return self.is_remote and self.total_bytes() == 0
         except PyorchError:
@@ -63,7 +67,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Devices:
-    """Those that compute a model, each of them some blocks in a row. ends: of each, the block behind its last one."""
+    """The devices that compute a model, each some consecutive blocks. ends: by device, the block after its last."""
 
     each: tuple[Device, ...]
     ends: tuple[int, ...]
@@ -74,20 +78,24 @@ class Devices:
 
     @property
     def is_remote(self) -> bool:
-        """Whether another process has one of them."""
+        """Whether a device belongs to another process."""
         return any(device.is_remote for device in self.each)
 
     def is_lost(self) -> bool:
-        """Whether one of them is."""
+        """Returns whether a device is lost."""
         return any(device.is_lost() for device in self.each)
 
     def layer_ends(self, model_map: ModelMap) -> list[int]:
-        """As pyorch_config.device_ends says them: of those blocks that have experts."""
+        """Returns the ends in layers with experts, as pyorch_config.device_ends counts them."""
         return [sum(layer.il < end for layer in model_map.layers) for end in self.ends]
 
 
 def find_devices(name: str) -> list[Device]:
-    """Those of a setting, as find_device() finds them. "auto": all with memory of their own, at least one."""
+    """Finds the devices of a setting. "auto": all with memory of their own.
+
+    Raises:
+        PyorchError: A device is not found or named twice, or there is none.
+    """
     names = device_names(name)
     remote = [each for each in names if each.startswith(REMOTE)] if len(names) > 1 else []
     addresses = [_address(each) for each in remote]
@@ -101,7 +109,7 @@ def find_devices(name: str) -> list[Device]:
 
 
 def _address(name: str) -> tuple[str, int]:
-    """Of a device of another process; a host that cannot be resolved as it is."""
+    """Returns host and port of a device of another process, with the host resolved if possible."""
     host, _, port = name.removeprefix(REMOTE).rpartition(":")
     with contextlib.suppress(OSError):
         host = socket.gethostbyname(host)
@@ -109,12 +117,18 @@ def _address(name: str) -> tuple[str, int]:
 
 
 def find_device(name: str) -> Device:
-    """By its name in ggml's registry, such as "CUDA0"; "auto": the first with memory of its own; or "rpc:HOST:PORT".
+    """Finds a device by its name.
 
-    One of another process that has others to serve is waited for, and a line says so. PyorchError, with the names of
-    those that there are, where there is none of this name, or none can be reached.
+    If a device of another process is busy, waits for it and prints a line.
+
+    Args:
+        name: A name of ggml's registry such as "CUDA0", "auto" for the first with memory of its own, or
+            "rpc:HOST:PORT".
+
+    Raises:
+        PyorchError: No device has this name, with the names of all devices; or it cannot be reached.
     """
-    fatal.show()  # what cannot be reached is a fatal error in ggml
+    fatal.show()  # ggml reports an unreachable device as a fatal error
     with _waiting_is_said(name):
         return _described(call(lib.pyorch_find_device, name.encode(), out="void *")[0], name.startswith(REMOTE))
 
@@ -126,7 +140,7 @@ def _described(handle: Any, is_remote: bool = False) -> Device:
 
 
 def has_gpu() -> bool:
-    """Whether this build finds one with memory of its own."""
+    """Returns whether this build finds a device with memory of its own."""
     try:
         find_device(AUTO)
     except PyorchError:
@@ -148,13 +162,17 @@ def _waiting_is_said(name: str) -> Iterator[None]:
 
 
 def rates_of(device: Device, model_map: ModelMap, n_threads: int) -> list[float]:
-    """In bytes of weights a second: of uploads, of the processor for the first row of an expert and for each further
-    one, and the same of the device (pyorch_measure_device). As they were kept, or are measured and kept now.
+    """Returns the stored rates of a device, or measures and stores them (pyorch_measure_device).
 
-    PyorchError where the device cannot be measured.
+    Returns:
+        Bytes of weights a second: of uploads, of the processor for the first row of an expert and for each further
+        row, and the same two of the device.
+
+    Raises:
+        PyorchError: The device cannot be measured.
     """
     layer = model_map.layers[0]
-    # An endpoint of another process is not what it is known by: ports come and go.
+    # The endpoint of another process is no part of the name, because its port changes.
     name = kept.name_of("device", [
         device.description if not device.is_remote else "remote", n_threads, layer.expert_bytes,
         *(f"{role.name} {role.type}" for role in layer.roles), os.environ.get("PYORCH_UPLOADS", "locked"),
@@ -168,7 +186,7 @@ def rates_of(device: Device, model_map: ModelMap, n_threads: int) -> list[float]
 
 
 def measure(model_map: ModelMap, device: Device, n_threads: int) -> list[float]:
-    """The rates, now."""
+    """Measures the rates."""
     rates = ffi.new("double[5]")
     check(lib.pyorch_measure_device(model_map.handle, device.handle, n_threads, rates))
     return [float(f"{rate:.{_DIGITS}g}") for rate in rates]

@@ -1,6 +1,6 @@
-"""How fast the model's file can be read, by how many requests at once, and how to forget that it was.
+"""Measures how fast the model's file can be read and with how many requests at once, and drops page caches.
 
-What a disk needs is measured once for each file system, and kept in the user's cache directory.
+The best way to read is measured once per file system, and stored in the user's cache directory.
 """
 
 from __future__ import annotations
@@ -20,27 +20,32 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.reads import READERS, Reads
 from pyorch.sizes import KiB, MiB
 
-ENOUGH = 0.97  # of the most that any way of reading gives
+ENOUGH = 0.97  # of the best bandwidth of all ways to read
 
-# With what it takes to begin and to end, a second in all. Ways to ask, by what is under way at once: more of it makes
-# what is needed first arrive later. A disk that is kept busy by less while nobody computes is not while compute threads
-# have the processors: the one thread that starts requests gets its turn some milliseconds late.
+# With start and end, a measurement takes a second. Ways to read are ordered by the bytes in flight: more bytes delay
+# the read that is needed first. Fewer bytes keep the disk busy only while no thread computes, because compute threads
+# delay the one thread that starts requests by some milliseconds.
 MEASURE_SECONDS = 0.8
 _RING = [(4, MiB), (8, 512 * KiB), (8, MiB), (16, 512 * KiB), (16, MiB)]
 _THREADS = [(1, MiB), (2, MiB), (1, 4 * MiB), (4, MiB), (2, 4 * MiB), (4, 4 * MiB)]
 
 _ROUNDS = 3
 
-# A disk is worth measuring where there is much to read.
+# Only models with this many bytes of experts are worth a measurement.
 _WORTH_BYTES = 256 * MiB
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """What one way to read gives.
+    """The result of one way to read.
 
-    bytes_per_second: of experts in random order, by requests of request_bytes at most, depth of them at once. cores:
-    that this process kept busy meanwhile. direct: around the page cache.
+    Attributes:
+        bytes_per_second: Of experts in random order.
+        reader: One of READERS.
+        depth: Requests at once.
+        request_bytes: Of one request at most.
+        direct: Without the page cache.
+        cores: Cores that this process kept busy.
     """
 
     bytes_per_second: float
@@ -56,7 +61,11 @@ class Bandwidth:
 
 
 def measure(model_map: ModelMap, reads: Reads, seconds: float, direct_io: bool = True) -> Bandwidth:
-    """Reads for so long, as an engine would. PyorchError if this system has no such reader."""
+    """Reads for `seconds`, as an engine would.
+
+    Raises:
+        PyorchError: This system does not have the reader.
+    """
     if not direct_io or not hasattr(os, "O_DIRECT"):
         for path in paths_of(model_map):
             _forget(path)
@@ -68,8 +77,9 @@ def measure(model_map: ModelMap, reads: Reads, seconds: float, direct_io: bool =
 
 
 def measure_ways(model_map: ModelMap, seconds: float, reader: str = "auto") -> list[Bandwidth]:
-    """Several ways to read, each three times, of which the median counts: others use the disk too, and some disks are
-    faster for a moment. seconds: for all of it.
+    """Measures several ways to read, three times each, and takes the median.
+
+    Other programs use the disk too, and some disks are faster for a moment. seconds: for all measurements.
     """
     reader = measure(model_map, Reads(reader, 1, MiB), 1e-3).reader
     ways = [Reads(reader, depth, size) for depth, size in _ways(reader)]
@@ -83,14 +93,16 @@ def _ways(reader: str) -> list[tuple[int, int]]:
 
 
 def measure_bandwidth(model_map: ModelMap, seconds: float) -> Bandwidth:
-    """The best of several ways to read, found in half of the time and measured in the other half: a disk with a quota
-    gives for a moment what it does not give for long."""
+    """Returns the best of several ways to read.
+
+    Half of the time finds it, and the other half measures it again: a disk with a quota can be faster for a moment.
+    """
     best = max(measure_ways(model_map, seconds / 2), key=lambda one: one.bytes_per_second)
     return measure(model_map, best.reads, seconds / 2)
 
 
 def least_that_suffices(ways: Iterable[Bandwidth]) -> Bandwidth:
-    """The one with the fewest bytes under way at once, of those that give nearly the most."""
+    """Returns the way with the fewest bytes in flight, among those with nearly the best bandwidth."""
     ways = list(ways)
     enough = ENOUGH * max(one.bytes_per_second for one in ways)
     return min((one for one in ways if one.bytes_per_second >= enough),
@@ -98,21 +110,21 @@ def least_that_suffices(ways: Iterable[Bandwidth]) -> Bandwidth:
 
 
 def reads_for(model_map: ModelMap, reads: Reads, direct_io: bool) -> Reads:
-    """What was asked for; where that leaves it open, what the file system of the model needs.
+    """Completes the user's setting with the stored measurement of the model's file system.
 
-    That is measured now, in a second, where it was not before, is worth it, and can be kept.
+    Measures now, for a second, if no measurement is stored, the model is large enough, and the result can be stored.
     """
     if reads.depth or reads.request_bytes or not direct_io or model_map.info.expert_bytes < _WORTH_BYTES:
         return reads
     found = kept_bandwidth(model_map, reads.reader)
     if found is None and kept.can_keep():
         found = measure_and_keep(model_map, reads.reader)[0]
-    # The reader stays "auto": the one that was measured may be forbidden here.
+    # The reader stays "auto", because this process may be forbidden to use the measured one.
     return Reads(reads.reader, found.depth, found.request_bytes) if found is not None else reads
 
 
 def kept_bandwidth(model_map: ModelMap, reader: str = "auto") -> Bandwidth | None:
-    """What was measured before, if anything was."""
+    """Returns the stored measurement, if it exists and is valid."""
     with contextlib.suppress(OSError, TypeError, PyorchError):
         found = Bandwidth(**(kept.read(_name(model_map, reader)) or {}))
         way = found.depth, found.request_bytes
@@ -125,7 +137,7 @@ def kept_bandwidth(model_map: ModelMap, reader: str = "auto") -> Bandwidth | Non
 def measure_and_keep(
     model_map: ModelMap, reader: str = "auto", seconds: float = MEASURE_SECONDS
 ) -> tuple[Bandwidth, list[Bandwidth]]:
-    """What suffices, and all that was measured. It is kept if it can be."""
+    """Returns the sufficient way to read, which is stored if possible, and all measurements."""
     ways = measure_ways(model_map, seconds, reader)
     chosen = least_that_suffices(ways)
     kept.keep(_name(model_map, reader), asdict(chosen))
@@ -133,7 +145,7 @@ def measure_and_keep(
 
 
 def paths_of(model_map: ModelMap) -> list[str]:
-    """The files that experts lie in."""
+    """Returns the files that store the experts."""
     if model_map.info.slim and model_map.pack is not None:
         return [os.fspath(model_map.pack)]
     return sorted({model_map.expert_range(layer.il, 0, role).path for layer in model_map.layers
@@ -141,7 +153,7 @@ def paths_of(model_map: ModelMap) -> list[str]:
 
 
 def _name(model_map: ModelMap, reader: str) -> str:
-    """The file system is known by its identity, and by the device where it has none."""
+    """Returns the name of a measurement. It has the file system's identity and device."""
     path = paths_of(model_map)[0]
     return f"disk-{os.statvfs(path).f_fsid:x}-{os.stat(path).st_dev:x}-{reader}"
 
@@ -152,7 +164,7 @@ def _forget(path: str) -> None:
 
 
 def drop_page_cache(paths: Sequence[str]) -> None:
-    """Makes the next run a cold one: drops all of the page cache where that is allowed, else these files."""
+    """Drops the page cache of the system if allowed, otherwise of these files, so that the next run is a cold one."""
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("1")

@@ -1,4 +1,4 @@
-"""llama.cpp's fatal errors, which end the process: their sentence is seen, and a model can be refused instead."""
+"""Fatal errors of llama.cpp, which end the process: shows their message, or refuses a model instead."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pyorch.library.bindings import lib
 
 
 def show() -> None:
-    """From now on their sentence reaches the stderr of this moment, whatever llama_cpp redirects."""
+    """Prints their messages to the present stderr, even if llama_cpp redirects stderr later."""
     lib.pyorch_show_fatal_errors()
 
 
 def notice(line: str) -> None:
-    """A line "pyorch: ..." to that stderr."""
+    """Prints a line "pyorch: ..." to that stderr."""
     lib.pyorch_notice(line.encode())
 
 
 @contextlib.contextmanager
 def refused() -> Iterator[None]:
-    """Inside, loading or quantizing a model and making a context fail, with the sentence in llama.cpp's log.
+    """Makes loading, quantizing and making a context fail without ending the process, in the `with` block.
 
-    For these three alone: llama.cpp catches exceptions nowhere else.
+    The message is in llama.cpp's log. Only for these three: llama.cpp catches exceptions nowhere else.
     """
-    show()  # which hears of them
+    show()  # installs the handler
     lib.pyorch_refuse_fatal_errors(1)
     try:
         yield

@@ -1,6 +1,6 @@
-"""What was measured of this machine, kept in the user's cache directory for the next time.
+"""Stores measurements of this machine in the user's cache directory.
 
-Nothing grows old here: under which name it is found again, and whether it is believed, says who measures.
+Entries do not expire. The measuring code chooses their names and checks their content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyorch.files import write_text
 
 
 def directory() -> Path | None:
-    """None where there is none: there is no home, or it can be neither made nor read."""
+    """Returns the directory. None: there is no home, or the directory can be neither made nor read."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     try:
         found = (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "pyorch"
@@ -29,13 +29,13 @@ def directory() -> Path | None:
 
 
 def can_keep() -> bool:
-    """Whether keep() has a place."""
+    """Returns whether keep() can write."""
     found = directory()
     return found is not None and os.access(found, os.W_OK | os.X_OK)
 
 
 def read(name: str) -> Any:
-    """What was kept under a name; None where nothing was, or it is no JSON."""
+    """Returns the entry of a name. None: there is none, or it is no JSON."""
     found = directory()
     with contextlib.suppress(OSError, ValueError, RecursionError):
         return json.loads((found / f"{name}.json").read_text(encoding="utf-8")) if found is not None else None
@@ -43,14 +43,14 @@ def read(name: str) -> Any:
 
 
 def keep(name: str, measured: Any) -> None:
-    """Where that can be done."""
+    """Stores an entry, if possible."""
     if can_keep():
         with contextlib.suppress(PyorchError):
             write_text(directory() / f"{name}.json", json.dumps(measured) + "\n")
 
 
 def processor() -> str:
-    """Its name, "" where the system does not say it."""
+    """Returns the processor's name. "": the system does not tell."""
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         return found[1] if found else ""
@@ -58,5 +58,5 @@ def processor() -> str:
 
 
 def name_of(kind: str, what: Any) -> str:
-    """Of what is too long to be a name."""
+    """Returns a name of fixed length for content that is too long to be a name."""
     return f"{kind}-{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}"

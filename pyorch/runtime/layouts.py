@@ -1,4 +1,4 @@
-"""How fast this processor multiplies experts, by the order of their matrices, and how fast it repacks them."""
+"""Measures how fast this processor multiplies experts, by the order of their matrices, and how fast it repacks them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from pyorch.library.bindings import check, ffi, lib, string
 from pyorch.runtime import kept
 from pyorch.runtime.model_map import ModelMap
 
-_DIGITS = 3  # that are kept
+_DIGITS = 3  # significant digits of a stored rate
 
 
 def layout_rates(model_map: ModelMap, il: int, role: int) -> list[float]:
-    """Nanoseconds of a core for each byte of a matrix, as the fields of pyorch_layout_rates in their order, with
-    n_inputs. As they were kept, or are measured and kept now.
+    """Returns the stored rates of a matrix, or measures and stores them.
 
-    PyorchError where the matrix is never repacked.
+    Returns:
+        Nanoseconds of a core per byte, the fields of pyorch_layout_rates in order, and last n_inputs.
+
+    Raises:
+        PyorchError: The matrix is never repacked.
     """
     layer = next(layer for layer in model_map.layers if layer.il == il)
     matrix = layer.roles[role]

@@ -1,7 +1,7 @@
-"""Copies of the model on other disks, from which experts are read too.
+"""Mirrors: copies of the model on other disks, from which experts are read too.
 
-The first time, every byte of a copy is compared with the original; that they were equal is kept in the user's cache
-directory, for as long as neither file changes. Each engine compares samples (native/src/loading/source.cpp).
+At the first use, every byte of a copy is compared with the original. The result is stored in the user's cache directory
+and holds as long as neither file changes. Each engine compares samples (native/src/loading/source.cpp).
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from pyorch.sizes import MiB
 
 _CHUNK = 8 * MiB
 
-# Told what is compared, how many bytes were, and of how many.
+# Gets a text about the comparison, the compared bytes, and all bytes.
 OnCompared = Callable[[str, int, int], None]
 
 
 def add_mirrors(model_map: ModelMap, mirrors: Sequence[Path], on_compared: OnCompared) -> None:
-    """Has engines made of the map read from these too, each a file or a folder on a disk of its own.
+    """Makes engines of the map read from mirrors too, each a file or a folder on a disk of its own.
 
-    FormatError for one that is missing, is the model itself or was named before, or has other content.
+    Raises:
+        FormatError: A mirror is missing, differs from the model, is the model itself, or was named before.
     """
     taken: dict[int, list[Path]] = {}
     shards = [Path(os.fsdecode(path)) for path in model_map.shards]
-    # Where there is a pack, the model is read only for what is damaged there.
+    # With a pack, the model is read only for damaged experts of the pack.
     files = {len(shards): model_map.pack} if model_map.pack is not None else dict(enumerate(shards))
     for disk, mirror in enumerate(mirrors, 1):
         for file, copy in _copies(files, mirror).items():
@@ -43,7 +44,7 @@ def add_mirrors(model_map: ModelMap, mirrors: Sequence[Path], on_compared: OnCom
 
 
 def _copies(files: dict[int, Path], mirror: Path) -> dict[int, Path]:
-    """Of which file a mirror has what copy."""
+    """Returns the copies in a mirror, by the index of their original."""
     names = ", ".join(path.name for path in files.values())
     if mirror.is_dir():
         found = {file: mirror / path.name for file, path in files.items() if (mirror / path.name).is_file()}
@@ -76,7 +77,7 @@ def _compare(original: Path, copy: Path, on_compared: OnCompared) -> None:
         raise FormatError(f"{copy} has {both[1][2]} bytes, and is no copy of {original}, which has {total}")
     try:
         with open(original, "rb") as one, open(copy, "rb") as other:
-            for file in (one, other):  # what was just copied is read as the disk has it, not from the page cache
+            for file in (one, other):  # compares the content of the disk, not of the page cache
                 os.fsync(file.fileno())
                 forget(file.fileno())
             while done < total:
@@ -85,7 +86,7 @@ def _compare(original: Path, copy: Path, on_compared: OnCompared) -> None:
                     raise FormatError(f"{copy} is no copy of {original}: their bytes differ, within {size} bytes from "
                                       f"{done}")
                 done += size
-                for file in (one, other):  # nor is the page cache filled with what was read up to here
+                for file in (one, other):  # keeps the page cache free
                     forget(file.fileno(), 0, done)
                 on_compared(f"comparing {copy} with {original}, this once", done, total)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The model map: where each routed expert of a GGUF lies, and what else the file says about itself."""
+"""The model map: where the file of a GGUF stores each routed expert, and the file's metadata."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ from pyorch.runtime.statistics import read
 
 T = TypeVar("T", int, float, str)
 
-DEFAULT_CTX = 4096  # tokens of context where nobody says how many, and the model was trained with more
+DEFAULT_CTX = 4096  # tokens of context by default, if the model was trained with more
 SIDECARS = ("buddies", "maps", "predictor", "experts", "eviction", "ghosts")
 
 
 @dataclass(frozen=True)
 class MapInfo:
-    """Sizes in bytes. The names are those of pyorch_model_map_info. n_expert_used is the largest top-k of a layer."""
+    """Sizes of a model, in bytes: fields of pyorch_model_map_info.
+
+    Attributes:
+        n_expert_used: The largest top-k of a layer.
+        slim: Nonzero: only the pack has the bytes of the experts.
+        n_params: Numbers in all tensors.
+    """
 
     arch: str
     name: str
@@ -34,16 +40,20 @@ class MapInfo:
     dense_bytes: int
     slots_bytes: int
     floor_bytes: int
-    slim: int = 0  # nonzero: the file lacks the bytes of the experts, they are in its pack only
-    n_params: int = 0  # numbers in all tensors
+    slim: int = 0
+    n_params: int = 0
 
 
 @dataclass(frozen=True)
 class Role:
-    """One matrix of an expert: what it is for (gate, up, down or gate_up), its ggml type, and the numbers of a row.
+    """One matrix of an expert.
 
-    layout: the order in which this processor's kernels are fastest with it, "plain" as in the file or one that
-    ModelMap.repack() makes; as many bytes.
+    Attributes:
+        name: gate, up, down or gate_up.
+        type: Its ggml type.
+        n_in: Numbers of a row.
+        layout: The order with the fastest kernels of this processor: "plain" as in the file, or one that
+            ModelMap.repack() makes, with as many bytes.
     """
 
     name: str
@@ -56,7 +66,13 @@ class Role:
 class LayerInfo:
     """A block with routed experts.
 
-    n_expert_used is the top-k of its router. expert_bytes is one expert in the file, slot_bytes one in memory.
+    Attributes:
+        il: llama.cpp's block number.
+        n_expert: Experts of the layer.
+        n_expert_used: The router's top-k.
+        roles: The matrices of an expert.
+        expert_bytes: Of one expert in the file.
+        slot_bytes: Of one expert in memory.
     """
 
     il: int
@@ -68,7 +84,7 @@ class LayerInfo:
 
     @property
     def n_in(self) -> int:
-        """Numbers that go into an expert: those of the hidden state, or fewer where a model projects it first."""
+        """Inputs of an expert: the hidden state, or fewer numbers if the model projects it first."""
         return next(role.n_in for role in self.roles if role.name != "down")
 
     @property
@@ -79,7 +95,7 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Where one matrix of an expert, or a whole tensor, lies, and its ggml type, such as q4_K."""
+    """The place in a file of one matrix of an expert, or of a whole tensor. type: its ggml type, such as q4_K."""
 
     path: str
     offset: int
@@ -87,7 +103,11 @@ class ByteRange:
     type: str = ""
 
     def read(self, at_most: int | None = None) -> bytes:
-        """Its bytes, or the first of them. FormatError where they are not all there, or cannot be read."""
+        """Returns the bytes, or the first `at_most` of them.
+
+        Raises:
+            FormatError: The file is too short or cannot be read.
+        """
         size = self.size if at_most is None else min(self.size, at_most)
         with reading(self.path), open(self.path, "rb") as file:
             file.seek(self.offset)
@@ -98,13 +118,13 @@ class ByteRange:
 
 
 def beside(model: str | os.PathLike[str], ending: str) -> Path:
-    """The file of this ending that belongs to a model: model.ENDING beside it."""
-    stem, _ = os.path.splitext(Path(os.fsdecode(model)))  # also of a directory without a name, refused elsewhere
+    """Returns the path of a model's sidecar of this ending: model.ENDING next to the model."""
+    stem, _ = os.path.splitext(Path(os.fsdecode(model)))  # accepts an empty name, which opening refuses
     return Path(f"{stem}.{ending}")
 
 
 def shards_of(path: str | os.PathLike[str]) -> list[str]:
-    """The files of a model that is split, by the name of its first one; of any other name that alone."""
+    """Returns all files of a split model, given the name of the first; for any other name, that name alone."""
     path = os.fsdecode(path)
     first = re.fullmatch(r"(.*)-00001-of-([0-9]{5})\.gguf", path, re.DOTALL)
     if first is None or int(first[2]) == 0:
@@ -113,11 +133,15 @@ def shards_of(path: str | os.PathLike[str]) -> list[str]:
 
 
 class ModelMap:
-    """The map of one GGUF, shards included.
+    """The map of one GGUF, including its shards. A model without routed experts has no layers.
 
-    Raises FormatError if the file is missing, truncated, incomplete or no GGUF. `info` and `layers` are
-    plain data that outlive close(). pack: that was attached, None: experts are read from the model. A model without
-    routed experts has no layers.
+    Attributes:
+        info: Sizes and counts; valid after close().
+        layers: The layers with routed experts; valid after close().
+        pack: The attached pack. None: experts are read from the model.
+
+    Raises:
+        FormatError: The file is missing, truncated, incomplete or no GGUF.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -130,18 +154,25 @@ class ModelMap:
         self._read_sizes()
 
     def attach_pack(self, path: str | os.PathLike[str]) -> None:
-        """Engines made of this map read experts from a pack of the model from now on, and slots are laid out for that.
+        """Makes engines of this map read experts from a pack of the model, and lays out slots for it.
 
-        See pyorch.sidecars.packs.attach, which makes sure that it is this model's. Raises FormatError for a pack that
-        is damaged, for other kernels, or does not hold these experts.
+        pyorch.sidecars.packs.attach() also checks that the pack belongs to the model.
+
+        Raises:
+            FormatError: The pack is damaged, for other kernels, or does not have these experts.
         """
         check(lib.pyorch_model_map_attach_pack(self.handle, os.fsencode(path)))
         self.pack = Path(path)
         self._read_sizes()
 
     def add_copy(self, file: int, disk: int, path: str | os.PathLike[str]) -> None:
-        """Engines made of this map read a file of it, a shard or behind them the pack, from this copy too, which is on
-        another disk: 1, 2, ... See pyorch.runtime.mirrors, which compares the two."""
+        """Makes engines of this map read a file from a copy on another disk too. See pyorch.runtime.mirrors.
+
+        Args:
+            file: Index of the shard; the pack comes after the shards.
+            disk: 1, 2, ...
+            path: The copy. Its content is not compared here.
+        """
         check(lib.pyorch_model_map_add_copy(self.handle, file, disk, os.fsencode(path)))
 
     @property
@@ -157,7 +188,7 @@ class ModelMap:
         return [self.path] if self.info.n_files == 1 else shards_of(self.path)
 
     def close(self) -> None:
-        """Frees the map; `info` and `layers` stay."""
+        """Frees the map."""
         if self._map is not None:
             ffi.release(self._map)
             self._map = None
@@ -169,105 +200,123 @@ class ModelMap:
         self.close()
 
     def layer(self, il: int) -> LayerInfo:
-        """The layer with llama.cpp's block number il. KeyError if it has no routed experts."""
+        """Returns the layer with llama.cpp's block number il.
+
+        Raises:
+            KeyError: The block has no routed experts.
+        """
         return self._by_il[il]
 
     def expert_range(self, il: int, expert: int, role: int) -> ByteRange:
-        """Where matrix `role` (an index into LayerInfo.roles) of an expert lies: in the model, or a slim one's pack.
+        """Returns the place of matrix `role` (an index into LayerInfo.roles) of an expert.
 
-        FormatError for a slim model whose pack is not attached, or is compressed there.
+        The place is in the model, or in the pack if the model is slim.
+
+        Raises:
+            FormatError: The model is slim, and its pack is compressed or not attached.
         """
         return _range(call(lib.pyorch_model_map_get_range, self.handle, il, expert, role, out="pyorch_range"))
 
     def read_expert(self, il: int, expert: int) -> bytes:
-        """The bytes of all matrices of an expert, in the order of its roles, as Engine.offer() takes them.
+        """Returns the bytes of all matrices of an expert, in the order of its roles, as Engine.offer() takes them.
 
-        FormatError as of expert_range() and ByteRange.read().
+        Raises:
+            FormatError: The bytes cannot be read, or the model is slim and its pack is compressed or not attached.
         """
         return b"".join(self.expert_range(il, expert, role).read() for role in range(len(self.layer(il).roles)))
 
     def matrix_bytes(self, layer: LayerInfo, role: int) -> int:
-        """Bytes of matrix `role` of any expert of a layer."""
+        """Returns the bytes of matrix `role` of any expert of a layer."""
         return self.tensor_range(f"blk.{layer.il}.ffn_{layer.roles[role].name}_exps.weight").size // layer.n_expert
 
     def repack(self, il: int, role: int, matrix: bytearray | memoryview) -> None:
-        """Brings a matrix of any expert of a layer from the file's order into Role.layout, in place.
+        """Repacks a matrix of any expert of a layer from the file's order into Role.layout, in place.
 
-        PyorchError where that is plain, or the size is not that of one matrix.
+        Raises:
+            PyorchError: The layout is plain, or the size is not that of one matrix.
         """
         buffer = ffi.from_buffer(matrix, require_writable=True)
         check(lib.pyorch_model_map_repack(self.handle, il, role, buffer, len(buffer)))
 
     def tensor_range(self, name: str) -> ByteRange:
-        """Where any tensor lies. PyorchError if there is none of that name."""
+        """Returns the place of any tensor.
+
+        Raises:
+            PyorchError: No tensor has this name.
+        """
         return _range(call(lib.pyorch_model_map_get_tensor, self.handle, name.encode(), out="pyorch_range"))
 
     def dense_bytes(self, il: int) -> int:
-        """Of block il, without routed experts."""
+        """Returns the bytes of block il without routed experts."""
         return lib.pyorch_model_map_dense_bytes(self.handle, il)
 
     def metadata(self, key: str, kind: type[T], default: T | None = None, index: int = 0) -> T | None:
-        """A value of the metadata, int, float or str, of an array of integers the element at index; the default where
-        there is none of this kind."""
+        """Returns a value of the metadata: an int, float or str, or the element at `index` of an array of integers.
+
+        The default, if the key does not exist or has another kind.
+        """
         value = ffi.new("pyorch_value *")
         lib.pyorch_model_map_get_value(self.handle, key.encode(), index, value)
         found = {b"i": value.integer, b"f": value.number, b"s": string(value.text)}.get(value.kind)
         return found if isinstance(found, kind) else default
 
     def hparam(self, key: str, default: int | None = None, il: int = 0) -> int | None:
-        """A hyperparameter of the architecture: a whole number, or an array with one for each layer."""
+        """Returns a hyperparameter of the architecture: an integer, or the element for layer il of an array."""
         return self.metadata(f"{self.info.arch}.{key}", int, default, il)
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the model makes embeddings and no text: it attends to the tokens behind a token, too."""
+        """Whether the model makes embeddings and no text: its attention is not causal."""
         return self.hparam("attention.causal") == 0
 
     def check_text(self) -> None:
-        """PyorchError if the model makes embeddings and no text."""
+        """Checks that the model makes text.
+
+        Raises:
+            PyorchError: It makes embeddings.
+        """
         if self.is_encoder:
             raise PyorchError(f"{self.path} makes embeddings and no text: serve them with `pyorch serve {self.path} -- "
                               "--embeddings`")
 
     @property
     def trained_ctx(self) -> int:
-        """Tokens of context that the model was trained with; DEFAULT_CTX where the file does not say it."""
+        """Tokens of context that the model was trained with; DEFAULT_CTX if the file does not say."""
         return self.hparam("context_length", DEFAULT_CTX)
 
     @property
     def default_ctx(self) -> int:
-        """Tokens of context where nobody says how many."""
+        """Tokens of context by default."""
         return min(DEFAULT_CTX, self.trained_ctx)
 
     def kv_bytes(self, n_ctx: int) -> int:
-        """Bytes of the KV cache for n_ctx tokens of one sequence in llama.cpp's default F16, an upper bound.
+        """Returns the bytes of the KV cache for n_ctx tokens of one sequence in llama.cpp's default F16, at most.
 
-        Counts heads of each layer apart (grouped-query attention), the compressed cache of multi-head latent attention,
-        and recurrent states in place of a cache; takes a sliding window for the whole context. llama.cpp itself says
-        what a context takes: pyorch.llama.measure.
+        Includes each layer's own number of heads (grouped-query attention), the compressed cache of multi-head latent
+        attention, and recurrent states in place of a cache. A sliding window counts as the whole context.
+        pyorch.llama.measure asks llama.cpp for the real bytes.
         """
         layers = range(self.info.n_layers)
         return n_ctx * 2 * sum(map(self._kv_width, layers)) + 4 * sum(map(self._state_width, layers))
 
     def sidecars(self) -> dict[str, Path]:
-        """The files that pyorch adds, those that lie beside the model: kind and path."""
+        """Returns the existing sidecars next to the model: kind and path."""
         paths = {kind: beside(self.path, f"{kind}.gguf") for kind in SIDECARS}
         return {kind: path for kind, path in paths.items() if os.path.isfile(path)}
 
     @property
     def decoded_layers(self) -> tuple[LayerInfo, ...]:
-        """The layers with routed experts that run for every token: all but those, at the end, that only predict
-        further tokens."""
+        """The layers with routed experts that run for every token: without final layers that predict further tokens."""
         n_extra = self.hparam("nextn_predict_layers", 0)
         return tuple(layer for layer in self.layers if layer.il < self.info.n_layers - n_extra)
 
     def _is_recurrent(self, il: int) -> bool:
-        """Whether layer il has a recurrent state in place of attention."""
+        """Returns whether layer il has a recurrent state in place of attention."""
         interval = self.hparam("full_attention_interval")
         return (il + 1) % interval != 0 if interval else self.hparam("attention.head_count_kv", 1, il) == 0
 
     def _state_width(self, il: int) -> int:
-        """Values of the recurrent state of layer il in F32: of its convolution, and of its state space."""
+        """Returns the values of layer il's recurrent state in F32: of its convolution and its state space."""
         n_state = self.hparam("ssm.state_size", 0)
         if not n_state or not self._is_recurrent(il):
             return 0
@@ -275,7 +324,7 @@ class ModelMap:
         return (self.hparam("ssm.conv_kernel", 1) - 1) * (n_inner + 2 * n_groups * n_state) + n_inner * n_state
 
     def _kv_width(self, il: int) -> int:
-        """Values of K and V that one token keeps in layer il."""
+        """Returns the values of K and V that one token stores in layer il."""
         if self._is_recurrent(il):
             return 0
         latent = self.hparam("attention.kv_lora_rank")

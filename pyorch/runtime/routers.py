@@ -1,4 +1,4 @@
-"""The routers of layers: how they choose their experts."""
+"""The routers of layers: how they select experts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,21 @@ _ARRAYS = ("gate", "bias", "selection_bias", "norm")
 
 @dataclass(frozen=True)
 class Router:
-    """How a layer chooses its experts; arrays float32, None where there is no such thing.
+    """The computation with which a layer selects its experts. Arrays are float32, or None.
 
-    gate: [n_expert, n_embd]; bias: [n_expert] of the logits; selection_bias: [n_expert], added to the probabilities for
-    the choice only; norm: [n_embd] of the RMS normalization, with eps, that makes the input. gating: one of
-    pyorch.library.choices.gatings(), how probabilities are made of logits; "softmax-selected": the weights are a
-    softmax of the selected logits. n_used: experts of a token. n_groups, n_groups_used: it chooses from the groups
-    whose two best experts have the highest sum. normalized: weights are divided by their sum; scale: and multiplied by
-    this.
+    Attributes:
+        gate: [n_expert, n_embd].
+        bias: [n_expert], added to the logits.
+        selection_bias: [n_expert], added to the probabilities for the selection only.
+        norm: [n_embd], of the RMS normalization that makes the input.
+        eps: Of the normalization.
+        gating: Makes probabilities of logits, one of pyorch.library.choices.gatings(). "softmax-selected": the weights
+            are a softmax of the selected logits.
+        n_used: Experts of a token.
+        n_groups: Groups of experts.
+        n_groups_used: Select only from this many groups, whose two best experts have the highest sums.
+        normalized: Weights are divided by their sum.
+        scale: Multiplies the weights at the end.
     """
 
     gate: np.ndarray
@@ -38,16 +45,20 @@ class Router:
     scale: float = 1.0
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Those that there are, by name."""
+        """Returns the arrays that are not None, by name."""
         return {name: getattr(self, name) for name in _ARRAYS if getattr(self, name) is not None}
 
     def choice(self) -> dict[str, object]:
-        """How it chooses, without the arrays, by name."""
+        """Returns the fields without the arrays, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _ARRAYS}
 
 
 def to_struct(router: Router):
-    """A pyorch_router *. PyorchError for other shapes, and for a gating function that is not known."""
+    """Makes a pyorch_router *.
+
+    Raises:
+        PyorchError: An array has another shape, or the gating function is unknown.
+    """
     n_expert, n_embd = router.gate.shape
     for name, width in (("bias", n_expert), ("selection_bias", n_expert), ("norm", n_embd)):
         values = getattr(router, name)
@@ -60,7 +71,7 @@ def to_struct(router: Router):
 
 
 def from_struct(raw) -> Router:
-    """A copy of what a pyorch_router points to."""
+    """Makes a copy of a pyorch_router."""
 
     def copied(pointer, *shape: int) -> np.ndarray | None:
         if not pointer:

@@ -1,4 +1,4 @@
-"""What an engine counts, and what it has at the moment."""
+"""An engine's counters and gauges."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 def ratio(a: float, b: float) -> float:
-    """nan where there is nothing to divide by."""
+    """Returns a / b; nan if b is 0."""
     return a / b if b else float("nan")
 
 
 def is_of_layers(part: str) -> bool:
-    """Whether the numbers of a part of a struct of pyorch.h are those of a single layer too."""
+    """Returns whether the numbers of a part of a struct of pyorch.h exist for a single layer too."""
     return part.endswith("of each layer too")
 
 
 class Counts:
-    """The numbers of a C struct, of which the header says what they are: frozen dataclasses of its fields."""
+    """The numbers of a C struct, which pyorch.h describes: a frozen dataclass of its fields."""
 
     def __init_subclass__(cls, struct: str) -> None:
         cls.__annotations__ = {number.name: int for number in numbers(struct)}
@@ -37,37 +37,40 @@ class Counts:
 
 
 class Stats(Counts, struct="pyorch_stats"):
-    """Counters since the start or the last reset, and gauges. Of a single layer, what the header counts of layers."""
+    """Counters since the start or the last reset, and gauges: the fields of pyorch_stats, described in pyorch.h.
+
+    Of a single layer, only the fields that pyorch.h counts by layer.
+    """
 
     @property
     def hit_rate(self) -> float:
-        """Share of the uses of experts that found the expert resident; nan without any."""
+        """Share of the uses of experts that found the expert resident. nan without uses."""
         return ratio(self.hits, self.hits + self.misses)
 
     @property
     def device_hit_rate(self) -> float:
-        """Share of the uses of experts that found the expert in the memory of the device; nan without any."""
+        """Share of the uses of experts that found the expert in the device's memory. nan without uses."""
         return ratio(self.device_hits, self.device_hits + self.device_misses)
 
     @property
     def device_computed_share(self) -> float:
-        """Share of the uses of experts that the device computed, the processor the others; nan without any."""
+        """Share of the uses of experts that the device computed, not the processor. nan without uses."""
         return ratio(self.device_computed, self.device_hits + self.device_misses)
 
     @property
     def device_ahead_precision(self) -> float:
-        """Share of the experts that forecasts ordered to the device that their layers used; nan without any."""
+        """Share of the experts uploaded by forecasts that their layers used. nan without forecasts."""
         return ratio(self.device_ahead_hits, self.device_ahead)
 
     @property
     def in_memory(self) -> str:
-        """For people, how often experts were found in host memory, which is asked for what a device does not have."""
+        """A text about hits in host memory, which holds the experts that a device lacks."""
         rate = f"{self.hit_rate:.1%}" if self.hits + self.misses else "-"
         return f"hit rate {rate} of what the device lacks" if self.device_budget_bytes else f"hit rate {rate}"
 
     @property
     def on_device(self) -> str:
-        """For people, what the device has and did; "" without one."""
+        """A text about the device's experts. "" without a device."""
         if not self.device_budget_bytes:
             return ""
         rate = f"{self.device_hit_rate:.1%}" if self.device_hits + self.device_misses else "-"
@@ -78,36 +81,36 @@ class Stats(Counts, struct="pyorch_stats"):
 
     @property
     def unused_loads(self) -> int:
-        """Experts that were read ahead and not used. What was read before counting began makes it too small."""
+        """Experts that were prefetched and not used. Too small by prefetches from before counting began."""
         return max(0, self.prefetch_loads - self.prefetch_hits)
 
     @property
     def useful_share(self) -> float:
-        """Of the experts read, those that were not read ahead in vain; nan without any."""
+        """Share of the loaded experts that were not prefetched in vain. nan without loads."""
         return 1 - ratio(self.unused_loads, self.loads)
 
 
 class SubstitutionStats(Counts, struct="pyorch_substitution_counts"):
-    """What substitution did in the ubatches that it may touch.
+    """Counts of substitution, in the ubatches that it may change: fields of pyorch_substitution_counts.
 
-    A slot is one of the experts of a token in a layer; tokens are counted once for each layer. on_their_way: changed
-    slots whose experts were being read, so that it depends on the time that things take which slots were changed.
+    A slot is one of the experts of a token in a layer. Tokens are counted once per layer. `on_their_way` counts changed
+    slots whose experts were loading; these changes depend on timing.
     """
 
     @property
     def changed(self) -> int:
-        """Slots in which something else was computed than the router chose."""
+        """Slots that computed another result than the router's choice."""
         return self.substituted + self.dropped + self.ghosts
 
     def __str__(self) -> str:
-        """For people."""
+        """Returns a sentence with all counts."""
         by_ghosts = f", {self.ghosts} computed by ghosts" if self.ghosts else ""
         late = f", {self.on_their_way} of them while their experts were being read" if self.on_their_way else ""
         return f"{self.substituted} expert slots substituted, {self.dropped} dropped{by_ghosts}{late}"
 
 
 class SpeculationStats(Counts, struct="pyorch_speculation_counts"):
-    """What layers executed in place of their routers' choice. tokens: counted once for each layer."""
+    """Counts of layers that executed a forecast in place of their router's choice. Tokens count once per layer."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +126,14 @@ class Residency:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All layers at one moment. Layers are in the order of il.
+    """All layers at one moment, in the order of il.
 
-    flags: uint8[n_layers, n_expert] of PYORCH_RESIDENT 1, PYORCH_LOADING 2, PYORCH_PINNED 4, PYORCH_IN_USE 8 and
-    PYORCH_ON_DEVICE 16. uses: uint64[n_layers, n_expert], how often each expert was used. Rows of layers with fewer
-    experts end with zeros.
+    Attributes:
+        flags: uint8[n_layers, n_expert] of PYORCH_RESIDENT 1, PYORCH_LOADING 2, PYORCH_PINNED 4, PYORCH_IN_USE 8 and
+            PYORCH_ON_DEVICE 16. Rows of layers with fewer experts end with zeros.
+        uses: uint64[n_layers, n_expert], how often each expert was used. Filled up with zeros too.
+        layers: Statistics by layer.
+        stats: Statistics of all layers.
     """
 
     flags: np.ndarray
@@ -137,15 +143,17 @@ class Snapshot:
 
 
 class RemoteStats(Counts, struct="pyorch_remote_counts"):
-    """What other servers computed for this one, since its engine was made."""
+    """Counts of other servers' computing for this one since its engine was made: fields of pyorch_remote_counts."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What was computed for others since the engine listens. The names are those of pyorch_served.
+    """Counts of computing for other servers since the engine listens: fields of pyorch_served.
 
-    slots: rows times experts. error: why somebody was refused last, "" if nobody was. buffer_bytes: of memory beside
-    the budget, in which it is computed, and for requests and answers.
+    Attributes:
+        slots: Rows times experts.
+        error: Why a connection was last refused. "": none was.
+        buffer_bytes: Memory in addition to the budget, for computing, requests and answers.
     """
 
     connections: int
@@ -160,9 +168,11 @@ class Served:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another server, as this one sees it. The names are those of pyorch_peer_info.
+    """Another server, as seen from this one: fields of pyorch_peer_info.
 
-    same_kernels: what it computes is the same, bit for bit. error: why it was lost or failed last, "" if never.
+    Attributes:
+        same_kernels: Its results are the same, bit for bit.
+        error: Why it was last lost, or failed. "": never.
     """
 
     joined: bool
@@ -177,7 +187,7 @@ class Peer:
 
 
 def read(cls: type[T], raw) -> T:
-    """A dataclass whose fields are those of a C struct: numbers, and text in arrays of char."""
+    """Makes a dataclass of the C struct's fields of the same names: numbers, and text in arrays of char."""
 
     def value(name: str, kind: Any) -> Any:
         found = getattr(raw, name)
