@@ -1,4 +1,4 @@
-"""Gives an engine what settings ask for, with what the sidecars beside the model hold for it."""
+"""Applies settings to an engine, with the data of the sidecars next to the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 def check_prefetch(prefetch: Prefetch, n_layers: int, in_replay: bool = False) -> None:
-    """PyorchError for what a model with so many layers with routed experts cannot do. in_replay: it is for one."""
+    """Checks a prefetch for a model with n_layers layers with routed experts, or for its replay.
+
+    Raises:
+        PyorchError: The predictor is unknown, or the distance or precision is out of range.
+    """
     if prefetch.predictor != AUTO:
         predictors().choose(prefetch.predictor, in_replay, also=(AUTO,))
     if prefetch.distance is not None and not 1 <= prefetch.distance <= n_layers:
@@ -35,15 +39,16 @@ def check_prefetch(prefetch: Prefetch, n_layers: int, in_replay: bool = False) -
 
 
 def best_predictor(file: PredictorFile) -> str:
-    """What "auto" is, with what the sidecar holds."""
+    """Returns the predictor that "auto" uses with this sidecar."""
     return "hybrid" if file.estimator is not None else "quasi-hidden"
 
 
 def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: int | None = None) -> None:
-    """Sets it for all layers, or for one, which under "auto" gets the predictor that all have.
+    """Sets the prefetch of all layers, or of one. "auto" chooses one predictor for all layers.
 
-    Raises as check_prefetch() does; PyorchError where a predictor lacks what it needs; FormatError if a sidecar that it
-    names is damaged or another model's.
+    Raises:
+        FormatError: A sidecar that the predictor needs is damaged or belongs to another model.
+        PyorchError: The predictor is unknown, lacks its sidecar, or a number is out of range.
     """
     n_layers = len(engine.n_expert)
     check_prefetch(prefetch, n_layers)
@@ -55,7 +60,7 @@ def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: i
         file = file or sidecars.predictor
         if Needs.ESTIMATOR & choice.needs and file.estimator is None:
             raise PyorchError(
-                f"the predictor {predictor} needs an estimator, and {sidecars.map.path} has none beside it: "
+                f"the predictor {predictor} needs an estimator, and {sidecars.map.path} has none next to it: "
                 "make one with pyorch train-predictor"
             )
         file.apply(engine)
@@ -68,29 +73,33 @@ def apply_prefetch(prefetch: Prefetch, engine: Engine, sidecars: Sidecars, il: i
 
 
 def _usable_predictor(sidecars: Sidecars) -> PredictorFile:
-    """For who named no predictor: a file that is damaged is left out with a line, no bit depends on it."""
+    """Returns the predictor file for "auto". A damaged file is ignored with a note, because no result depends on it."""
     try:
         return sidecars.predictor
     except FormatError as error:
         from pyorch.sidecars.predictor import PredictorFile
 
-        fatal.notice(f"note: {error}; until then experts are foreseen without it")
+        fatal.notice(f"note: {error}; until then pyorch predicts experts without it")
         return PredictorFile()
 
 
 def set_uses(engine: Engine, model_map: ModelMap, uses: np.ndarray | None) -> None:
-    """Ranks of experts begin with these uses: float64[n_layers, n_expert] of the layers that a decode passes; with
-    nothing where None is known."""
+    """Sets the counts with which ranks of experts begin.
+
+    uses: float64[n_layers, n_expert] of the layers that a decode computes, or None: no counts are known.
+    """
     if uses is not None:
         for layer, of_layer in zip(model_map.decoded_layers, uses):
             engine.set_uses(layer.il, of_layer[: layer.n_expert])
 
 
 def speculative(prefetch: Prefetch, sidecars: Sidecars) -> Prefetch:
-    """What is executed in place of the routers' choice (Speculating Experts, section 4): itself, and for "auto"
-    hybrid where the model has an estimator, else quasi-hidden.
+    """Returns the prefetch whose forecasts replace the routers' choice (Speculating Experts, section 4).
 
-    Raises PyorchError for a predictor whose forecasts cannot be executed.
+    "auto" becomes hybrid if the model has an estimator, otherwise quasi-hidden.
+
+    Raises:
+        PyorchError: Layers cannot compute with the predictor's forecasts.
     """
     if prefetch.predictor == AUTO:
         return Prefetch(best_predictor(sidecars.predictor), prefetch.distance, prefetch.min_precision)
@@ -99,7 +108,11 @@ def speculative(prefetch: Prefetch, sidecars: Sidecars) -> Prefetch:
 
 
 def check_substitution(settings: Substitution, il: int, buddies: Buddies | None) -> None:
-    """PyorchError for settings that need lists where there are none."""
+    """Checks that buddy lists exist if the settings need them.
+
+    Raises:
+        PyorchError: They are missing.
+    """
     if settings.needs_buddies and buddies is None:
         raise PyorchError(f"this lossy setting needs buddy lists in layer {il}: make them with `pyorch buddies`")
 
@@ -107,8 +120,18 @@ def check_substitution(settings: Substitution, il: int, buddies: Buddies | None)
 def apply_substitution(
     engine: Engine, il: int, substitution: Substitution | None, buddies: Buddies | None, ghosts: Ghosts | None = None
 ) -> None:
-    """Sets what the engine does with absent experts of a layer; None: nothing, it fetches them. ghosts: see
-    find_ghosts(). Raises as check_substitution() does."""
+    """Sets an engine's treatment of absent experts in a layer.
+
+    Args:
+        engine: The engine.
+        il: The layer.
+        substitution: The settings. None: load absent experts.
+        buddies: The lists that the settings need, if any.
+        ghosts: From find_ghosts().
+
+    Raises:
+        PyorchError: The settings need buddy lists.
+    """
     settings = substitution or OFF
     check_substitution(settings, il, buddies)
     if ghosts is not None:
@@ -131,34 +154,39 @@ def apply_substitution(
 
 
 def find_ghosts(substitution: Substitution | None, sidecars: Sidecars) -> Ghosts | None:
-    """The ghosts that a substitution needs: those beside the model.
+    """Returns the ghosts next to the model, if a substitution needs ghosts.
 
-    Raises FormatError for a sidecar that is damaged or another model's, PyorchError where there is none.
+    Raises:
+        FormatError: The sidecar is damaged or belongs to another model.
+        PyorchError: There is no sidecar.
     """
     if substitution is None or not substitution.needs_ghosts or not sidecars.map.layers:
         return None
     if sidecars.ghosts is None:
-        raise PyorchError(f"there are no ghosts beside {sidecars.map.path}: make them with `pyorch ghosts`")
+        raise PyorchError(f"there are no ghosts next to {sidecars.map.path}: make them with `pyorch ghosts`")
     return sidecars.ghosts
 
 
 def find_buddies(
     substitution: Substitution | None, buddies: Buddies | str | os.PathLike[str] | None, sidecars: Sidecars
 ) -> Buddies | None:
-    """The lists that a substitution needs: those given, or the sidecar's beside the model.
+    """Returns the given buddy lists, or the sidecar's if the substitution needs lists.
 
-    Raises FormatError for a sidecar that is damaged or another model's, PyorchError where there is none.
+    Raises:
+        FormatError: The sidecar is damaged or belongs to another model.
+        PyorchError: There is no sidecar.
     """
     if buddies is None:
         if substitution is None or not substitution.needs_buddies or not sidecars.map.layers:
             return None
         if sidecars.buddies is None and substitution.mode != "buddies":
-            raise PyorchError(f"percentiles such as p30 are of the trace in the buddy lists, and there are none beside "
+            raise PyorchError(f"percentiles such as p30 need buddy lists, which store them for their trace, and there "
+                              f"are none next to "
                               f"{sidecars.map.path}: make them with `pyorch buddies`, or give numbers")
         if sidecars.buddies is None:
             raise PyorchError(
-                f"there are no buddy lists beside {sidecars.map.path}: make them with `pyorch buddies`, name them with "
-                "--buddies-file, or do without them with mode=none, or with heaviest or ghosts"
+                f"there are no buddy lists next to {sidecars.map.path}: make them with `pyorch buddies`, name them "
+                "with --buddies-file, or use no lists with mode=none, or with heaviest or ghosts"
             )
         return sidecars.buddies
     from pyorch.sidecars.buddies import Buddies  # see pyorch.sidecars.beside

@@ -1,5 +1,7 @@
-"""A llama.cpp context of a loaded model, for what Llama's interface does not reach: several sequences in
-one batch, the logits of chosen positions, contexts in several threads."""
+"""A llama.cpp context of a loaded model with functions that Llama lacks.
+
+Several sequences in one batch, logits of selected positions, and contexts in several threads.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,17 @@ class Context:
     """Decodes batches of tokens. One thread at a time; several contexts of a model may run at once.
 
     Args:
-        model: a llama_model *, such as `model.llama.model`. It must outlive the context.
-        n_ctx: tokens of all sequences together.
-        n_batch: most tokens of one decode(); n_ubatch: most that are computed at once.
-        n_outputs: most logits rows of one decode(), 0 for n_batch. Their memory is reserved.
-        n_threads: default: the physical cores.
-        shared: sequences may have tokens in common, which are computed and kept once. Recurrent models
-            cannot, and without it each sequence has its own n_ctx / n_seq_max tokens.
-        exact: attention in F32 throughout. Otherwise keys and values are kept in F16, and the flash kernels
-            make sums in F16 that depend on which tokens are computed together.
+        model: A llama_model *, such as `model.llama.model`. It must outlive the context.
+        n_ctx: Tokens of all sequences together.
+        n_batch: Tokens of one decode() at most.
+        n_ubatch: Tokens computed at once at most.
+        n_seq_max: Sequences at most.
+        n_threads: Default: the physical cores.
+        n_outputs: Rows of logits of one decode() at most; their memory is reserved. 0: n_batch.
+        shared: Sequences may share tokens, which are computed and stored once. Recurrent models cannot share. Without
+            sharing, each sequence has n_ctx / n_seq_max tokens.
+        exact: Attention in F32 throughout. Otherwise keys and values are stored in F16, and the flash kernels sum in
+            F16, with results that depend on the tokens computed together.
     """
 
     def __init__(
@@ -85,16 +89,17 @@ class Context:
         """Appends tokens to their sequences (default: all to sequence 0).
 
         Args:
-            sequences: of each token; of a shared context several, which must be equally long.
-            outputs: positions in `tokens`, ascending, after which logits are wanted. Default: all.
+            tokens: The token ids.
+            sequences: The sequence of each token. In a shared context, it may be several of equal length.
+            outputs: Positions in `tokens`, ascending, whose logits are returned. Default: all.
 
         Returns:
             The logits after each token, or each of `outputs`, float32[n, n_vocab].
 
         Raises:
-            ExpertReadError: an expert could not be read. The sequences are as before.
-            DeviceError: the device that computes is lost.
-            PyorchError: the process was forked after the context was made.
+            ExpertReadError: An expert could not be read. The sequences are unchanged.
+            DeviceError: A computing device is lost.
+            PyorchError: The process was forked after the context was made.
         """
         self._check_process()
         sequences = sequences if sequences is not None else [0] * len(tokens)
@@ -122,7 +127,7 @@ class Context:
         return np.ctypeslib.as_array(logits, shape=(len(wanted), self._n_vocab)).copy()
 
     def copy(self, source: int, target: int) -> None:
-        """The target sequence, which must be empty, begins as the source has been so far."""
+        """Copies the source sequence to the target, which must be empty."""
         llama.llama_memory_seq_cp(llama.llama_get_memory(self.handle), source, target, -1, -1)
         self._n_past[target] = self._n_past[source]
 
@@ -137,18 +142,18 @@ class Context:
         llama.llama_memory_clear(llama.llama_get_memory(self.handle), True)
 
     def _check_process(self) -> None:
-        """PyorchError in a process that was forked since: the threads that compute and read were not copied."""
+        """Raises PyorchError in a forked process, because threads that compute and read are not copied."""
         if self._pid != os.getpid():
             raise PyorchError(FORKED)
 
     def _forget(self) -> None:
-        """Removes what ubatches before the failed one have left in the KV cache."""
+        """Removes the results of ubatches before the failed one from the KV cache."""
         memory = llama.llama_get_memory(self.handle)
         for sequence, n_past in enumerate(self._n_past):
             llama.llama_memory_seq_rm(memory, sequence, n_past, -1)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities of one row of logits, float64[n_vocab]."""
+    """Returns log-probabilities of one row of logits, float64[n_vocab]."""
     shifted = logits.astype(np.float64) - logits.max()
     return shifted - np.log(np.exp(shifted).sum())

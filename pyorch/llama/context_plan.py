@@ -1,4 +1,4 @@
-"""How wide a context computes, and what it leaves for experts: of host memory, and of devices'."""
+"""Chooses the ubatch of a context, and the memory that it leaves for experts on the host and on devices."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import AUTO
 from pyorch.sizes import format_bytes
 
-CTX_STEP = 256  # tokens: llama.cpp makes a context a multiple of so many
-MAX_SHARE_UBATCH = 1024  # QUOTA_SLOTS in native/src/api/cluster.cpp: each server takes a request of so many
+CTX_STEP = 256  # llama.cpp rounds a context up to a multiple of so many tokens
+MAX_SHARE_UBATCH = 1024  # QUOTA_SLOTS in native/src/api/cluster.cpp: the rows that a server accepts in a request
 
 
 def default_ubatch(managed: ManagedModel) -> int | None:
-    """Tokens to compute at once: in prefill every expert is read once for each ubatch, so twice as wide is half the
-    reading. None under the automatic budget, where it depends on what memory a context leaves."""
+    """Returns the tokens to compute at once. None under the automatic budget: the context's memory decides.
+
+    A prefill reads every expert once per ubatch, so doubling the ubatch halves the reads.
+    """
     if managed.plan.automatic:
         return None
     whole = managed.engine is None or managed.budget_bytes() >= managed.map.info.slots_bytes
@@ -35,10 +37,10 @@ def default_ubatch(managed: ManagedModel) -> int | None:
 
 
 def check_ubatch(managed: ManagedModel, n_ubatch: int) -> None:
-    """PyorchError where a model that has a share of the experts is to compute more tokens at once than others take."""
+    """Raises PyorchError if the ubatch of a model with a share of the experts is wider than other servers accept."""
     if managed.plan.has_share and n_ubatch > MAX_SHARE_UBATCH:
         raise PyorchError(f"{managed.path} has a share of the experts, and other servers take no more than "
-                          f"{MAX_SHARE_UBATCH} rows for one of them: a ubatch of {n_ubatch} tokens is too wide")
+                          f"{MAX_SHARE_UBATCH} rows for one expert: a ubatch of {n_ubatch} tokens is too wide")
 
 
 def check_context(managed: ManagedModel, params: llama.llama_context_params, widen: bool) -> None:
@@ -47,10 +49,10 @@ def check_context(managed: ManagedModel, params: llama.llama_context_params, wid
     Args:
         managed: A model that is loaded, or is being loaded.
         params: Of the context.
-        widen: As plan_context() has it: the ubatch may still become narrow.
+        widen: As for plan_context(): the ubatch may still become narrow.
 
     Raises:
-        BudgetError: The context needs more than is free beside the experts. The sentence names the largest that fits.
+        BudgetError: The experts leave too little memory for the context. The message names the largest that fits.
     """
     n_ctx = params.n_ctx or managed.map.trained_ctx
     free = _free(managed)
@@ -59,8 +61,8 @@ def check_context(managed: ManagedModel, params: llama.llama_context_params, wid
         left -= managed.map.info.floor_bytes + free.margin_bytes
     elif managed.engine is not None:
         # A budget that alone is more than the free memory is the user's decision.
-        beside = left - managed.engine.stats().budget_bytes
-        left = beside if beside > 0 else left
+        rest = left - managed.engine.stats().budget_bytes
+        left = rest if rest > 0 else left
     params = llama.llama_context_params.from_buffer_copy(params)
     if managed.plan.automatic and widen:
         params.n_ubatch = min(params.n_ubatch, LEAST_UBATCH)
@@ -102,14 +104,14 @@ def _ubatch_that_fits(
 
 
 def _free(managed: ManagedModel) -> MemoryLimit:
-    """The memory limit. Its free bytes are those that a context and all experts of the model may use together."""
+    """Returns the memory limit, whose free bytes are for a context and all experts of the model together."""
     limit = memory.memory_limit()
     used = managed.engine.stats().used_bytes if managed.engine is not None else 0
     return dataclasses.replace(limit, free_bytes=limit.free_bytes + used - _promised_bytes(managed))
 
 
 def _dense_to_come(managed: ManagedModel) -> int:
-    """Bytes of dense weights of the host that count as free memory today.
+    """Returns the bytes of the host's dense weights that still count as free memory.
 
     The kernel can drop mapped dense weights, so they look free; but every token needs them.
     """
@@ -118,8 +120,10 @@ def _dense_to_come(managed: ManagedModel) -> int:
 
 
 def _most_bytes(model_map: ModelMap, n_ctx: int, n_ubatch: int) -> int:
-    """More bytes than a context takes, known without llama.cpp: keys, values and states at twice their size, and the
-    attention of each head and each token of a ubatch to each token."""
+    """Returns an upper bound of a context's bytes, without llama.cpp.
+
+    It counts keys, values and states twice, and the attention of each head and each token of a ubatch to each token.
+    """
     n_head = max((model_map.hparam("attention.head_count", 1, il) for il in range(model_map.info.n_layers)), default=1)
     return 2 * model_map.kv_bytes(n_ctx) + n_ctx * (4 * n_head * n_ubatch + measure.CELL_BYTES)
 
@@ -127,10 +131,19 @@ def _most_bytes(model_map: ModelMap, n_ctx: int, n_ubatch: int) -> int:
 def plan_context(
     managed: ManagedModel, params: llama.llama_context_params, widen: bool, is_loaded: bool = True
 ) -> int:
-    """Gives the engine what a context with these parameters will leave; returns the context's bytes of host memory.
+    """Gives the engine the memory that a context with these parameters leaves.
 
-    widen: choose params.n_ubatch: narrower than llama.cpp's only where its buffers would not leave the floor.
-    is_loaded: the dense weights of devices are there already. Raises BudgetError if that is not left.
+    Args:
+        managed: A model that is loaded, or is being loaded.
+        params: Of the context; the ubatch is set.
+        widen: Choose the ubatch: narrower than llama.cpp's only if its buffers would not leave the floor.
+        is_loaded: The dense weights of devices are loaded.
+
+    Returns:
+        The context's bytes of host memory.
+
+    Raises:
+        BudgetError: The context leaves less than the floor.
     """
     widest = min(params.n_batch, MAX_SHARE_UBATCH) if managed.plan.has_share else params.n_batch
     _divide(managed, params, widest if widen else 0, is_loaded)
@@ -139,14 +152,16 @@ def plan_context(
 
 
 def plan_devices(managed: ManagedModel, params: llama.llama_context_params, is_loaded: bool = True) -> None:
-    """What experts get of each device: under the automatic budget, what a first context with these parameters leaves of
-    it; of a budget that was given, no more than that, and a line says so. is_loaded: as plan_context() has it."""
+    """Gives experts the memory of devices that the first context with these parameters leaves.
+
+    A given budget is not exceeded. If less is left, a note says so. is_loaded: as for plan_context().
+    """
     if managed.engine is not None and managed.devices is not None and not managed.division.is_final:
         _divide(managed, params, 0, is_loaded)
 
 
 def _divide(managed: ManagedModel, params: llama.llama_context_params, widest: int, is_loaded: bool) -> None:
-    """Divides memory anew, beside a context with these parameters, and tells the engine. widest: as Room has it."""
+    """Divides memory anew for a context with these parameters, and sets the engine. widest: as in Room."""
     plan, devices = managed.plan, managed.plan.placement.each
     dense = [0] * len(devices) if is_loaded else plan.placement.device_dense(plan.header)
     room = Room(_free(managed), _dense_to_come(managed), tuple(dense), params.n_ubatch, widest,
@@ -171,14 +186,14 @@ def _divide(managed: ManagedModel, params: llama.llama_context_params, widest: i
         if is_automatic or n_bytes < given:
             engine.set_device_budget(i, n_bytes)
         if not is_automatic and n_bytes < given:
-            fatal.notice(f"note: {devices[i].name} has {format_bytes(n_bytes)} left beside the other layers and the "
-                         f"context: so much is for experts, not {format_bytes(given)}")
+            fatal.notice(f"note: the other layers and the context leave {format_bytes(n_bytes)} of {devices[i].name} "
+                         f"for experts, not {format_bytes(given)}")
 
 
 def _promised_bytes(managed: ManagedModel) -> int:
-    """What looks free and is not: what other models' experts may still take, and contexts of this model."""
+    """Returns bytes that look free and are reserved: for experts of other models, and for contexts of this model."""
     with lock:
-        # Compute buffers may not have been touched yet; to count them twice is on the safe side.
+        # Compute buffers may be untouched yet. Counting them twice is the safe side.
         promised = sum(managed.contexts.values())
         for other in list(models.values()):
             if other.engine is not None and other is not managed:

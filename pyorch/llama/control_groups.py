@@ -1,4 +1,4 @@
-"""The control groups that a process is in, of version 1 and 2."""
+"""The control groups of a process, of version 1 and 2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """directory: where its files are. name: its path for users."""
+    """A control group. directory: its files. name: its path as users know it. v1: version 1."""
 
     directory: Path
     name: PurePosixPath
@@ -17,8 +17,10 @@ class ControlGroup:
 
 
 def of_process(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
-    """Those that may limit this process by a controller, such as memory: its own and each ancestor that is mounted
-    here. Tests pass a root with a proc and a sys of their own."""
+    """Yields the groups that may limit this process by a controller such as memory.
+
+    These are its own group and each ancestor that is mounted. Tests pass a root with its own proc and sys.
+    """
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -35,7 +37,7 @@ def of_process(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup
 
 
 def _mounts(mountinfo: list[str], controller: str, v1: bool) -> Iterator[tuple[PurePosixPath, PurePosixPath]]:
-    """Root and mount point of each mount of the controller's hierarchy, see proc(5)."""
+    """Yields root and mount point of each mount of the controller's hierarchy, see proc(5)."""
     for line in mountinfo:
         fields, _, after = line.partition(" - ")
         fs_type, _, options = after.split(" ", 2)
@@ -44,8 +46,8 @@ def _mounts(mountinfo: list[str], controller: str, v1: bool) -> Iterator[tuple[P
 
 
 def _ancestry(group: PurePosixPath, mount_root: PurePosixPath) -> Iterator[PurePosixPath]:
-    """The group and its ancestors, relative to the mount point."""
-    # In a container the group's path may be the host's, while only the group itself is mounted.
+    """Yields the group and its ancestors, relative to the mount point."""
+    # In a container, the group's path may be the host's although only the group itself is mounted.
     below = group.relative_to(mount_root) if group.is_relative_to(mount_root) else PurePosixPath(".")
     if ".." in below.parts:
         below = PurePosixPath(".")

@@ -1,6 +1,6 @@
-"""On which processors a model is computed, and with how many threads.
+"""Chooses the processors and the number of threads that compute a model.
 
-Threads meet at every operation: one on a slow core would make all others wait, and so would two on one core.
+Threads synchronize at every operation. A thread on a slow core, or two on one core, would delay all others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from pyorch.settings.settings import Settings
 
 
 def physical_cores(root: Path = Path("/")) -> int:
-    """Cores that this process may use, of the fast kind where a processor has several; no more than its control groups
-    give it the time of: threads beyond that would stop, all of them, in each period."""
+    """Counts the fast cores that this process may use, limited by its control groups' share of processor time.
+
+    The system would stop all threads in each period if there were more.
+    """
     return max(1, min([len(_fast_cores(root)[0]), *map(math.ceil, _quotas(root))]))
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Processors that a control group has the time of, such as docker's --cpus; of each group that says so."""
+    """Yields the limit of each control group on processor time, in processors, such as docker's --cpus."""
     for group in control_groups.of_process("cpu", root):
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if group.v1 else ("cpu.max",)
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
@@ -35,8 +37,10 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def compute_cpus(settings: Settings, n_threads: int, root: Path = Path("/")) -> list[int]:
-    """Numbers of the processors on which to compute, none for where the system places threads: as it was said, else one
-    of each fast core, where a processor has slow ones too, these do for the threads, and no variable of OpenMP says it.
+    """Returns the numbers of the processors that compute. Empty: the system places threads.
+
+    Without a setting, one processor of each fast core computes, if the processor has slow cores too, the fast ones
+    suffice for the threads, and no variable of OpenMP is set.
     """
     if settings.cpus not in (ANY, AUTO):
         return cpu_numbers(settings.cpus)
@@ -49,26 +53,31 @@ _OPENMP = ("GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 
 
 def place(settings: Settings, n_threads: int) -> None:
-    """Keeps threads that compute on compute_cpus(), and those that read on the others, from the next decode on.
-    PyorchError for processors that this process may not use."""
+    """Keeps compute threads on compute_cpus() and reader threads on the others, from the next decode on.
+
+    Raises:
+        PyorchError: This process may not use one of the processors.
+    """
     global allowed_at_first
     with contextlib.suppress(AttributeError, OSError):
-        allowed_at_first = _may_use()  # this thread may use fewer once it has computed
+        allowed_at_first = _may_use()  # later, this thread may be restricted
     cpus = compute_cpus(settings, n_threads)
     check(lib.pyorch_set_compute_cpus(cpus, len(cpus)))
 
 
-allowed_at_first: set[int] = set()  # what this process might use before its threads were placed
+allowed_at_first: set[int] = set()  # the processors of this process before its threads were placed
 
 
 def _may_use() -> set[int]:
-    """AttributeError or OSError where the system does not say."""
+    """Returns the processors that this process may use. AttributeError or OSError: the system does not tell."""
     return allowed_at_first or os.sched_getaffinity(0)
 
 
 def _fast_cores(root: Path) -> tuple[list[int], bool]:
-    """A processor of each core of the fast kind that this process may use; whether it may use slow ones, too. A second
-    hardware thread of a core does not make it compute faster."""
+    """Returns a processor of each fast core that this process may use, and whether it may use slow ones too.
+
+    A second hardware thread of a core does not make it compute faster.
+    """
     try:
         allowed = _may_use()
         text = (root / "proc/cpuinfo").read_text()
@@ -84,13 +93,13 @@ def _fast_cores(root: Path) -> tuple[list[int], bool]:
     return sorted(cores.values() or fast), fast != allowed
 
 
-_FAST = 0.75  # of the fastest core's capacity, at least
+_FAST = 0.75  # a fast core has at least this share of the fastest core's capacity
 
 
 def _fast_cpus(devices: Path) -> set[int]:
-    """Numbers of the processors of the fast kind; none where the system does not tell.
+    """Returns the numbers of the fast processors; none if the system does not tell.
 
-    Intel's hybrid processors have a device for each kind; those of ARM have capacities, the fastest of which is 1024.
+    Intel's hybrid processors have a device for each kind. ARM's have capacities, of which the fastest is 1024.
     """
     found: dict[int, int] = {}
     with contextlib.suppress(OSError, ValueError):
@@ -101,8 +110,11 @@ def _fast_cpus(devices: Path) -> set[int]:
 
 
 def _faster(capacities: dict[int, int]) -> set[int]:
-    """Those about as fast as the fastest; but where these are fewer than half of all that are not of the slowest kind,
-    as a single prime core is, all of the latter."""
+    """Returns the processors about as fast as the fastest one.
+
+    If these are fewer than half of all that are faster than the slowest kind, as a single prime core is, returns all
+    that are faster than the slowest kind.
+    """
     fast = {cpu for cpu, capacity in capacities.items() if capacity >= _FAST * max(capacities.values())}
     above = {cpu for cpu, capacity in capacities.items() if capacity > min(capacities.values())}
     return fast if 2 * len(fast) >= len(above) else above

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pyorch.runtime.devices import Device
     from pyorch.runtime.model_map import MapInfo
 
-LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048  # tokens that are computed at once
+LEAST_UBATCH, NARROW_UBATCH, WIDE_UBATCH = 32, 512, 2048  # tokens computed at once
 
 # The part of a device's memory that the automatic budget leaves free: for the driver, for other processes, and for
 # buffers that llama.cpp does not report.
@@ -27,7 +27,7 @@ MARGIN_SHARE, MARGIN_BYTES = 0.05, 256 * MiB
 
 
 def device_margin(total_bytes: int) -> int:
-    """Bytes of a device's memory that the automatic budget leaves free."""
+    """Returns the bytes of a device's memory that the automatic budget leaves free."""
     return max(MARGIN_BYTES, round(MARGIN_SHARE * total_bytes))
 
 
@@ -41,11 +41,11 @@ class MemoryLimit:
 
     @property
     def margin_bytes(self) -> int:
-        """Bytes that stay free: stacks, page tables, the tokenizer, the page cache of buffered reads."""
+        """Returns the bytes that stay free: stacks, page tables, the tokenizer, the page cache of buffered reads."""
         return 96 * MiB + self.limit_bytes * 3 // 100
 
     def rest_bytes(self, dense_bytes: int, context_bytes: int = 0) -> int:
-        """Bytes left for experts, below 0 if too few are free."""
+        """Returns the bytes left for experts, below 0 if too few are free."""
         return self.free_bytes - dense_bytes - context_bytes - self.margin_bytes
 
 
@@ -76,7 +76,7 @@ class Division:
     planner: PoolPlanner | None = None
 
     def at(self, budget: int) -> Division:
-        """This division with another budget, in bytes."""
+        """Returns this division with another budget, in bytes."""
         if self.planner is None:
             return replace(self, budget=budget)
         split = self.planner.packed_best(budget)
@@ -107,8 +107,10 @@ def divide(settings: Settings, devices: Sequence[Device], division: Division, ro
     """Divides memory between a new context and the experts: that of devices, and under the automatic budget the host's.
 
     Args:
-        devices: Those of the plan.
+        settings: The user's settings.
+        devices: The devices of the plan.
         division: The division before.
+        room: The memory that the context finds.
         facts: context_sizes(n_ubatch) is a ContextSizes, device_memory(device) its free and total bytes.
 
     Raises:
@@ -116,7 +118,7 @@ def divide(settings: Settings, devices: Sequence[Device], division: Division, ro
         Unknown: A fact is missing.
     """
     header, n_ubatch = facts.header, room.n_ubatch
-    shared = [i for i, device in enumerate(devices) if device.shares_memory]  # of which this memory is taken, too
+    shared = [i for i, device in enumerate(devices) if device.shares_memory]  # their memory is the host's
 
     def of_devices() -> tuple[int, ...]:
         return division.devices if division.is_final else _device_bytes(
@@ -130,7 +132,7 @@ def divide(settings: Settings, devices: Sequence[Device], division: Division, ro
     if settings.budget == AUTO:
         info = header.info
         there = sum(of_devices()[i] for i in shared) if shared else 0
-        # An expert lies once, but for what passes on its way to a device.
+        # An expert is in one place only, except while it passes to a device.
         most = max(0, info.slots_bytes - there) + info.floor_bytes if there else info.slots_bytes
         to_come = 0 if room.is_taken else there
         dense = room.host_dense
@@ -149,8 +151,10 @@ def divide(settings: Settings, devices: Sequence[Device], division: Division, ro
 def _device_bytes(
     settings: Settings, devices: Sequence[Device], given: Sequence[int], room: Room, facts: Facts, n_ubatch: int
 ) -> tuple[int, ...]:
-    """Bytes for experts of each device beside its dense weights and a context. A given budget is the most. The
-    automatic budget takes none of the processor's memory."""
+    """Returns the bytes for experts of each device: its memory without dense weights and a context.
+
+    A given budget is the maximum. The automatic budget uses none of the processor's memory.
+    """
     found, sizes = [], facts.context_sizes(n_ubatch) if devices else None
     for i, (device, most) in enumerate(zip(devices, given)):
         free, total = facts.device_memory(device)
@@ -162,9 +166,10 @@ def _device_bytes(
 
 
 def _widest_ubatch(needed: Callable[[int], int], widest: int, free_bytes: int, slots_bytes: int) -> int:
-    """The widest ubatch whose buffers cost the experts at most a tenth of their memory.
+    """Returns the widest ubatch whose buffers cost the experts at most a tenth of their memory.
 
-    needed: bytes of the context for an ubatch. Where all experts fit, none is read twice: the narrow one.
+    needed: Returns the bytes of the context for a ubatch. If all experts fit, none is read twice, so the narrow ubatch
+    suffices.
     """
     narrow = min(NARROW_UBATCH, widest)
     rest = free_bytes - needed(narrow)
@@ -177,9 +182,11 @@ def _widest_ubatch(needed: Callable[[int], int], widest: int, free_bytes: int, s
 def budget_beside(
     info: MapInfo, limit: MemoryLimit, dense_bytes: int, context_bytes: int, device_bytes: int = 0
 ) -> int:
-    """Bytes that the limit leaves for experts, at most the bytes of all experts.
+    """Returns the bytes that the limit leaves for experts, at most the bytes of all experts.
 
     Args:
+        info: The model.
+        limit: The memory limit.
         dense_bytes, context_bytes: Of dense weights and a context that are not in memory yet.
         device_bytes: Of experts that a device will have in this memory.
 

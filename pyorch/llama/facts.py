@@ -21,7 +21,7 @@ class Header:
     """The sizes that a model's file states, in bytes. header_of() in pyorch.llama.device reads them.
 
     Attributes:
-        info, layers: Those of the model map. If a pack is attached, slots are laid out for it.
+        info, layers: As in the model map. If a pack is attached, slots are laid out for it.
         block_bytes: Dense weights of each block.
         output_bytes: Dense weights behind the blocks, which are loaded where the last block is.
         host_bytes: Dense weights that stay in host memory if all layers are on devices.
@@ -41,20 +41,20 @@ class Header:
     map: ModelMap = field(compare=False)
 
     def kv_bytes(self, n_ctx: int) -> int:
-        """As ModelMap.kv_bytes()."""
+        """Returns the bytes of the KV cache, as ModelMap.kv_bytes()."""
         return n_ctx * self.token_bytes + self.state_bytes
 
     @property
     def expert_bytes(self) -> dict[int, int]:
-        """Of all experts of a layer, by il, as the file has them."""
+        """Returns the bytes of all experts of a layer in the file, by il."""
         return {layer.il: layer.n_expert * layer.expert_bytes for layer in self.layers}
 
     def chain_bytes(self, n_ubatch: int) -> int:
-        """Bounds the buffers of a context for experts on a device, which llama.cpp's report lacks. The host and the
-        device each have them, because the backends choose where a tensor is.
+        """Bounds the buffers of a context for experts on a device, which llama.cpp's report lacks.
 
-        float32 for each expert of a token: its hidden states three times, its output once, the outputs of device and
-        processor, the one that is taken of both, and the processor's rows if these are uploaded with the graph.
+        The host and the device each have them, because the backends choose where a tensor is. They are float32 for each
+        expert of a token: its hidden states three times, its output once, the outputs of device and processor, their
+        selection, and the processor's rows if these are uploaded with the graph.
         """
         return 4 * n_ubatch * max((layer.n_expert_used * (3 * layer.n_ff + 5 * layer.n_in) for layer in self.layers),
                                   default=0)
@@ -80,7 +80,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Question:
-    """about: the method of a survey that answers, such as "rates" of pyorch.llama.survey.Survey. of: its arguments."""
+    """A question to a survey.
+
+    Attributes:
+        about: The method of the survey that answers, such as "rates" of pyorch.llama.survey.Survey.
+        of: Its arguments.
+    """
 
     about: str
     of: tuple[Any, ...] = ()
@@ -95,7 +100,7 @@ class Unknown(Exception):
 
 
 class Facts:
-    """facts.rates(device) returns the answer to the question "rates" of a device, or raises Unknown."""
+    """The answers so far. facts.rates(device) returns the answer to "rates" of a device, or raises Unknown."""
 
     def __init__(
         self, header: Header, request: Request = Request(), answers: Mapping[Question, Any] | None = None
@@ -113,13 +118,13 @@ class Facts:
         return answer
 
     def measured(self, asked: Iterable[Question], survey: object) -> Facts:
-        """These facts and the answers of a survey to these questions."""
+        """Returns these facts and the answers of a survey to these questions."""
         answers = {question: getattr(survey, question.about)(*question.of) for question in asked}
         return Facts(self.header, self.request, self._answers | answers)
 
 
 def questions(decide: Callable[[Facts], object], facts: Facts) -> tuple[Question, ...]:
-    """The questions that a survey must answer next, () if decide() can decide. Raises the errors of decide()."""
+    """Returns the questions for the next survey, () if decide() can decide. Raises the errors of decide()."""
     try:
         decide(facts)
     except Unknown as unknown:
@@ -128,7 +133,7 @@ def questions(decide: Callable[[Facts], object], facts: Facts) -> tuple[Question
 
 
 def settle(decide: Callable[[Facts], T], facts: Facts, survey: object) -> T:
-    """The decision, after the survey answered each question that decide() asked."""
+    """Returns the decision, after the survey answered each question that decide() asked."""
     while asked := questions(decide, facts):
         facts = facts.measured(asked, survey)
     return decide(facts)

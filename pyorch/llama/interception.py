@@ -1,7 +1,7 @@
-"""Any model that llama_cpp loads in this process can leave its experts to an engine.
+"""Manages the experts of any model that llama_cpp loads in this process.
 
-The functions of `llama_cpp.llama_cpp` that load and free models and contexts are replaced, once, by ones
-that do the same and look after the engine. Without settings in force they only pass through.
+The functions of `llama_cpp.llama_cpp` that load and free models and contexts are replaced once. The replacements do the
+same and manage the engine. Without settings they only call the original.
 """
 
 from __future__ import annotations
@@ -42,14 +42,21 @@ _thread = threading.local()
 
 
 class manage:
-    """Every model that llama_cpp loads in this process from now on is managed, until close().
+    """Manages every model that llama_cpp loads in this process from now on, until close().
 
+    Example:
         pyorch.manage(budget="40%")
         llm = llama_cpp.Llama("olmoe.gguf")
 
-    Also a context manager. Takes the options of pyorch.load(), but for n_ctx, which is the caller's of llama_cpp.
+    Also a context manager.
 
-    Raises PyorchError for an option that cannot mean anything.
+    Args:
+        budget: As for pyorch.load().
+        options: As for pyorch.load(), except n_ctx, which is an argument of llama_cpp.Llama here.
+
+    Raises:
+        PyorchError: An option is invalid.
+        TypeError: No option has this name.
     """
 
     def __init__(self, budget: Budget | int | str = AUTO, **options: Any) -> None:
@@ -64,7 +71,7 @@ class manage:
         _process_settings.append(self.settings)
 
     def close(self) -> None:
-        """Models that are loaded from now on are not managed; those that are loaded stay so."""
+        """Stops managing models that are loaded from now on. Models in memory stay managed."""
         if self.settings in _process_settings:
             _process_settings.remove(self.settings)
 
@@ -77,8 +84,13 @@ class manage:
 
 @contextlib.contextmanager
 def managing(settings: Settings, model_map: ModelMap | None = None, placed: bool = False) -> Iterator[None]:
-    """As manage, for what the calling thread loads inside. model_map: of the model at its path, if it is open. placed:
-    see loading()."""
+    """Manages the models that the calling thread loads in the `with` block.
+
+    Args:
+        settings: The settings.
+        model_map: Of the model at its path, if it is open already.
+        placed: See loading().
+    """
     before = getattr(_thread, "managing", None)
     _thread.managing = settings, model_map, placed
     try:
@@ -98,7 +110,7 @@ def _map(path: str) -> ModelMap:
 
 
 def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | None]) -> int | None:
-    """Runs call, which loads the model at path, under the settings in force."""
+    """Calls `call`, which loads the model at path, with the present settings."""
     settings = _settings()
     if settings is None or params.vocab_only or params.no_alloc:
         return call()
@@ -128,7 +140,7 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
 def _free_model(free: Callable, model: int) -> None:
     if is_forked(model):
         return
-    with lock:  # first: once it is freed, another thread may get a model at the same address
+    with lock:  # before free(), after which another thread may get a model at the same address
         managed = models.pop(model, None)
     free(model)
     if managed is None:
@@ -139,7 +151,7 @@ def _free_model(free: Callable, model: int) -> None:
         managed.engine.close()
 
 
-# The first process with a context. Of OpenMP's threads a child has none, and waits for them.
+# The first process with a context. A child process has none of OpenMP's threads, and would wait for them.
 _computing: int | None = None
 FORKED_BEFORE = (
     "this process was forked from one that computes with a model, and threads are not copied: load models in a process "
@@ -169,12 +181,12 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
     if n_ubatch is not None:
         params.n_ubatch = min(n_ubatch, params.n_batch)
     if managed.engine is not None:
-        params.op_offload = False  # a device would copy experts from where they are not
+        params.op_offload = False  # a device would copy experts from the wrong place
     widen = settings.widen and n_ubatch is None
     check_context(managed, params, widen)
     reserved = plan_context(managed, params, widen) if managed.plan.automatic else 0
     check_ubatch(managed, params.n_ubatch)
-    plan_devices(managed, params)  # behind that, which chooses how wide its buffers are
+    plan_devices(managed, params)  # after plan_context(), which chooses the ubatch
     logs.forget_errors()
     with fatal.refused():
         context = init(model, params)
@@ -209,7 +221,7 @@ def _free_context(free: Callable, context: int) -> None:
 
 
 def _init_adapter(init: Callable, model: int, path: bytes) -> Any:
-    """llama_cpp sets an adapter that was not loaded, and ends the process when it computes."""
+    """Refuses an adapter that was not loaded: llama_cpp would set it, and end the process when it computes."""
     logs.forget_errors()
     adapter = init(model, path)
     if not adapter:
@@ -226,8 +238,8 @@ def _load_from_splits(load: Callable, paths, n_paths: int, params: llama.llama_m
 
 
 def _tokenize(self: internals.LlamaModel, text: bytes, add_bos: bool, special: bool) -> list[int]:
-    """As llama_cpp does, with room for the text's tokens and not for as many as the model says its context has."""
-    n_room = len(text) + 16  # a token stands for a byte at least, but for the few that are added
+    """Tokenizes as llama_cpp does, with room for the text's tokens and not for the context that the model claims."""
+    n_room = len(text) + 16  # a token has at least one byte, except a few added ones
     for _ in range(2):
         tokens = (llama.llama_token * n_room)()
         n_tokens = llama.llama_tokenize(self.vocab, text, len(text), tokens, n_room, add_bos, special)
@@ -241,8 +253,11 @@ def _init_grammar(
     init: Any, vocab: int, grammar: bytes, root: bytes, patterns: Any = (), n_patterns: int = 0, tokens: Any = (),
     n_tokens: int = 0, *, lazy: bool = False,
 ) -> Any:
-    """llama_sampler_init_grammar, and with triggers llama_sampler_init_grammar_lazy_patterns. PyorchError where
-    llama.cpp would end the process, or give NULL."""
+    """Replaces llama_sampler_init_grammar and, with triggers, llama_sampler_init_grammar_lazy_patterns.
+
+    Raises:
+        PyorchError: llama.cpp would end the process or return NULL.
+    """
     check_grammar(grammar.decode(errors="replace"))
     texts = [ffi.new("char[]", patterns[i]) for i in range(n_patterns)]
     sampler = call(lib.pyorch_init_grammar, ffi.cast("void *", vocab), grammar, root, int(lazy),
@@ -252,13 +267,13 @@ def _init_grammar(
 
 
 def _sample(_: Callable, sampler: Any, context: int, index: int) -> int:
-    """llama_sampler_sample. PyorchError where a grammar allows no token of the model, or takes too long."""
+    """Replaces llama_sampler_sample. PyorchError: a grammar allows no token of the model, or takes too long."""
     address = ctypes.cast(sampler, ctypes.c_void_p).value
     return call(lib.pyorch_sample, ffi.cast("void *", address), ffi.cast("void *", context), index, out="int32_t")[0]
 
 
 def _raise_decode_errors(method: Callable) -> Callable:
-    """A decode that the engine failed raises the engine's sentence, not only llama.cpp's status."""
+    """Makes a decode that the engine failed raise the engine's reason, not only llama.cpp's status."""
 
     @functools.wraps(method)
     def wrapper(self: internals.LlamaContext, batch: internals.LlamaBatch) -> None:
@@ -271,10 +286,10 @@ def _raise_decode_errors(method: Callable) -> Callable:
 
 
 def _end_with_the_context(complete: Callable) -> Callable:
-    """Llama._create_completion, whose text ends when the context is full.
+    """Makes Llama._create_completion end a text when the context is full.
 
-    llama_cpp limits a text to the context, but not while the last character of the text lacks bytes: it would decode
-    a token for which the context has no room.
+    llama_cpp limits a text to the context, but not while the last character of the text lacks bytes: it would decode a
+    token for which the context has no room.
     """
 
     @functools.wraps(complete)
@@ -293,10 +308,10 @@ CLOSED = "the model was closed: load it again"
 
 
 class ClosedLlama(llama_cpp.Llama):
-    """What a Llama becomes when its model is freed. All that it has left can be closed again.
+    """A Llama after its model is freed. It can be closed again.
 
-    llama_cpp hands null pointers to llama.cpp then, which ends the process. Whoever still holds the object, or a
-    generator that it made, gets an exception instead.
+    llama_cpp would pass null pointers to llama.cpp, which ends the process. Code that still holds the object, or a
+    generator of it, gets an exception instead.
     """
 
     def __getattribute__(self, name: str) -> object:
@@ -315,9 +330,10 @@ class ClosedLlama(llama_cpp.Llama):
 
 
 def _close(close: Callable[[llama_cpp.Llama], None]) -> Callable[[llama_cpp.Llama], None]:
-    """Llama.close, after which nothing else can be done with the objects of managed models.
+    """Makes Llama.close() turn the Llama of a managed model into a ClosedLlama.
 
-    PyorchError inside a callback of an engine, and the model stays.
+    Raises:
+        PyorchError: Called inside a callback of an engine. The model stays.
     """
 
     @functools.wraps(close)
@@ -333,10 +349,10 @@ def _close(close: Callable[[llama_cpp.Llama], None]) -> Callable[[llama_cpp.Llam
 
 
 class ChatTemplate(llama_chat_format.Jinja2ChatFormatter):
-    """The chat template of a model. A template that Jinja refuses is refused when a conversation needs it, and not when
-    the model is loaded.
+    """The chat template of a model.
 
-    Names that a template does not define are empty, whatever is asked of them, as in llama.cpp's own templates.
+    A template that Jinja refuses is an error when a conversation needs it, not when the model is loaded. Undefined
+    names are empty and have empty attributes, as in llama.cpp's own templates.
     """
 
     def __init__(self, template: str, *args: Any, **options: Any) -> None:
@@ -348,13 +364,18 @@ class ChatTemplate(llama_chat_format.Jinja2ChatFormatter):
             self._refusal = str(error)
 
     def __call__(self, **conversation: Any) -> llama_chat_format.ChatFormatterResponse:
-        """PyorchError where the template fails; ValueError where the template itself refuses the conversation."""
+        """Formats a conversation.
+
+        Raises:
+            PyorchError: The template fails.
+            ValueError: The template refuses the conversation.
+        """
         if not self._refusal:
             try:
                 return super().__call__(**conversation)
             except ValueError:
                 raise
-            except Exception as error:  # the template is a program, and may fail as any
+            except Exception as error:  # a template is a program and may raise any
                 refusal = f"{type(error).__name__}: {error}"
         else:
             refusal = self._refusal
@@ -390,8 +411,11 @@ _install()
 
 @atexit.register
 def _notice_lost_devices() -> None:
-    """While Python still runs: a thread of ggml logs that a device is lost when it is asked for something, and would
-    wait for ever for an interpreter that ends, and the context that is freed then for that thread."""
+    """Stops logging while Python exits.
+
+    A thread of ggml logs that a device is lost when it uses it. It would wait forever for the interpreter, which waits
+    for that thread when it frees the context.
+    """
     for managed in list(models.values()):
         for device in managed.devices.each if managed.devices is not None else ():
             device.is_lost()

@@ -1,4 +1,4 @@
-"""A layer of a loaded model: its residency, and the settings by which its experts are kept."""
+"""A layer of a loaded model: its residency, and the settings of its experts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,24 @@ from pyorch.settings.prefetch import AUTO, Prefetch
 from pyorch.settings.substitution import Substitution
 from pyorch.sidecars.buddies import Buddies
 
-MAX_EXPERTS = (1 << 31) - 1  # what the library takes; a layer has fewer, and says so
+MAX_EXPERTS = (1 << 31) - 1  # the largest number of the library; it reports the layer's own limit
 
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """How the experts of one layer are kept.
+    """The settings of one layer's experts.
 
-    Eviction leaves min_experts of them; the layer holds at most max_experts (None: no limit), except
-    while it runs; pinned ones stay. On a device min_on_device of them stay, and no more than max_on_device (None: no
-    limit) come. substitution: what stands in for absent ones (lossy); None: nothing.
-    prefetch: what guesses them while earlier layers decode, such as "quasi-hidden:2:0.5"; None: as it was loaded.
+    Attributes:
+        min_experts: Eviction keeps this many.
+        max_experts: The layer holds at most this many, except while it computes. None: no limit.
+        pinned: Experts that are never evicted.
+        substitution: Replaces absent experts (lossy). None: nothing is replaced.
+        prefetch: The predictor for this layer, such as "quasi-hidden:2:0.5". None: as for load().
+        min_on_device: Eviction keeps this many on the device.
+        max_on_device: The device holds at most this many. None: no limit.
 
-    Raises PyorchError for what cannot be meant, before any layer is touched.
+    Raises:
+        PyorchError: A value is invalid. No layer was changed.
     """
 
     min_experts: int = 0
@@ -54,8 +59,8 @@ class LayerSettings:
             raise PyorchError(f"pinned is {self.pinned}, and must be numbers of experts")
         substitution = None if self.substitution is None else Substitution.parse(self.substitution)
         if self.prefetch is not None and Prefetch.parse(self.prefetch).predictor == AUTO:
-            raise PyorchError('prefetch "auto" weighs what predictions take and save, so it is for all layers: name a '
-                              "predictor for one")
+            raise PyorchError('prefetch "auto" weighs the time of predictions for all layers together: name a '
+                              "predictor for one layer")
         object.__setattr__(self, "pinned", pinned)
         object.__setattr__(self, "substitution", substitution if substitution and substitution.lossy else None)
 
@@ -67,7 +72,7 @@ class LayerSettings:
 class Layer:
     """A block with routed experts."""
 
-    __slots__ = ("_engine", "_record", "_settings", "buddies", "il", "n_expert")  # who misspells `settings` is told
+    __slots__ = ("_engine", "_record", "_settings", "buddies", "il", "n_expert")  # reports a misspelled `settings`
 
     def __init__(self, record: ManagedModel, il: int, n_expert: int) -> None:
         self.il = il
@@ -82,7 +87,7 @@ class Layer:
 
     @property
     def residency(self) -> np.ndarray:
-        """bool[n_expert]: which experts are resident now. With a device uint8: 1 in host memory, 2 in the device's."""
+        """The present residency of experts, bool[n_expert]. With a device uint8: 1 in host memory, 2 on the device."""
         now = self._engine.residency(self.il)
         return now.resident if self._record.devices is None else np.where(now.on_device, np.uint8(2), now.resident)
 
@@ -92,7 +97,7 @@ class Layer:
 
     @settings.setter
     def settings(self, wanted: LayerSettings) -> None:
-        """All of it, or, where something is refused, nothing: a layer is never left with a part."""
+        """Applies all settings. If one is refused, applies none."""
         if not isinstance(wanted, LayerSettings):
             raise TypeError(f"the settings of a layer are a pyorch.LayerSettings, not {wanted!r}")
         before, engine = self._settings, self._engine
@@ -114,7 +119,7 @@ class Layer:
         self._settings = wanted
 
     def _limit(self, wanted: LayerSettings, before: LayerSettings) -> None:
-        """How many experts are kept, in host memory and on a device."""
+        """Sets the limits of residency, in host memory and on a device."""
         most = self.n_expert if wanted.max_experts is None else wanted.max_experts
         self._engine.set_layer_limits(self.il, wanted.min_experts, most)
         if wanted.on_device != before.on_device:
@@ -122,27 +127,27 @@ class Layer:
             self._engine.set_device_limits(self.il, wanted.min_on_device, most)
 
     def prefetch(self, experts: Iterable[int]) -> None:
-        """Queues reads behind all demand, in this order. Returns at once."""
+        """Queues reads after all demand, in this order, and returns at once."""
         self._engine.prefetch(self.il, experts)
 
     def evict(self, experts: Iterable[int]) -> None:
-        """Frees resident experts that are neither pinned nor in use."""
+        """Evicts resident experts that are neither pinned nor in use."""
         self._engine.evict(self.il, experts)
 
     def substitute(self, substitution: Substitution | None, buddies: Buddies | None) -> None:
-        """Sets settings.substitution, and the lists that it chooses from."""
+        """Sets settings.substitution, and its buddy lists."""
         ghosts = find_ghosts(substitution, self._record.plan.sidecars)
         apply_substitution(self._engine, self.il, substitution, buddies, ghosts)
         self.buddies = buddies
         self._settings = dataclasses.replace(self._settings, substitution=substitution)
 
     def stats(self) -> Stats:
-        """Of this layer, since loading or the last Model.reset_stats()."""
+        """Returns the layer's statistics since loading or the last Model.reset_stats()."""
         return self._engine.stats(self.il)
 
 
 class ResidencyView(Mapping[int, np.ndarray]):
-    """Of a model: il to bool[n_expert], as of the moment of asking."""
+    """A mapping from il to the present Layer.residency."""
 
     def __init__(self, layers: dict[int, Layer]) -> None:
         self._layers = layers

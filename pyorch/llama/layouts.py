@@ -1,4 +1,4 @@
-"""Whether experts are repacked for faster kernels: what that costs a token, and what it saves."""
+"""Decides whether experts are repacked for faster kernels: the time per token that it costs and saves."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ _LEAST_BYTES = 16 * MiB
 
 @dataclass(frozen=True)
 class LayoutRates:
-    """Processor time of a matrix in nanoseconds for each byte, as pyorch_layout_rates in pyorch.h.
+    """Processor time of a matrix in nanoseconds per byte, as pyorch_layout_rates in pyorch.h.
 
-    repacking: of a matrix that was read. plain, repacked: of a product with one input, and with n_inputs.
+    Attributes:
+        repacking: Of repacking a matrix after reading it.
+        plain, repacked: Of a product with one input, and with n_inputs.
+        n_inputs: Inputs of the second product.
     """
 
     repacking: float
@@ -31,12 +34,14 @@ class LayoutRates:
     n_inputs: float
 
     def plain_cost(self) -> float:
-        """Of a byte of an expert that a decoded token uses, and as much of a prompt: a request's prompt is taken to be
-        as long as its answer."""
+        """Returns the time per byte of an expert that a decoded token uses, and as much for a prompt.
+
+        A request's prompt is assumed to be as long as its answer.
+        """
         return self.plain[0] + self.plain[1] / self.n_inputs
 
     def repacked_cost(self, missed: float) -> float:
-        """The same, where this share of the uses are misses, each of which repacks the matrix."""
+        """Returns the same time if this share of the uses are misses, which repack the matrix."""
         of_prompt = self.repacked[1] + missed * self.repacking
         return self.repacked[0] + missed * self.repacking + of_prompt / self.n_inputs
 
@@ -51,7 +56,7 @@ def expected_misses(share: float) -> float:
 
 
 def missed_bytes(header: Header, missed: float) -> float:
-    """Bytes of matrices that a token misses, of those that can be repacked."""
+    """Returns the bytes of matrices that a token misses and that can be repacked."""
     return missed * sum(
         layer.n_expert_used * layer.expert_bytes * sum(_weight(role.name) for role in layer.roles
                                                        if role.layout != _LAYOUT)
@@ -60,13 +65,13 @@ def missed_bytes(header: Header, missed: float) -> float:
 
 
 def _weight(role: str) -> int:
-    """Of a matrix, its share of the bytes of an expert."""
+    """Returns the relative size of a matrix within an expert."""
     return 2 if role == "gate_up" else 1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What was chosen for all experts of a model, and why, for people."""
+    """The layout of all experts of a model, and the reason for it."""
 
     plain: bool
     why: str
@@ -78,16 +83,18 @@ class Layout:
 def choose_layout(
     settings: Settings, header: Header, expected: Callable[[], int], packed: bool, facts: Facts
 ) -> Layout | None:
-    """Chooses how experts are kept. All layers have the same layout, until the model is freed.
+    """Chooses the layout of experts. All layers have the same layout until the model is freed.
 
     Args:
-        expected: Makes the budget that the experts will have, in bytes.
+        settings: The user's settings.
+        header: The model, with the pack if experts are read from it.
+        expected: Returns the budget that the experts will have, in bytes.
         packed: Experts are read from the pack.
-        facts: facts.layout_rates(il, role) has rates that this machine measured once, so that each start chooses alike.
+        facts: facts.layout_rates(il, role) are rates that this machine measured once, so that each start chooses alike.
             Text if measuring failed.
 
     Returns:
-        None for models for which there is no choice.
+        None if there is no choice for the model.
 
     Raises:
         Unknown: A fact is missing.
@@ -119,7 +126,7 @@ def choose_layout(
 
 
 def check_layout(settings: Settings, facts: Facts, has_devices: bool) -> None:
-    """PyorchError where experts are to be repacked, and cannot be."""
+    """Raises PyorchError if the settings ask for repacked experts, and this is impossible."""
     if settings.kernels != REPACKED or not facts.header.layers:
         return
     if has_devices:

@@ -1,8 +1,7 @@
-"""llama.cpp's log: quiet unless asked for, but its last errors are kept for the error message.
+"""llama.cpp's log: quiet by default. Its last errors are kept for error messages.
 
-llama.cpp has one log for the process. The callback installed here keeps the rule of llama-cpp-python
-(Llama(verbose=...) sets the level) except that errors of a quiet load go into the exception and not
-to stderr.
+llama.cpp has one log per process. The callback installed here keeps the rule of llama-cpp-python (Llama(verbose=...)
+sets the level), but errors of a quiet load become part of the exception and are not written to stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pyorch.library.bindings import ffi, string
 from pyorch.runtime import fatal
 from pyorch.runtime.callbacks import hold
 
-# enum ggml_log_level; llama_cpp's own table is of an older llama.cpp
+# enum ggml_log_level. llama_cpp's own table belongs to an older llama.cpp.
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 _CONTINUED = 5
 
@@ -32,7 +31,7 @@ _last_level = logging.NOTSET
 _quiet = False
 
 
-# By cffi, not ctypes, which would print and lose a Ctrl-C: while a model is loaded this is all the Python that runs.
+# By cffi: ctypes would print and lose a Ctrl-C, and while a model is loaded, no other Python code runs.
 @ffi.callback("void(int, const char *, void *)", onerror=hold)
 def _on_log(level: int, text, _user: object) -> None:
     global _last_level
@@ -50,13 +49,13 @@ def _on_log(level: int, text, _user: object) -> None:
 
 
 def install() -> None:
-    """Makes this the log of the process, fatal errors included. llama_cpp installs its own when it is imported."""
+    """Installs this log for the process, including fatal errors. llama_cpp installs its own at import."""
     fatal.show()
     llama.llama_log_set(llama.llama_log_callback(int(ffi.cast("uintptr_t", _on_log))), ctypes.c_void_p(0))
 
 
 def set_quiet(quiet: bool) -> None:
-    """Quiet: nothing is written, not even errors."""
+    """Turns the log off, including errors, or on."""
     global _quiet
     _quiet = quiet
 
@@ -66,8 +65,8 @@ def is_quiet() -> bool:
 
 
 def last_error() -> str:
-    """The first thing that llama.cpp said went wrong, "" if it said nothing."""
-    # The first is the cause; a line begins with the name of a function.
+    """Returns the first error of llama.cpp's log, "" if there is none."""
+    # The first error is the cause. A line begins with the name of a function.
     first = " ".join(next((line for line in _last_errors if line), "").split())
     return first.split(": ", 1)[-1].removeprefix("error loading model: ")
 
@@ -78,7 +77,7 @@ def forget_errors() -> None:
 
 @contextlib.contextmanager
 def collect() -> Iterator[list[str]]:
-    """The lines that the calling thread makes llama.cpp log, instead of writing them. Nests: the innermost has them."""
+    """Collects the lines that this thread makes llama.cpp log, without writing them. The innermost call gets them."""
     before, _collecting.lines = getattr(_collecting, "lines", None), []
     try:
         yield _collecting.lines

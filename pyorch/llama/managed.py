@@ -1,4 +1,4 @@
-"""Models whose experts are looked after: what is known of each, by its llama_model *."""
+"""The managed models, by llama_model *, and their engines."""
 
 from __future__ import annotations
 
@@ -32,14 +32,19 @@ from pyorch.settings.kernels import STOCK
 from pyorch.settings.pools import RECOVERIES, Pools
 from pyorch.settings.settings import Settings
 
-_noted: set[str] = set()  # what people were told
+_noted: set[str] = set()  # notes that were printed
 
 
 def build(plan: EnginePlan) -> Engine | None:
-    """The engine of a plan: everything that was decided is told to the library, and nothing is asked again.
+    """Makes the engine of a plan. The plan has all decisions.
 
-    None where llama.cpp keeps the experts, or there are none. Raises as Engine does, and for contents of sidecars that
-    do not fit.
+    Returns:
+        None if llama.cpp keeps the experts, or there are none.
+
+    Raises:
+        BudgetError: The budget is below the floor.
+        FormatError: A mirror or the content of a sidecar does not fit the model.
+        PyorchError: An option is impossible.
     """
     for sentence in plan.notes:
         if sentence and sentence not in _noted:
@@ -65,8 +70,8 @@ def build(plan: EnginePlan) -> Engine | None:
         if plan.kept is not None and plan.kept.learned:
             try:
                 plan.kept.tell(engine)
-            except FormatError as error:  # what the cache has is no reason not to start
-                fatal.notice(f"note: {error}; eviction begins without what was learned the last time")
+            except FormatError as error:  # a damaged cache must not prevent the start
+                fatal.notice(f"note: {error}; eviction starts without the state of the last time")
         apply_prefetch(plan.prefetch, engine, plan.sidecars)
         engine.set_speculation("decode" if settings.speculate else "none")
         for layer in plan.map.layers:
@@ -79,7 +84,7 @@ def build(plan: EnginePlan) -> Engine | None:
 
 
 class _Compared:
-    """Says now and then how far the comparison of a copy is, which takes as long as reading both."""
+    """Prints now and then the progress of comparing a copy, which takes as long as reading both files."""
 
     SECONDS = 5.0
 
@@ -97,9 +102,23 @@ def loading(
     path: str, model_map: ModelMap, settings: Settings, params: llama.llama_model_params, placed: bool = False,
     context: llama.llama_context_params | None = None,
 ) -> Iterator[ManagedModel]:
-    """The model at path, while llama.cpp loads it with these parameters: its experts are left to the engine that is
-    planned and built first, and ends if loading raises. placed: other servers compute experts for it. context:
-    see make_plan(). Raises as make_plan() and build() do."""
+    """Plans and builds the engine of the model at path, which llama.cpp loads in the `with` block.
+
+    If the block raises, the engine is closed.
+
+    Args:
+        path: The model.
+        model_map: Its map.
+        settings: The user's settings.
+        params: With which llama.cpp loads; the placement on devices is added.
+        placed: Other servers compute experts for the model.
+        context: The first context, if the caller knows it.
+
+    Raises:
+        BudgetError: The budget is below the floor, or the model does not fit under the memory limit.
+        FormatError: A sidecar or mirror that is needed is damaged or belongs to another model.
+        PyorchError: An option is impossible, or the model lacks data that an option needs.
+    """
     plan = make_plan(settings, model_map, params, placed, context)
     set_placement(params, plan.placement)
     managed = ManagedModel(path, plan, params, build(plan))
@@ -116,12 +135,15 @@ def loading(
 
 @dataclass
 class ManagedModel:
-    """A loaded model: what was planned for it, the engine that was built of that, and what changed since.
+    """A loaded model: its plan, its engine, and later changes.
 
-    engine: None where the model is dense or llama.cpp keeps its experts. devices: where the dense weights are, and
-    experts, as far as there is room. division: of memory as it is now: contexts change it. speculating: layers execute
-    what is forecast for them. contexts: llama_context * to its bytes, under the automatic budget. warmed: the experts
-    that belong into memory were ordered (pyorch.llama.warm).
+    Attributes:
+        engine: None if the model is dense, or llama.cpp keeps its experts.
+        devices: Have the dense weights, and as many experts as fit.
+        division: The present division of memory; contexts change it.
+        speculating: Layers execute their forecasts.
+        warmed: The experts for the memory were queued (pyorch.llama.warm).
+        contexts: Bytes by llama_context *, under the automatic budget.
     """
 
     path: str
@@ -145,12 +167,12 @@ class ManagedModel:
         return self.plan.map
 
     def budget_bytes(self) -> int:
-        """For experts in host memory, now."""
+        """Returns the present bytes for experts in host memory."""
         return self.engine.stats().budget_bytes
 
     @property
     def unmanaged(self) -> str:
-        """Why nothing manages its experts, in a sentence; "" where something does, or that was asked for."""
+        """Why pyorch does not manage its experts, in a sentence. "": it does, or the settings forbid it."""
         if not self.map.layers:
             return f"{self.map.path} is a dense model: it has no experts to manage and runs as it would without pyorch"
         if self.engine is not None or self.plan.settings.budget == RESIDENT:
@@ -160,45 +182,50 @@ class ManagedModel:
 
     @property
     def forked(self) -> bool:
-        """Another process loaded the model, whose threads this one lacks: whatever waits for them waits for ever."""
+        """Whether another process loaded the model. This process lacks its threads, and would wait for them forever."""
         return self.pid != os.getpid()
 
     def warm_up(self) -> None:
-        """Once, when the budget stands: orders the experts that belong into memory, and returns at once."""
+        """Queues the experts for the memory, once, when the budget is final. Returns at once."""
         if self.engine is not None and self._warms and not self.warmed:
             self.warmed = True
             warm.begin(self.engine, self.map, self.plan.kept)
 
     def keep(self) -> None:
-        """Writes what the next start begins with, if it can be written."""
+        """Writes the data with which the next start begins, if possible."""
         if self._warms:
             warm.keep(self.engine, self.map, self.plan.settings)
 
     @property
     def _warms(self) -> bool:
-        """Not where other servers compute experts, or pools decide in which form they are kept."""
+        """False if other servers compute experts, or pools decide the forms of experts."""
         return self.plan.settings.warm and not self.plan.placed and self.division.pools is None
 
     def save(self) -> None:
-        """Keeps what the next start begins with, and writes what was learned where the settings say. PyorchError if
-        that cannot be written."""
+        """Writes the data with which the next start begins, and the expert maps if the settings name a file.
+
+        Raises:
+            PyorchError: The maps cannot be written.
+        """
         if self.engine is None:
             return
         settings = self.plan.settings
         self.keep()
         if settings.maps is not None:
-            self.engine.wait_idle()  # until the last token was learned from
+            self.engine.wait_idle()  # until the last token is in the maps
             if self.engine.history:
                 self.engine.history.write(settings.maps, self.map)
 
     def lost(self) -> str:
-        """Says that a device is."""
+        """Returns a sentence about the lost device."""
         one = "one of the devices" if len(self.devices.each) > 1 else "the device"
         return f"{one} {self.plan.settings.device} is lost: its process ended, or cannot be reached"
 
     def devices_left(self) -> str:
-        """The setting without what is lost: "none" where nothing is left, or where a device that it names got no layer,
-        and so is not asked."""
+        """Returns the setting without lost devices.
+
+        "none" if no device is left. Also if the setting names a device that got no layer, so its state is unknown.
+        """
         if self.devices is None or not self.devices.is_lost():
             return self.plan.settings.device
         names, each = device_names(self.plan.settings.device), self.devices.each
@@ -207,27 +234,27 @@ class ManagedModel:
 
 
 models: dict[int, ManagedModel] = {}  # by llama_model *
-# Of models and of the contexts in it. Reentrant, and loops run over copies: the garbage collector may free
+# For `models` and their contexts. It is reentrant, and loops run over copies, because the garbage collector may free
 # a model at any moment.
 lock = threading.RLock()
 
 
 def find(model: int) -> ManagedModel | None:
-    """What is known of a llama_model *; None if it was loaded without settings in force."""
+    """Returns the managed model of a llama_model *; None if it was loaded without settings."""
     return models.get(model)
 
 
 def is_forked(model: int) -> bool:
-    """Whether another process loaded this managed llama_model *."""
+    """Returns whether another process loaded this managed llama_model *."""
     managed = models.get(model)
     return managed is not None and managed.forked
 
 
 def _refuse_lost(model: int, context: int) -> None:
-    """DeviceError where the llama_model * computes on a device of another process, and that is gone.
+    """Raises DeviceError if the llama_model * computes on a device of another process that has ended.
 
-    Before a decode, which might ask it for memory, and that ends the process; and after one that went well: who reads
-    logits that were never computed is told nothing else.
+    Called before a decode, because asking the device for memory would end this process; and after a successful one,
+    because no other error tells that the logits were not computed.
     """
     managed = find(model)
     devices = managed.devices if managed is not None else None
@@ -240,11 +267,14 @@ def _refuse_lost(model: int, context: int) -> None:
 
 @contextlib.contextmanager
 def decoding(model: int, context: int) -> Iterator[None]:
-    """A decode that fails inside raises the engine's sentence (ExpertReadError), or that the device is lost.
+    """Explains a failed decode in the `with` block, which raises RuntimeError or PyorchError.
 
-    A failure inside is a RuntimeError or a PyorchError, which stands where neither knows more.
+    Raises:
+        DeviceError: A computing device is lost.
+        ExpertReadError: The engine failed the decode, with its reason.
+        KeyboardInterrupt: A callback held it.
     """
-    decode_error()  # of an earlier decode
+    decode_error()  # clears the error of an earlier decode
     _refuse_lost(model, context)
     try:
         yield

@@ -1,7 +1,7 @@
-"""What a context will occupy, told by llama.cpp itself before anything is allocated.
+"""Asks llama.cpp for the memory of a context, before anything is allocated.
 
-llama.cpp can load a model and make a context without allocating (no_alloc), and then knows the sizes of
-the KV cache and of the compute buffers of any architecture. It tells them in its log only.
+llama.cpp can load a model and make a context without allocating (no_alloc). It then knows the sizes of the KV cache and
+of the compute buffers of any architecture, and reports them only in its log.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pyorch.runtime.devices import Devices
 from pyorch.runtime.model_map import ModelMap
 from pyorch.sizes import MiB
 
-_PROBE_CTX = 1 << 17  # tokens of a context that is measured at most: more than any sliding window has
-CELL_BYTES = 64  # of a token in llama.cpp's list of the cache's cells, which it fills even under no_alloc
+_PROBE_CTX = 1 << 17  # the largest context that is measured, in tokens: larger than any sliding window
+CELL_BYTES = 64  # per token in llama.cpp's list of the cache's cells, which it fills even under no_alloc
 
-# The KV cache's (or recurrent state's) own sum, behind where each of its layers is; then buffers by name. Buffers of
-# no_alloc are empty.
+# A line for the place of each layer, and then the sum of the KV cache (or recurrent state); then buffers by name.
+# Buffers are empty under no_alloc.
 _PLACE = re.compile(r": layer +\d+: dev = (\S+)")
 _SIZE = re.compile(r": size = +([\d.]+) MiB")
 _BUFFER = re.compile(r": +(\S+) +(?:output|compute) buffer size = +([\d.]+) MiB")
@@ -36,21 +36,21 @@ _BUFFER = re.compile(r": +(\S+) +(?:output|compute) buffer size = +([\d.]+) MiB"
 
 @dataclass(frozen=True)
 class ContextSizes:
-    """Bytes of a context in host memory and in that of each device."""
+    """Bytes of a context in host memory and in the memory of each device."""
 
     host: int
     devices: tuple[int, ...] = ()
 
 
 def not_loaded(path: str) -> FormatError:
-    """Of a model that llama.cpp did not load."""
-    beside = "; the file seems to be a header without weights" if files.has_holes([path]) else ""
-    return FormatError(f"{path}: llama.cpp cannot load it: {logs.last_error()}{beside}")
+    """Returns the error for a model that llama.cpp did not load."""
+    hint = "; the file seems to be a header without weights" if files.has_holes([path]) else ""
+    return FormatError(f"{path}: llama.cpp cannot load it: {logs.last_error()}{hint}")
 
 
 @contextlib.contextmanager
 def twin(path: str, params: llama.llama_model_params) -> Iterator[int]:
-    """A model that has everything but memory for its weights."""
+    """Loads a model that has everything except memory for its weights."""
     params = llama.llama_model_params.from_buffer_copy(params)
     params.no_alloc = True
     params.load_mode = llama.LLAMA_LOAD_MODE_NONE
@@ -70,7 +70,7 @@ def sizes_of(
     model_map: ModelMap, model_params: llama.llama_model_params, params: llama.llama_context_params,
     devices: Devices | None = None,
 ) -> ContextSizes:
-    """As context_sizes(), of one context of a model that is loaded with these parameters."""
+    """Returns context_sizes() of a model that is loaded with these parameters."""
     with twin(model_map.path, model_params) as model:
         return context_sizes(model, params, model_map, devices)
 
@@ -78,17 +78,23 @@ def sizes_of(
 def context_sizes(
     model: int, params: llama.llama_context_params, model_map: ModelMap, devices: Devices | None = None
 ) -> ContextSizes:
-    """KV cache, compute buffers and work space of a context with these parameters; model: a twin, with dense layers on
-    these devices, None for none.
+    """Returns the bytes of KV cache, compute buffers and work space of a context with these parameters.
 
-    Raises BudgetError if llama.cpp refuses the parameters.
+    Args:
+        model: A twin, with dense layers on the devices.
+        params: Of the context.
+        model_map: Of the model.
+        devices: None: the processor alone.
+
+    Raises:
+        BudgetError: llama.cpp refuses the parameters.
     """
     sizes = reported_sizes(_lines_of_context(model, params, model_map), devices)
     return ContextSizes(sizes.host + work_bytes(model_map, params.n_ubatch), sizes.devices)
 
 
 def _lines_of_context(model: int, params: llama.llama_context_params, model_map: ModelMap) -> list[str]:
-    """What llama.cpp says while it makes a context of a twin. Raises as context_sizes() does."""
+    """Returns llama.cpp's log of making a twin's context. BudgetError: it refuses the parameters."""
     logs.forget_errors()
     with logs.collect() as lines:
         with fatal.refused():
@@ -102,28 +108,27 @@ def _lines_of_context(model: int, params: llama.llama_context_params, model_map:
 
 @dataclass(frozen=True)
 class Growth:
-    """How the host memory of a context grows with its tokens: base + slope * n_ctx bytes."""
+    """The host memory of a context by its tokens: base + slope * n_ctx bytes."""
 
     base: int
     slope: float
 
     def needed(self, n_ctx: int) -> int:
-        """Bytes of a context of so many tokens."""
+        """Returns the bytes of a context of n_ctx tokens."""
         return round(self.base + self.slope * n_ctx)
 
     def largest(self, n_bytes: int) -> int:
-        """The most tokens of context that so many bytes hold, 0 if not even the base fits."""
+        """Returns the most tokens of context that fit into n_bytes, 0 if not even the base fits."""
         return max(0, int((n_bytes - self.base) / self.slope))
 
 
 def growth(
     model: int, params: llama.llama_context_params, model_map: ModelMap, devices: Devices | None = None
 ) -> Growth:
-    """Host memory by tokens of context, from two contexts of a twin: exact up to _PROBE_CTX tokens.
+    """Returns host memory by tokens of context, from two contexts of a twin: exact up to _PROBE_CTX tokens.
 
     A cache, a mask and a list of cells grow in proportion to the tokens; sliding windows and recurrent states stop
-    growing. A larger context is not measured itself: even under no_alloc, llama.cpp allocates the list of its cells.
-
+    growing. Larger contexts are not measured, because llama.cpp allocates the list of cells even under no_alloc.
     Raises:
         BudgetError: llama.cpp refuses the parameters.
     """
@@ -139,7 +144,7 @@ def growth(
 
 
 def cache_bytes(model_map: ModelMap, n_ctx: int) -> int:
-    """Keys, values and recurrent states of n_ctx tokens of one sequence, as llama.cpp lays them out, in bytes.
+    """Returns the bytes of keys, values and recurrent states of n_ctx tokens of one sequence in llama.cpp.
 
     Raises:
         PyorchError: llama.cpp cannot load the model, or refuses the context.
@@ -159,11 +164,11 @@ def cache_bytes(model_map: ModelMap, n_ctx: int) -> int:
 
 
 def reported_sizes(lines: Iterable[str], devices: Devices | None) -> ContextSizes:
-    """What llama.cpp's lines say of a context. A KV cache is divided as its layers are."""
+    """Reads the sizes from llama.cpp's log. A KV cache is divided in proportion to its layers."""
     each = devices.each if devices is not None else ()
     by_name, by_buffers = ({name: i for i, name in enumerate(names)} for names in (
         [device.name for device in each], [device.buffers for device in each]))
-    sizes = [0.0] * (len(each) + 1)  # of the host behind the devices
+    sizes = [0.0] * (len(each) + 1)  # the host is last
     places: list[int] = []
     for line in lines:
         if place := _PLACE.search(line):
@@ -179,7 +184,7 @@ def reported_sizes(lines: Iterable[str], devices: Devices | None) -> ContextSize
 
 
 def refusal(model_map: ModelMap) -> str:
-    """Why llama.cpp made no context, of its log; the likeliest cause where it does not say one."""
+    """Returns why llama.cpp made no context: from its log, or the most probable cause if the log has none."""
     gating = f"{model_map.info.arch}.expert_gating_func"
     if model_map.layers and model_map.metadata(gating, int) is None and "llama-graph.cpp" in logs.last_error():
         return f"the gating function of its routers is not known: it has no {gating}"
@@ -187,10 +192,10 @@ def refusal(model_map: ModelMap) -> str:
 
 
 def work_bytes(model_map: ModelMap, n_ubatch: int) -> int:
-    """Work space of mul_mat_id, which is in none of the buffers that llama.cpp reports.
+    """Returns the bytes of the work space of mul_mat_id, which is in none of the buffers that llama.cpp reports.
 
-    The quantized inputs of the down matrices, at most two bytes a value, and for each expert a list that
-    is long enough for all of the ubatch's choices, eight bytes each.
+    It has the quantized inputs of the down matrices, at most two bytes a value, and for each expert a list with room
+    for all selections of the ubatch, eight bytes each.
     """
     return n_ubatch * max((layer.n_expert_used * (2 * layer.n_ff + 8 * layer.n_expert) for layer in model_map.layers),
                           default=0)

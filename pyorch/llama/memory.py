@@ -1,7 +1,6 @@
-"""The limit on this process's memory, and what of it is in use.
+"""The limit on this process's memory, and its use.
 
-The limit is the tightest of the process's control groups (version 1 and 2, all ancestors) and of physical
-memory.
+The limit is the tightest of the process's control groups (version 1 and 2, all ancestors) and of physical memory.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from pyorch.sizes import Amount, KiB
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit:
-    """The limit that leaves least free. Tests pass a root with a proc and a sys of their own."""
+    """Returns the limit that leaves the fewest bytes free. Tests pass a root with its own proc and sys."""
     limits = [*_cgroup_limits(root), _physical_memory(root)]
     return min(limits, key=lambda limit: limit.free_bytes)
 
 
 def peak_bytes() -> int:
-    """The most that was resident of this process since its program began.
+    """Returns the peak of this process's resident bytes since its program began.
 
-    Linux gives a process that was forked, and started a program, its parent's maximum in getrusage.
+    getrusage would be wrong on Linux: a forked process that starts a program inherits its parent's maximum.
     """
     try:
         status = Path("/proc/self/status").read_text()
@@ -39,7 +38,7 @@ def peak_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Bytes of this process that are in memory now (VmRSS). 0 where the system does not report it."""
+    """Returns the resident bytes of this process (VmRSS). 0 if the system does not report them."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # not Linux
@@ -50,7 +49,7 @@ def resident_bytes() -> int:
 def _physical_memory(root: Path) -> MemoryLimit:
     try:
         text = (root / "proc/meminfo").read_text()
-    except OSError:  # not Linux: what is in use is not known
+    except OSError:  # not Linux: the used memory is unknown
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return MemoryLimit("physical memory", total, total // 2)
     meminfo = {m[1]: int(m[2]) * KiB for m in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
@@ -59,7 +58,7 @@ def _physical_memory(root: Path) -> MemoryLimit:
 
 @dataclass(frozen=True)
 class _Hierarchy:
-    """Names of the files of a cgroup version. Page cache counts as usage but is given back under pressure."""
+    """Names of the files of a cgroup version. Page cache counts as usage, but the kernel frees it under pressure."""
 
     limits: tuple[str, ...]
     usage: str
@@ -80,7 +79,7 @@ def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
 def _read_group(directory: Path, names: _Hierarchy, source: str) -> MemoryLimit | None:
     limits = [n for n in (_read_int(directory / name) for name in names.limits) if n is not None]
     usage = _read_int(directory / names.usage)
-    # Version 1 says "no limit" with the largest number of pages.
+    # Version 1 reports "no limit" as the largest number of pages.
     if not limits or usage is None or min(limits) >= 1 << 62:
         return None
     stat = directory / "memory.stat"
@@ -92,12 +91,12 @@ def _read_group(directory: Path, names: _Hierarchy, source: str) -> MemoryLimit 
 def _read_int(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # absent, or "max"
+    except (OSError, ValueError):  # missing, or "max"
         return None
 
 
 def cache_bytes() -> int:
-    """Of the processor's last level of cache, 0 where the system does not say."""
+    """Returns the bytes of the processor's last level of cache, 0 if the system does not report them."""
     sizes = [0]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         with contextlib.suppress(OSError, ValueError):

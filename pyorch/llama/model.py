@@ -1,4 +1,4 @@
-"""A loaded model: generation, residency, statistics; and loading it."""
+"""A loaded model: generation, residency, statistics; and load()."""
 
 from __future__ import annotations
 
@@ -41,32 +41,37 @@ from pyorch.sidecars.buddies import Buddies
 from pyorch.sidecars.container import default_path, refuse_sidecar
 from pyorch.sizes import format_bytes
 
-# A prompt's logits are needed at its end only. All n_batch rows of a large vocabulary would be reserved
-# otherwise: 2048 rows of 150 000 floats are more than a gigabyte.
+# Only the end of a prompt needs logits. Otherwise all n_batch rows would be reserved: 2048 rows of 150 000 floats
+# are more than a gigabyte.
 N_OUTPUTS_MAX = 64
 
 
 _loading = threading.Lock()
 
-SETTINGS = declared_options(Settings)  # that load() takes by name
-# What else load() takes: keywords of Llama, which ignores every other name.
+SETTINGS = declared_options(Settings)  # load() takes them by name
+# load() also takes keywords of Llama, which itself ignores unknown names.
 _OF_LLAMA = tuple(name for name, parameter in inspect.signature(llama_cpp.Llama.__init__).parameters.items()
                   if parameter.kind is inspect.Parameter.KEYWORD_ONLY)
 
 
 class Model:
-    """A model in memory, made by load(). One thread at a time; close() or a `with` block frees it.
+    """A model in memory, made by load().
 
-    llama: the llama_cpp.Llama, its whole API: chat completion, embeddings, logits, tokenization.
-    map: the model map. engine: None for a dense model, which has no experts to manage.
-    layers: the blocks with routed experts, by il. residency: il to bool[n_expert], with a device uint8.
+    Use it in one thread at a time. close() or a `with` block frees it.
+
+    Attributes:
+        llama: The llama_cpp.Llama with its whole API: chat completion, embeddings, logits, tokenization.
+        map: The model map.
+        engine: Manages the experts. None for a dense model, or if llama.cpp keeps the experts.
+        layers: The blocks with routed experts, by il.
+        residency: By il, bool[n_expert]; with a device uint8 (see Layer.residency).
     """
 
     def __init__(self, model: llama_cpp.Llama, record: ManagedModel) -> None:
         self.llama = model
         self._in_use = threading.RLock()
         self._closing = False
-        self._text = object()  # that was begun last
+        self._text = object()  # the newest text
         self.map: ModelMap = record.map
         self.engine = record.engine
         self._record = record
@@ -88,13 +93,13 @@ class Model:
 
     @property
     def device(self) -> str:
-        """Of the devices that compute, their names; "" where only the processor does."""
+        """The names of the computing devices. "": only the processor computes."""
         devices = self._record.devices
         return devices.name if devices is not None else ""
 
     @property
     def note(self) -> str:
-        """Why nothing manages the model's experts, in a sentence; "" where something does."""
+        """Why pyorch does not manage the model's experts, in a sentence. "": it manages them."""
         return self._record.unmanaged
 
     def generate(
@@ -108,15 +113,27 @@ class Model:
         stop: Sequence[str] = (),
         **sampling: Any,
     ) -> Iterator[str]:
-        """Continues a prompt (text or token ids), piece by piece, until max_tokens or an end of text.
+        """Continues a prompt, piece by piece, until max_tokens or an end of text.
 
-        temperature 0 is greedy. `sampling` goes to llama_cpp.Llama.create_completion. grammar: of these a text in
-        llama.cpp's form (GBNF), or a llama_cpp.LlamaGrammar.
+        Args:
+            prompt: Text, or token ids.
+            max_tokens: Tokens to generate at most.
+            temperature: 0 is greedy.
+            top_p: Sample from the most probable tokens with this sum of probabilities.
+            top_k: Sample from this many tokens.
+            seed: Of the sampling. None: random.
+            stop: Texts that end the generation.
+            sampling: Further arguments of llama_cpp.Llama.create_completion. `grammar` may be a text in llama.cpp's
+                format (GBNF), or a llama_cpp.LlamaGrammar.
+
+        Yields:
+            Pieces of text.
 
         Raises:
-            ExpertReadError: an expert could not be read. The model stays usable.
-            PyorchError: the prompt is longer than the context, or it is empty and the model has no token that begins a
-                text; or llama.cpp does not take the grammar; or what is computed is no number, as with damaged weights.
+            DeviceError: A computing device is lost.
+            ExpertReadError: An expert could not be read. The model stays usable.
+            PyorchError: The prompt is longer than the context, or empty for a model without a BOS token; the grammar is
+                invalid; or results are not numbers, for example with damaged weights.
         """
         if len(prompt) == 0 and not self.llama.tokenize(b""):
             raise PyorchError("the prompt is empty, and this model has no token that begins a text: give some text")
@@ -140,18 +157,27 @@ class Model:
             raise self._refusal(error) from error
 
     def chat(self, messages: Sequence[dict[str, str]], **sampling: Any) -> Iterator[str]:
-        """Answers a conversation ({"role": ..., "content": ...}) with the model's own template, piece by piece.
+        """Answers a conversation with the model's own template, piece by piece.
 
-        `sampling` goes to llama_cpp.Llama.create_chat_completion; grammar is as of generate(). Raises as generate()
-        does, and PyorchError for a "response_format" that llama_cpp would ignore, or whose schema cannot be made a
-        grammar.
+        Args:
+            messages: Dictionaries {"role": ..., "content": ...}.
+            sampling: Further arguments of llama_cpp.Llama.create_chat_completion. `grammar` as for generate().
+
+        Yields:
+            Pieces of text.
+
+        Raises:
+            DeviceError: A computing device is lost.
+            ExpertReadError: An expert could not be read. The model stays usable.
+            PyorchError: As for generate(); or llama_cpp would ignore the "response_format", or its schema cannot be
+                converted into a grammar.
         """
         sampling = self._with_grammar(sampling)
         form = sampling.get("response_format")
         if form is not None and (not isinstance(form, dict) or form.get("type") not in ("text", "json_object")):
             raise PyorchError(f'"response_format" is {form!r}, and must be {{"type": "json_object"}}, with a "schema" '
                               "or without")
-        if form is not None and "schema" in form:  # llama_cpp takes any JSON where it cannot convert the schema
+        if form is not None and "schema" in form:  # llama_cpp allows any JSON if it cannot convert the schema
             grammar_of(json.dumps(form["schema"]))
         try:
             for chunk in self._step_by_step(self.llama.create_chat_completion(list(messages), stream=True, **sampling)):
@@ -160,7 +186,7 @@ class Model:
             raise self._refusal(error) from error
 
     def _with_grammar(self, sampling: dict[str, Any]) -> dict[str, Any]:
-        """The same keywords, with a grammar as llama_cpp takes it. PyorchError for what is none."""
+        """Returns the keywords with a grammar for llama_cpp. PyorchError: the grammar is invalid."""
         given = sampling.get("grammar")
         if given is None or isinstance(given, llama_cpp.LlamaGrammar):
             return sampling
@@ -170,8 +196,10 @@ class Model:
         return sampling | {"grammar": compiled(given, self.llama.model)}
 
     def _step_by_step(self, chunks: Iterator[Any]) -> Iterator[Any]:
-        """While one is computed, no other thread frees the model. One text at a time: what llama_cpp has computed is of
-        the last one that was begun."""
+        """Yields chunks, and keeps other threads from freeing the model while it computes one.
+
+        One text at a time: llama_cpp keeps only the state of the newest text.
+        """
         mine = object()
         self._text = mine
         while True:
@@ -188,52 +216,56 @@ class Model:
             yield chunk
 
     def _check_numbers(self) -> None:
-        """What is not a number becomes nothing else in any layer behind it, so one logit tells."""
+        """Checks one logit: a value that is not a number stays so in all later layers."""
         logits = llama.llama_get_logits_ith(self.llama.ctx, -1)
         if logits and not math.isfinite(logits[0]):
-            raise PyorchError(f"what {self._record.path} computes is no number any more: its weights are damaged, "
+            raise PyorchError(f"{self._record.path} computes results that are not numbers: its weights are damaged, "
                               "so copy or convert it again")
 
     def _refusal(self, error: ValueError) -> PyorchError:
-        """What Llama says, with the remedy where a prompt is too long."""
+        """Returns Llama's error, with a remedy if the prompt is too long."""
         too_long = re.search(r"Requested tokens \((\d+)\) exceed context window of (\d+)", str(error))
         if too_long is None:
             return PyorchError(str(error))
         n_tokens, n_ctx = too_long.groups()
-        return PyorchError(f"the prompt has {n_tokens} tokens, and the context window room for {n_ctx}: make it larger "
-                           "(--ctx N, in Python n_ctx=N), or the prompt shorter")
+        return PyorchError(f"the prompt has {n_tokens} tokens, and the context has room for {n_ctx}: make the "
+                           "context larger (--ctx N, in Python n_ctx=N), or the prompt shorter")
 
     def substitute(
         self, substitution: Substitution | str | None, buddies: Buddies | str | os.PathLike[str] | None = None
     ) -> None:
-        """Lets resident experts stand in for absent ones in all layers (lossy); None: no longer.
+        """Replaces absent experts by resident ones in all layers (lossy).
 
         Args:
-            substitution: or its settings as text, such as "max_replaced=3,min_entropy=p15".
-            buddies: the lists, or their file. Default: those in use, else the sidecar beside the model.
+            substitution: The settings, or their text such as "max_replaced=3,min_entropy=p15". None: load absent
+                experts again.
+            buddies: The buddy lists, or their file. Default: the present lists, otherwise the sidecar next to the
+                model.
 
-        Raises PyorchError where the settings need what there is not; FormatError for lists that are damaged or another
-        model's.
+        Raises:
+            FormatError: The lists are damaged or belong to another model.
+            PyorchError: The settings are invalid, or need lists or ghosts that are missing.
         """
         settings = Substitution.parse(substitution) if substitution is not None else None
         in_use = next((layer.buddies for layer in self.layers.values()), None)
         lists = find_buddies(settings, buddies if buddies is not None else in_use, self._record.plan.sidecars)
         if self.layers:
             find_ghosts(settings, self._record.plan.sidecars)
-        for il in self.layers:  # all before any is changed
+        for il in self.layers:  # checks all before it changes any
             check_substitution(settings or OFF, il, lists)
         for layer in self.layers.values():
             layer.substitute(settings, lists)
 
     def set_cache(self, masks: Mapping[int, np.ndarray] | None) -> None:
-        """Substitution takes exactly these experts for resident, whatever is; None: those that are.
+        """Makes substitution treat exactly these experts as resident.
 
-        With all experts in memory, this shows what a smaller cache would do to accuracy.
+        With all experts in memory, this shows the accuracy of a smaller cache.
 
         Args:
-            masks: il to bool[n_expert]; a layer that is missing keeps to what is resident.
+            masks: By il, bool[n_expert]; other layers use their real residency. None: all layers use it.
 
-        Raises PyorchError for a layer that has no routed experts.
+        Raises:
+            PyorchError: A layer has no routed experts.
         """
         unknown = sorted((masks or {}).keys() - self.layers.keys())
         if unknown:
@@ -243,17 +275,18 @@ class Model:
                 self.engine.set_cache(il, (masks or {}).get(il))
 
     def speculate(self, prefetch: str | None, prompts: bool = False) -> None:
-        """Lets layers execute what is forecast for them one layer earlier, and read nothing else (lossy).
+        """Makes layers compute with the experts that were forecast one layer earlier, and load no others (lossy).
 
-        Layers that are substituted compute what their routers choose: what was forecast of it counts as there, and for
-        the rest their substitution says what is done.
+        Layers with a substitution compute their routers' choice: forecast experts count as resident, and the
+        substitution replaces the others.
 
         Args:
-            prefetch: what forecasts, such as "hybrid", or "auto"; None: routers decide again, and what is read ahead is
-                what the model was loaded with.
-            prompts: in prompts too, which shows what it costs in accuracy.
+            prefetch: The predictor, such as "hybrid", or "auto". None: routers decide again, and the prefetch of
+                load() applies.
+            prompts: Also for prompts, which measures the loss of accuracy.
 
-        Raises PyorchError where the predictor's forecasts cannot be executed.
+        Raises:
+            PyorchError: Layers cannot compute with the predictor's forecasts.
         """
         if self.engine is None:
             return
@@ -264,24 +297,36 @@ class Model:
         self._record.speculating = prefetch is not None
 
     def set_prefetch(self, prefetch: Prefetch | str) -> None:
-        """Reads ahead as this says, in all layers. PyorchError for a predictor that lacks what it needs."""
+        """Sets the predictor of all layers.
+
+        Args:
+            prefetch: As for load().
+
+        Raises:
+            FormatError: A sidecar that the predictor needs is damaged or belongs to another model.
+            PyorchError: The predictor is unknown or lacks its sidecar.
+        """
         if self.engine is not None:
             apply_prefetch(Prefetch.parse(prefetch), self.engine, self._record.plan.sidecars)
 
     def save_maps(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Writes the expert maps with what was learned while decoding, by default beside the model.
+        """Writes the expert maps collected while decoding.
 
-        Raises PyorchError where no predictor collects any, or the file cannot be written.
+        Args:
+            path: The file. Default: MODEL.maps.gguf next to the model.
+
+        Raises:
+            PyorchError: No predictor collects maps, or the file cannot be written.
         """
         if self.engine is None or self.engine.history is None:
             raise PyorchError(
                 "no expert maps were collected: load the model with the prefetch expert-map"
             )
-        self.engine.wait_idle()  # until the last token was learned from
+        self.engine.wait_idle()  # until the last token is in the maps
         self.engine.history.write(path or default_path(self.map.path, "maps"), self.map)
 
     def stats(self) -> ModelStats:
-        """What was measured since loading, or since reset_stats()."""
+        """Returns the measurements since loading, or since reset_stats()."""
         perf = llama.llama_perf_context(self.llama.ctx)
         lossy = any(layer.settings.substitution is not None for layer in self.layers.values())
         return ModelStats(
@@ -301,7 +346,7 @@ class Model:
         )
 
     def reset_stats(self) -> None:
-        """Counts anew, here and in the engine."""
+        """Resets the counters of the model and its engine."""
         llama.llama_perf_context_reset(self.llama.ctx)
         if self.engine is not None:
             self.engine.reset_stats()
@@ -309,11 +354,14 @@ class Model:
     def close(self) -> None:
         """Frees the context, the model and then its engine. May be called again.
 
-        After it, generate(), its unfinished generators and `llama` raise PyorchError. What another thread computes just
-        now with generate() or chat() is waited for. Refused in an observer or a source.
+        Waits for a token that another thread computes with generate() or chat(). After it, generate(), its unfinished
+        generators and `llama` raise PyorchError.
+
+        Raises:
+            PyorchError: Called in an observer or a source.
         """
-        check(lib.pyorch_engine_free(ffi.NULL))  # refused inside a callback, for whose decode this would wait
-        self._closing = True  # who computes takes the lock again at once: without a word it would end its text first
+        check(lib.pyorch_engine_free(ffi.NULL))  # refused inside a callback, whose decode this would wait for
+        self._closing = True  # a computing thread would otherwise take the lock again until its text ends
         with self._in_use:
             self.llama.close()
 
@@ -339,27 +387,30 @@ def load(
     """Loads a GGUF whose experts may occupy at most `budget`.
 
     Args:
-        path: the file, or "hf:ORG/NAME[:QUANT|/FILE]" for one of the Hugging Face hub, fetched if it is not there yet.
-        budget: "auto" (what the memory limit leaves), a share of the experts such as "40%", a size such
-            as "1.5GiB" or "800MB", or bytes.
-        n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
-        managed: have an engine, to look at experts and to change what becomes of them, also where the whole model fits
-            on a device, and llama.cpp would keep it there.
-        placed: other servers will compute experts (Engine.connect, Engine.set_placement), as those that a share lacks.
-        source: reads in place of the file, see Engine.
-        use_extra_bufts: repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
+        path: The file, or "hf:ORG/NAME[:QUANT|/FILE]" for a file of the Hugging Face hub, downloaded if needed.
+        budget: "auto" (the memory that the limit leaves), a share of the experts such as "40%", a size such as "1.5GiB"
+            or "800MB", or bytes.
+        n_batch: Tokens of one call of llama_decode. Default: the widest n_ubatch.
+        managed: Make an engine, to observe and control experts, even if the whole model fits on a device, where
+            llama.cpp would keep it.
+        placed: Other servers will compute experts (Engine.connect, Engine.set_placement), as a share requires.
+        source: Reads in place of the file, see Engine.
+        use_extra_bufts: Repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
         {options}
-        llama_kwargs: all other arguments are those of llama_cpp.Llama.
+        llama_kwargs: Further arguments of llama_cpp.Llama.
+
+    Returns:
+        The loaded model.
 
     Raises:
-        FormatError: the file is missing, damaged, incomplete or no GGUF.
-        BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
-        PyorchError: an option cannot mean anything, or the model lacks what it needs.
-        TypeError: no option has this name.
+        FormatError: The file is missing, damaged, incomplete or no GGUF.
+        BudgetError: The budget is below the floor, or the model does not fit under the memory limit.
+        PyorchError: An option is invalid, or the model lacks data that an option needs.
+        TypeError: No option has this name.
     """
     path = os.fsdecode(path)
     if is_reference(path):
-        from pyorch.hub.download import Hub  # huggingface_hub takes longer to import than all else
+        from pyorch.hub.download import Hub  # huggingface_hub is slow to import
 
         path = str(Hub().model(Reference.parse(path), lambda *_: None, warnings.warn))
     logs.set_quiet(not verbose)
@@ -383,9 +434,9 @@ def load(
     model_map = ModelMap(path)
     refuse_sidecar(model_map)
     n_threads = settings.n_threads or cores.physical_cores()
-    # llama.cpp rounds it up, and Llama, which does not know, would have no room for the tokens of such a prompt.
+    # llama.cpp rounds it up. Llama does not, and would have no room for the tokens of such a prompt.
     n_ctx = -(-(settings.n_ctx or model_map.default_ctx) // CTX_STEP) * CTX_STEP
-    n_batch = min(n_batch or max(settings.n_ubatch, WIDE_UBATCH), n_ctx)  # for which Llama reserves logits
+    n_batch = min(n_batch or max(settings.n_ubatch, WIDE_UBATCH), n_ctx)  # Llama reserves logits for it
     arguments: dict[str, object] = {
         # Dense weights in anonymous memory: the kernel cannot drop them under a memory limit to read
         # them again for every token, and a file that is truncated later cannot end the process by SIGBUS.
@@ -404,7 +455,7 @@ def load(
             raise PyorchError(f"{path!r} is no name in UTF-8, and llama_cpp opens no other: rename the file") from None
         except ValueError as error:
             raise PyorchError(f"{path}: {error}") from error
-        except MemoryError as error:  # numpy's, of the logits of a batch, or of a context with logits_all
+        except MemoryError as error:  # of numpy, for the logits of a batch, or of a context with logits_all
             raise BudgetError(f"{path} does not fit: {_of_logits(error)}") from None
     if settings.n_ctx > model_map.trained_ctx:
         fatal.notice(f"note: the model was trained with {model_map.trained_ctx} tokens of context: beyond them, of "
@@ -413,7 +464,7 @@ def load(
 
 
 def _of_logits(error: MemoryError) -> str:
-    """Which number to lower where logits find no memory."""
+    """Returns which number to lower if memory is too small for logits."""
     n_tokens, n_vocab = getattr(error, "shape", (0, 1))
     most = memory.memory_limit().free_bytes // (4 * n_vocab)
     return (f"logits of {n_tokens} tokens need {format_bytes(4 * n_vocab * n_tokens)}: make n_batch, or n_ctx with "

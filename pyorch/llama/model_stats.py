@@ -1,4 +1,4 @@
-"""What is known of a model that ran: speed, hits, memory, and what was lossy."""
+"""Measurements of a model that ran: speed, hits, memory, and lossy changes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,31 @@ from pyorch.sizes import counted, format_bytes
 
 @dataclass(frozen=True)
 class ModelStats:
-    """What was measured since the model was loaded or its statistics were reset.
+    """The measurements since the model was loaded, or its statistics were reset.
 
-    Prefill counts tokens of batches, decode those that were computed one by one. experts is None
-    for a dense model, and layers, by il, is empty. pools: how memory is divided, None where experts come from no
-    compressed pack; pools_from: who said it, or why one that lies there is not used. kernels: the order
-    of experts in memory, None where there is no choice.
+    Attributes:
+        prefill_tokens: Computed in batches.
+        prefill_seconds: Of them.
+        decode_tokens: Computed one by one.
+        decode_seconds: Of them.
+        peak_memory_bytes: Of the process.
+        experts: The engine's statistics. None for a dense model.
+        substitution: None if no layer substitutes.
+        speculation: None if no layer executes forecasts.
+        layers: The engine's statistics by il; empty for a dense model.
+        pools: The division of memory. None if experts do not come from a compressed pack.
+        pools_from: The source of `pools`, or the reason why an existing pack is not used.
+        kernels: The order of experts in memory. None if there is no choice.
     """
 
     prefill_tokens: int
     prefill_seconds: float
     decode_tokens: int
     decode_seconds: float
-    peak_memory_bytes: int  # of the process
+    peak_memory_bytes: int
     experts: Stats | None
-    substitution: SubstitutionStats | None  # None where nothing is lossy
-    speculation: SpeculationStats | None  # None where nothing is executed on speculation
+    substitution: SubstitutionStats | None
+    speculation: SpeculationStats | None
     layers: dict[int, Stats]
     pools: Pools | None
     pools_from: str
@@ -35,26 +44,26 @@ class ModelStats:
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens per second, 0 without any."""
+        """Tokens per second; 0 without tokens."""
         return self.prefill_tokens / self.prefill_seconds if self.prefill_tokens else 0.0
 
     @property
     def decode_rate(self) -> float:
-        """Tokens per second, 0 without any."""
+        """Tokens per second; 0 without tokens."""
         return self.decode_tokens / self.decode_seconds if self.decode_tokens else 0.0
 
     @property
     def bytes_read_per_token(self) -> float:
-        """Of experts, for each token of any context; 0 without any."""
+        """Bytes of experts per token of any context; 0 without tokens."""
         if self.experts is None or not self.experts.tokens:
             return 0.0
         return self.experts.bytes_read * len(self.layers) / self.experts.tokens
 
     @property
     def facts(self) -> list[tuple[str, str]]:
-        """For people: label and value of each line."""
+        """Labels and values of the lines that str() returns."""
         rows = []
-        if self.prefill_tokens:  # a prompt of one token is computed as those that follow are
+        if self.prefill_tokens:  # a prompt of one token is counted as decoding
             rows.append(("prefill", f"{counted(self.prefill_tokens, 'token')}, {self.prefill_rate:.1f} tok/s"))
         rows.append(("decode", f"{counted(self.decode_tokens, 'token')}, {self.decode_rate:.1f} tok/s"))
         experts, speculation, substitution = self.experts, self.speculation, self.substitution
@@ -90,7 +99,7 @@ class ModelStats:
 
 
 def _stored_hits(experts: Stats) -> str:
-    """Shares of the uses of experts, of those that were in memory in other forms; "" without any."""
+    """Returns the shares of the uses of experts that found another form of the expert in memory; "" without any."""
     uses, partial = experts.hits + experts.misses, experts.sm_hits + experts.e_hits
     forms = ((experts.compressed_hits, "compressed"), (partial, "in part"))
     return "".join(f"{n / uses:.1%} {form}, " for n, form in forms if n)

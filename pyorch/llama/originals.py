@@ -1,4 +1,4 @@
-"""Functions of `llama_cpp.llama_cpp` that are replaced for the whole process, and as they were before."""
+"""Replaces functions of `llama_cpp.llama_cpp` for the whole process, and keeps the originals."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _originals: dict[str, Callable] = {}
 
 
 def original(name: str) -> Callable:
-    """A function of llama_cpp.llama_cpp as it was before it was replaced, if it was."""
+    """Returns a function of llama_cpp.llama_cpp as it was before a replacement."""
     return _originals.get(name) or getattr(llama, name)
 
 
 def replace(name: str, wrapper: Callable) -> None:
-    """From now on a call is one of wrapper, which gets the function itself before the arguments."""
+    """Replaces a function by wrapper, which gets the original before the arguments."""
     function = _originals[name] = getattr(llama, name)
     replacement = functools.wraps(function)(functools.partial(wrapper, function))
     setattr(llama, name, replacement)

@@ -1,5 +1,5 @@
-"""Decides which devices compute which layers of a model, and whether a device or the processor computes the experts
-that a device lacks."""
+"""Places a model on devices: which devices compute which layers, and whether a device or the processor computes the
+experts that a device lacks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 # DeviceAreas::LEAST_TOKENS and NO_TOKENS in native/src/device/areas.h
 LEAST_PROMPT, NO_PROMPT = 32, 2**31 - 1
 
-# Of an expert that a device lacks: its upload is waited for, and the processor computes it while the device computes
-# others. So with uploads it has to be so many times as fast.
+# A device that uploads missing experts must be this many times faster: the token waits for the upload, while the
+# processor could compute them at the same time as the device computes others.
 _CLEARLY_SOONER = 1.5
 
-# Beside dense weights and a KV cache: what all layers certainly fit with.
+# Memory in addition to dense weights and a KV cache with which all layers certainly fit.
 _ROOM_TO_SPARE = 1536 * MiB
 
 
@@ -39,7 +39,7 @@ class Placement:
             Below 0: all.
         each: The devices, () if the processor computes alone.
         ends: For each device the block behind its last one.
-        counts: Layers of each device, as llama.cpp counts them.
+        ends: For each device the block after its last one.
         pipelined: llama.cpp may compute several ubatches of a prompt at once, on several devices. A layer under an
             engine computes one ubatch at a time.
     """
@@ -51,15 +51,15 @@ class Placement:
     pipelined: bool = False
 
     def blocks(self) -> list[range]:
-        """Of each device."""
+        """The blocks of each device."""
         return [range(begin, end) for begin, end in zip((0, *self.ends), self.ends)]
 
     def expert_bytes(self, header: Header) -> list[int]:
-        """Of all experts in the blocks of each device."""
+        """Returns the bytes of all experts in the blocks of each device."""
         return [sum(n_bytes for il, n_bytes in header.expert_bytes.items() if il in blocks) for blocks in self.blocks()]
 
     def device_dense(self, header: Header) -> list[int]:
-        """Of the dense weights, those that are on each device."""
+        """Returns the bytes of dense weights on each device."""
         if self.n_layers == 0 or not self.each:
             return [0] * len(self.each)
         first = 0 if self.n_layers < 0 else max(0, header.info.n_layers + 1 - self.n_layers)
@@ -68,16 +68,22 @@ class Placement:
         return found
 
     def host_dense(self, header: Header) -> int:
-        """Of the dense weights, those that are in host memory."""
+        """Returns the bytes of dense weights in host memory."""
         on_devices = self.each and not 0 <= self.n_layers <= header.info.n_layers
         return header.host_bytes if on_devices else header.info.dense_bytes
 
 
 def place(settings: Settings, facts: Facts) -> tuple[Placement, str]:
-    """Places the model on the devices that the settings name. Returns the placement and a note for people.
+    """Places the model on the devices that the settings name.
 
-    If the request leaves the number of layers open, as many of the last layers as fit beside their part of the first
-    context are on devices. Raises Unknown if a fact is missing.
+    If the request leaves the number of layers open, as many of the last layers are on devices as fit together with
+    their part of the first context.
+
+    Returns:
+        The placement and a note for people.
+
+    Raises:
+        Unknown: A fact is missing.
     """
     found, note = _named(settings, facts)
     is_auto, asked = settings.device == AUTO, facts.request.n_layers
@@ -107,7 +113,7 @@ def _has(devices: Sequence[Device]) -> str:
 
 
 def _named(settings: Settings, facts: Facts) -> tuple[Sequence[Device], str]:
-    """Those that the settings name; and a note of what was chosen. "auto": the fastest first."""
+    """Returns the devices that the settings name, for "auto" the fastest first, and a note about the choice."""
     if settings.device == NONE:
         return (), ""
     found = facts.devices(settings.device)
@@ -131,13 +137,13 @@ def _named(settings: Settings, facts: Facts) -> tuple[Sequence[Device], str]:
 
 
 def _left(device: Device, facts: Facts) -> int:
-    """Bytes of its memory for a model."""
+    """Returns the bytes of a device's memory for a model."""
     free, total = facts.device_memory(device)
     return free - device_margin(total)
 
 
 def _that_suffice(found: Sequence[Device], settings: Settings, facts: Facts) -> Sequence[Device]:
-    """The first ones, which have room for all that is to lie on devices; else all."""
+    """Returns the first devices that together have room for everything that belongs on devices; otherwise all."""
     header, budget = facts.header, settings.vram_budget
     info = header.info
     experts = info.expert_bytes if budget == BUDGET_AUTO else budget.amount.of(info.expert_bytes)
@@ -150,8 +156,10 @@ def _that_suffice(found: Sequence[Device], settings: Settings, facts: Facts) -> 
 
 
 def _divided(found: Sequence[Device], n_layers: int, facts: Facts) -> Placement:
-    """Blocks in a row for each, by bytes as its memory allows. Of blocks whose dense part is on the processor the first
-    device has the experts. One that would have no block with experts is left out.
+    """Gives each device consecutive blocks, by bytes in proportion to its memory.
+
+    If the dense part of a block is on the processor, the first device has its experts. A device that would have no
+    block with experts is left out.
     """
     header, info = facts.header, facts.header.info
     n_on = info.n_layers + 1 if n_layers < 0 else min(n_layers, info.n_layers + 1)
@@ -162,7 +170,7 @@ def _divided(found: Sequence[Device], n_layers: int, facts: Facts) -> Placement:
     rooms = list(accumulate(max(1, _left(device, facts)) for device in found)) if len(found) > 1 else [1]
     counts, before = [0] * len(found), sum(n_bytes for il, n_bytes in experts.items() if il < first)
     total = max(1, before + sum(sizes))
-    for size in sizes:  # to whom its middle belongs
+    for size in sizes:  # a block belongs to the device that has its middle
         counts[bisect_left(rooms, (before + size / 2) / total * rooms[-1])] += 1
         before += size
     ends = [min(first + end, info.n_layers) for end in accumulate(counts)]
@@ -174,9 +182,9 @@ def _divided(found: Sequence[Device], n_layers: int, facts: Facts) -> Placement:
 
 
 def _layers_that_fit(found: Sequence[Device], facts: Facts) -> int:
-    """As llama.cpp counts them."""
+    """Returns the number of layers that fit on devices, as llama.cpp counts them."""
     header, info = facts.header, facts.header.info
-    if info.slim:  # of which llama.cpp knows nothing without an engine
+    if info.slim:  # llama.cpp cannot measure it without an engine
         return info.n_layers + 1
     left = {device: _left(device, facts) for device in found}
     if info.dense_bytes + header.kv_bytes(facts.request.n_ctx) + _ROOM_TO_SPARE <= min(left.values()):
@@ -185,8 +193,8 @@ def _layers_that_fit(found: Sequence[Device], facts: Facts) -> int:
     def fits(n: int) -> bool:
         placement = _divided(found, n, facts)
         room = [left[device] for device in placement.each]
-        beside = header.chain_bytes(facts.request.n_ubatch)
-        needed = [dense + beside for dense in placement.device_dense(header)]
+        chain = header.chain_bytes(facts.request.n_ubatch)
+        needed = [dense + chain for dense in placement.device_dense(header)]
         if any(bytes_needed >= of for bytes_needed, of in zip(needed, room)):
             return False
         return all(dense + rest <= of for dense, rest, of in zip(needed, facts.sizes(placement).devices, room))
@@ -201,15 +209,17 @@ def _layers_that_fit(found: Sequence[Device], facts: Facts) -> int:
 
 
 def whole_model(placement: Placement, settings: Settings, facts: Facts) -> Placement | None:
-    """The placement where the whole model fits into the devices' memory beside a context: llama.cpp keeps it there
-    then, where no layer asks the host. None elsewhere, and where the settings want an engine, as those that say how
-    much experts get."""
+    """Returns the placement if the whole model and a context fit into the devices' memory.
+
+    llama.cpp then keeps the model there, and no layer needs the host. None if it does not fit, or if the settings need
+    an engine, for example because they limit the experts' memory.
+    """
     header, info = facts.header, facts.header.info
     if settings.managed or settings.vram_budget != BUDGET_AUTO or settings.lossy or settings.source is not None:
         return None
-    if info.slim or any(device.shares_memory for device in placement.each):  # whose experts are the processor's
+    if info.slim or any(device.shares_memory for device in placement.each):  # the processor computes these experts
         return None
-    if not header.layers or 0 <= placement.n_layers <= info.n_layers:  # of which the processor has some
+    if not header.layers or 0 <= placement.n_layers <= info.n_layers:  # some layers are on the processor
         return None
     weights = [sum(each) for each in zip(placement.expert_bytes(header), placement.device_dense(header))]
     left = [_left(device, facts) - n for device, n in zip(placement.each, weights)]
@@ -220,8 +230,11 @@ def whole_model(placement: Placement, settings: Settings, facts: Facts) -> Place
 
 
 def misses_of(settings: Settings, devices: Sequence[Device], facts: Facts) -> tuple[str, str]:
-    """What computes the experts that these devices lack, one of DEVICE_MISSES: what is sooner for one token, unless the
-    settings say it; and a note. What another process has comes as its network allows: the processor computes."""
+    """Chooses what computes the experts that these devices lack: one of DEVICE_MISSES, and a note.
+
+    Without a setting, the faster one for one token. For devices of other processes the processor, because the network's
+    speed varies.
+    """
     if settings.device_misses is not None:
         return settings.device_misses, ""
     if any(device.is_remote for device in devices) or settings.device_ahead or not facts.header.layers:
@@ -237,13 +250,15 @@ def misses_of(settings: Settings, devices: Sequence[Device], facts: Facts) -> tu
         return PROCESSOR, ""
     return UPLOAD, (f"experts that {_names(devices)} {'lacks' if len(devices) == 1 else 'lack'} are uploaded and "
                     f"computed there, {min(gains):.2g} times as fast as the processor would: --device-misses processor "
-                    "has it do so")
+                    "computes them there")
 
 
 def prompt_tokens_of(settings: Settings, devices: Sequence[Device], facts: Facts) -> int:
-    """Of a ubatch for which experts that these devices lack are brought there rather than computed by the processor, at
-    least, by the same rates: what is uploaded and what is computed of other layers go on at once. The least that there
-    is for devices of other processes; NO_PROMPT where it is no ubatch."""
+    """Returns the tokens of a ubatch from which on missing experts are uploaded rather than computed by the processor.
+
+    Decided by rates of devices. Uploads and computing of other layers overlap. LEAST_PROMPT for devices of other
+    processes; NO_PROMPT if no ubatch is wide enough.
+    """
     layers = facts.header.layers
     if any(device.is_remote for device in devices) or not layers:
         return LEAST_PROMPT
@@ -257,7 +272,7 @@ def prompt_tokens_of(settings: Settings, devices: Sequence[Device], facts: Facts
         return all(max(1 / upload, 1 / there + more / there_more) <= 1 / processor + more / processor_more
                    for upload, processor, processor_more, there, there_more in measured)
 
-    # By quarters: the rates are not better known. Where it is not so for wide ones, it is for none.
+    # Steps of a quarter, because rates are not more precise. If uploads are slower for the widest, none is uploaded.
     n, widest = LEAST_PROMPT, max(settings.n_ubatch, WIDE_UBATCH)
     while n <= widest and not is_sooner(n):
         n += n // 4

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of the files beside a model that an engine needs; None if there is no such file.
+    """The contents of the files next to a model that an engine needs; None if there is no such file.
 
     Attributes:
         prefetch: The predictor, also if it depends on the sidecar of predictors.
@@ -66,8 +66,9 @@ class EnginePlan(Contents):
         header: The model, with the pack from which experts are read.
         settings: The user's, changed by a tuned setting and by rates of devices.
         plain: Kernels compute with experts as the file has them, not repacked.
-        layout: What was chosen of both, and why. None if there is no choice.
-        placed: Other servers compute experts. has_share: Some experts only they have.
+        layout: The choice between both, and its reason. None if there is no choice.
+        placed: Other servers compute experts.
+        has_share: Only other servers have some of the experts.
         division: Under the automatic budget, the least that works. Contexts raise it.
         device_prompt: If a ubatch has so many tokens, experts are uploaded for it.
         notes: Sentences for people.
@@ -92,16 +93,20 @@ class EnginePlan(Contents):
 
     @property
     def automatic(self) -> bool:
-        """Whether contexts set the budget to what they leave."""
+        """Whether contexts set the budget to the memory that they leave."""
         return self.division.budget is not None and self.settings.budget == AUTO
 
 
 def plan(settings: Settings, facts: Facts) -> EnginePlan:
-    """Plans the engine of a model. If a new option changes the engine, a function here reads it: a field of Settings
-    and its reader here are the whole option.
+    """Plans the engine of a model.
+
+    If a new option changes the engine, a function here reads it: a field of Settings and its reader here are the whole
+    option.
 
     Raises:
-        BudgetError, FormatError, PyorchError: See make_plan() in pyorch.llama.survey.
+        BudgetError: The budget is below the floor, or the model does not fit under the memory limit.
+        FormatError: A sidecar that is needed is damaged or belongs to another model.
+        PyorchError: A device does not exist, or the model lacks data that the settings need.
         Unknown: A fact is missing.
     """
     if settings.tuned is not None:
@@ -109,7 +114,7 @@ def plan(settings: Settings, facts: Facts) -> EnginePlan:
     header, request = facts.header, facts.request
     placement, note = place(settings, facts)
     check_layout(settings, facts, has_devices=bool(placement.each))
-    # The kernels: those of devices compute with experts as the file has them.
+    # Kernels of devices compute with experts in the order of the file.
     must_be_plain = not request.repacks or bool(placement.each)
     plain = must_be_plain or settings.kernels == PLAIN
     notes: tuple[str, ...] = (note,)
@@ -140,11 +145,11 @@ def plan(settings: Settings, facts: Facts) -> EnginePlan:
 
 
 def _for_experts_on(placement: Placement, settings: Settings, facts: Facts) -> tuple[Settings, str]:
-    """Decides by rates what the settings leave open. Returns the settings and a note for people."""
+    """Completes the settings of devices by their rates. Returns the settings and a note for people."""
     devices = placement.each
     of_none = replace(settings, vram_budget=Budget.parse(0), device_misses=settings.device_misses or PROCESSOR)
     shares = all(device.shares_memory for device in devices) and settings.vram_budget == AUTO
-    # Others are promised what host memory has.
+    # Other servers rely on the experts in host memory.
     if facts.request.placed or settings.budget == RESIDENT or not facts.header.layers:
         return of_none if shares else settings, ""
     if shares:
@@ -160,8 +165,9 @@ def _for_experts_on(placement: Placement, settings: Settings, facts: Facts) -> t
 def _use_pack(
     settings: Settings, placement: Placement, plain: bool, facts: Facts
 ) -> tuple[Header | None, Division, bool, str]:
-    """Chooses between the model and its pack. A compressed pack is used if that pays, or if the model is slim. Unless
-    the settings divide memory among the forms of its experts, a planner does.
+    """Chooses between the model and its pack. A compressed pack is used if it is faster, or if the model is slim.
+
+    Unless the settings divide memory among the forms of its experts, a planner does.
 
     Returns:
         The header of the model with the pack, None if experts are read from the model; the division; whether
@@ -176,7 +182,7 @@ def _use_pack(
     if slim and not settings.packed:
         raise PyorchError(f"{path} is slim, its experts are in its pack only: leave out --no-pack (packed=False in "
                           "Python)")
-    divided = settings.budget != RESIDENT  # else all memory is for whole experts
+    divided = settings.budget != RESIDENT  # otherwise all memory is for whole experts
     division = Division(pools=settings.pools, origin="given") if divided and settings.pools is not None else Division()
     if not slim and not (settings.packed and settings.source is None and divided):
         return None, division, False, ""
@@ -212,8 +218,9 @@ def _check_forms(asked: str, slim: bool, with_pack: Header | None, refusal: str,
 
 
 def _best_division(planner: PoolPlanner, settings: Settings, placement: Placement, facts: Facts) -> Split | None:
-    """The division with which a token waits least, with the pack or without it. None if the budget is below the floor
-    of the model with its pack: the model alone needs less.
+    """Returns the division with which a token waits least, with the pack or without it.
+
+    None if the budget is below the floor of the model with its pack: the model alone needs less.
 
     The automatic budget is the memory that dense weights and a context leave. The context is measured only if its
     bytes change the result.
@@ -235,11 +242,11 @@ def _best_division(planner: PoolPlanner, settings: Settings, placement: Placemen
 
 
 def _budget(settings: Settings, header: Header, placement: Placement, facts: Facts) -> tuple[int | None, str]:
-    """The budget of the engine in bytes, None for no engine; and a note for people."""
+    """Returns the budget of the engine in bytes, None for no engine; and a note for people."""
     info, budget, note = header.info, settings.budget, ""
     n_bytes: int | None
     if budget == AUTO:
-        # Each context will take its share; then the budget is set to the rest.
+        # Each context takes its share; then the budget is set to the rest.
         budget_beside(info, facts.memory(), placement.host_dense(header), context_bytes=0)
         n_bytes = info.floor_bytes
     elif budget == RESIDENT:
@@ -255,35 +262,35 @@ def _budget(settings: Settings, header: Header, placement: Placement, facts: Fac
 def _expected_budget(
     budget: int, settings: Settings, header: Header, placement: Placement, facts: Facts
 ) -> int:
-    """Bytes that experts will have: of the automatic budget, what the KV cache of a first context leaves."""
+    """Returns the bytes that experts will have: of the automatic budget, the rest after a first context's KV cache."""
     if settings.budget != AUTO:
         return budget
-    cache = header.kv_bytes(facts.request.n_ctx)  # buffers are small beside it, and take long to measure
+    cache = header.kv_bytes(facts.request.n_ctx)  # buffers are small in comparison, and slow to measure
     return max(header.info.floor_bytes, facts.memory().rest_bytes(placement.host_dense(header), cache))
 
 
 def _with_contents(plan: EnginePlan, packed: bool, facts: Facts) -> EnginePlan:
-    """Adds the facts that only an engine needs: files beside the model, rates of the disk and of devices."""
+    """Adds the facts that only an engine needs: files next to the model, rates of the disk and of devices."""
     settings, header, placement, division = plan.settings, plan.header, plan.placement, plan.division
     contents = facts.contents(settings.substitution, packed)
     budget, devices, device_prompt = division.budget, division.devices, LEAST_PROMPT
-    if contents.ghosts is not None and settings.budget.amount is not None:  # else contexts find what ghosts leave
+    if contents.ghosts is not None and settings.budget.amount is not None:  # otherwise contexts subtract them
         budget = settings.budget.resolve(header.info, contents.ghosts.n_bytes)
     if placement.each:
         expert_bytes, given = placement.expert_bytes(header), settings.vram_budget
         total = sum(expert_bytes)
         there = min(given.amount.of(total), total) if given != AUTO else 0
         devices = tuple(there * of // max(1, total) for of in expert_bytes)  # the same share of each one's experts
-        if there or given == AUTO:  # else nothing passes there, and nothing is to be measured
+        if there or given == AUTO:  # otherwise nothing is uploaded, so nothing is measured
             device_prompt = prompt_tokens_of(settings, placement.each, facts)
     return replace(
         plan, **vars(contents), division=replace(division, devices=devices).at(budget), device_prompt=device_prompt,
-        reads=settings.reads if settings.source is not None else facts.reads(packed),  # each further disk as the first
+        reads=settings.reads if settings.source is not None else facts.reads(packed),  # the same for further disks
         notes=(*plan.notes, contents.refusal, _without_effect(settings.substitution, header.info.n_expert_used)))
 
 
 def _without_effect(substitution: Substitution | None, n_used: int) -> str:
-    """That a lossy setting can do nothing for a model that uses so many experts of a layer for a token; or ""."""
+    """Returns a note if a lossy setting has no effect on a model with n_used experts of a token in a layer; or ""."""
     if substitution is None or (substitution.sacred or 0) < n_used:
         return ""
     remedy = f"; sacred={n_used - 1} does not" if n_used > 1 else ""

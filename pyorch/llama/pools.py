@@ -1,4 +1,4 @@
-"""How the memory of a model with a compressed pack is divided where nobody says it: by its plan, or by one made now."""
+"""Divides the memory of a model with a compressed pack: by its plan, or by a plan made now."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ from pyorch.sidecars import packs
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.plan import Machine, Reserve, default_path, new_planner
 
-# Of a disk that nobody has measured: a model for which that is not worth a second is read soon, however fast.
+# Of an unmeasured disk: a model that is too small to measure it is read soon at any speed.
 _BYTES_PER_SECOND = 1e9
 
 _DECODE_SECONDS = 0.1
 
-# Bytes a second, of a pack that is so damaged that nothing was decoded: it does not pay.
+# Bytes a second of a pack so damaged that nothing was decoded, so it is never used.
 _NEVER = 1.0
 
 
 class PoolPlanner:
-    """Of one model whose compressed pack is attached, which it does not need any more once it is made.
+    """Plans the memory of one model whose compressed pack is attached.
 
-    A plan says how the budget is divided that it was made for. Others are planned anew by what it was made of, and so
-    are all where the pack is of another codec now. Where no plan lies beside the model, routing is that of the requests
-    that its expert maps hold, and the machine is measured, for a tenth of a second. Where nobody played them, other
-    forms than whole experts are taken only if they are expected to gain more than HANDICAP. Where nothing is known of
-    the routing, all memory is for whole experts: other forms pay where experts are used alike, and that is not to be
-    assumed.
+    - **With a plan next to the model**: its own budget is divided as the plan says. For another budget, or if the pack
+      has another codec now, the division is planned anew from the plan's measurements.
+    - **Without a plan**: the routing comes from the requests in the model's expert maps, and the machine is measured
+      for a tenth of a second. No replay has checked the result, so other forms than whole experts are used only if they
+      are expected to gain more than HANDICAP.
+    - **Without known routing**: all memory is for whole experts. Other forms gain only if experts are used evenly,
+      which must not be assumed.
 
-    Raises FormatError for a plan that is damaged or another model's, and without a compressed pack.
+    The model map may be closed afterwards.
+
+    Raises:
+        FormatError: The plan is damaged or belongs to another model, or the pack is not compressed.
     """
 
     def __init__(self, sidecars: Sidecars, settings: Settings) -> None:
         model_map, plan = sidecars.map, sidecars.plan
-        self.origin = default_path(model_map.path).name  # of the division, for people
+        self.origin = default_path(model_map.path).name  # a text about the source of the division
         self._plan = plan if plan is not None and plan.codecs == packs.contents(model_map).codecs else None
         self._pools, self._step, self._handicap, batch = POOLS, STEP, HANDICAP, 1
         if plan is not None:
@@ -58,17 +62,17 @@ class PoolPlanner:
         self._planner = new_planner(model_map, inclusion, machine, batch)
         self._reserve = Reserve.of(model_map)
         self.info = model_map.info  # with the pack
-        self._found: dict[int, Planned] = {}  # by budget: a plan of the engine asks again with each fact
+        self._found: dict[int, Planned] = {}  # by budget: the engine's plan asks again with each fact
 
     def best(self, budget: int) -> Split:
-        """Of so many bytes; where they are those of the plan, what was best when it was played."""
+        """Returns the best division of a budget. For the plan's own budget, the best one of its replay."""
         plan = self._plan
         if plan is None or plan.budget != budget:
             return self._search(budget).best
         return self._of_plan() if plan.compressed else self._planner.plain(budget)
 
     def packed_best(self, budget: int) -> Split:
-        """The same, of those that read experts from the pack."""
+        """Returns the best division of a budget among those that read experts from the pack."""
         plan = self._plan
         return self._of_plan() if plan and plan.budget == budget and plan.compressed else (
             self._search(budget).packed_best)
@@ -85,7 +89,7 @@ class PoolPlanner:
 
 
 def _measured(model_map: ModelMap, settings: Settings) -> Machine:
-    """For a tenth of a second, but for a disk that nobody has measured yet."""
+    """Measures the machine for a tenth of a second; longer if the disk is not measured yet."""
     reads_for(model_map, settings.reads, settings.direct_io)
     disk = kept_bandwidth(model_map)
     return Machine(disk.bytes_per_second if disk else _BYTES_PER_SECOND,
@@ -94,5 +98,5 @@ def _measured(model_map: ModelMap, settings: Settings) -> Machine:
 
 
 def planner_of(model_map: ModelMap, settings: Settings) -> PoolPlanner | None:
-    """Of a model with the pack that is attached, if any; None where that is not compressed."""
+    """Returns the planner of a model with an attached pack; None if there is no compressed pack."""
     return PoolPlanner(Sidecars(model_map), settings) if packs.part_sizes(model_map) is not None else None

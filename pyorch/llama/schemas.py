@@ -1,8 +1,7 @@
-"""Grammars and JSON schemas that clients and users send: which ones llama.cpp is given.
+"""Limits for grammars and JSON schemas of clients and users.
 
-llama.cpp reads a grammar by recursion. It converts a schema by recursion, too, in a time that grows with the cube of an
-object's optional properties, and tries each alternative at each token. So both have limits, and neither may contradict
-itself.
+llama.cpp reads a grammar by recursion. It also converts a schema by recursion, in time cubic in the optional properties
+of an object, and tries each alternative at each token. So both have limits, and neither may contradict itself.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ if TYPE_CHECKING:
     from llama_cpp.llama_grammar import LlamaGrammar
 
 MAX_NESTING = 100
-MAX_LEVELS = 4_000  # of all schemas that references lead to, one below the other
+MAX_LEVELS = 4_000  # of all schemas that references name, each below the other
 MAX_SCHEMAS = 10_000  # a schema counts for each type that it lists
 MAX_ALTERNATIVES = 1_000  # of an "enum", "anyOf", "oneOf" or "type"
 MAX_OPTIONAL = 500  # properties of an object
 MAX_NAME = 1_000  # characters of a property's name
-MAX_COUNT = (1 << 31) - 1  # characters, items and the like: llama.cpp counts with 32 bits
+MAX_COUNT = (1 << 31) - 1  # of characters and items: llama.cpp counts with 32 bits
 MAX_GRAMMAR = 1 << 20  # bytes
 MAX_RULES = 10_000
-MAX_PARENTHESES = 500  # in one another
+MAX_PARENTHESES = 500  # nested
 
-_ROOT = b"root"  # the rule that a grammar begins with
+_ROOT = b"root"  # the first rule of a grammar
 
 _COUNTS = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"),
            ("minContains", "maxContains"))
@@ -40,7 +39,7 @@ _ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains"
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
-# A part may lack its end: then it reaches to the end of the text, which is read once.
+# A part may lack its end. Then it extends to the end of the text, which is read once.
 _PARTS = re.compile(r'"(?:\\.|[^"\\])*"?|(?P<characters>\[(?:\\.|[^\]\\])*\]?)|#[^\n]*|(?P<sign>[()]|::=)', re.DOTALL)
 _CLASS = re.compile(r"\\.|(\[(?:\\.|[^\]\\])*\]?)", re.DOTALL)
 _CODE = r"\\(?:x[0-9A-Fa-f]{2}|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.)|[^\\]"
@@ -49,7 +48,11 @@ _ENDS = {"\\n": 10, "\\r": 13, "\\t": 9}
 
 
 def check_grammar(text: str) -> None:
-    """Raises PyorchError for a grammar, as GBNF, that is too large or too deep for llama.cpp, or has an empty range."""
+    """Checks that a grammar in GBNF is not too large or too deep for llama.cpp, and has no empty range.
+
+    Raises:
+        PyorchError: It is.
+    """
     n_bytes = len(text.encode(errors="replace"))
     if n_bytes > MAX_GRAMMAR:
         raise PyorchError(f"a grammar of {n_bytes} bytes is too large: {MAX_GRAMMAR} are allowed")
@@ -67,9 +70,14 @@ def check_grammar(text: str) -> None:
 
 
 def compiled(grammar: str, model: int) -> LlamaGrammar:
-    """A grammar, as GBNF, as llama_cpp takes it. PyorchError for one that llama.cpp does not take.
+    """Compiles a grammar in GBNF for llama_cpp.
 
-    model: the llama_model *.
+    Args:
+        grammar: The text.
+        model: The llama_model *.
+
+    Raises:
+        PyorchError: llama.cpp refuses the grammar.
     """
     import llama_cpp.llama_cpp as llama
     from llama_cpp.llama_grammar import LlamaGrammar
@@ -95,7 +103,7 @@ def check_ranges(text: str) -> None:
 
 
 def _code(character: str) -> int | None:
-    """Of a character of a class, which may be escaped; None for what is not one character, as \\d is not."""
+    """Returns the code of a character of a class, which may be escaped; None if it is several, as \\d."""
     if len(character) > 2:
         return int(character[2:], 16)
     if len(character) == 2 and (character[1].isalnum() or character in _ENDS):
@@ -104,7 +112,11 @@ def _code(character: str) -> int | None:
 
 
 def check_schema(text: str | bytes) -> None:
-    """Raises PyorchError for a schema, as JSON, that allows nothing or costs too much."""
+    """Checks a schema, as JSON.
+
+    Raises:
+        PyorchError: It allows nothing, or costs too much.
+    """
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -115,29 +127,33 @@ def check_schema(text: str | bytes) -> None:
 
 
 def grammar_of(schema: str) -> str:
-    """The grammar, as GBNF, of a schema, as JSON, for llama_cpp. PyorchError where it has none."""
+    """Returns the grammar in GBNF of a schema, as JSON, for llama_cpp.
+
+    Raises:
+        PyorchError: The schema cannot be converted.
+    """
     from llama_cpp.llama_grammar import json_schema_to_gbnf  # takes a tenth of a second
 
     check_schema(schema)
     try:
         return json_schema_to_gbnf(schema)
-    except Exception as error:  # whatever the converter of llama_cpp stumbles over
+    except Exception as error:  # llama_cpp's converter raises many kinds
         said = str(error) or type(error).__name__
         raise PyorchError(f"the JSON schema cannot be made a grammar: {said}") from None
 
 
 class _Walk:
-    """Through one schema; root: all of it."""
+    """Visits one schema. root: all of it."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._n_schemas = 0
-        self._levels: dict[int, int] = {}  # of the schemas that were visited, by their ids
-        self._ending: set[str] = set()  # references that lead to a schema, or to nothing
+        self._levels: dict[int, int] = {}  # of visited schemas, by id
+        self._ending: set[str] = set()  # references that end at a schema, or at nothing
         self._referenced: list[tuple[str, Any]] = []
 
     def visit_all(self) -> None:
-        """Also the schemas that only a reference leads to, which may be anywhere."""
+        """Also visits schemas that only a reference names, which may be anywhere."""
         self.visit(self._root, "#", 1, 0)
         referenced: set[int] = set()
         while self._referenced:
@@ -155,19 +171,22 @@ class _Walk:
         """Returns the levels from here.
 
         Args:
-            copies: How often llama.cpp converts the schema at this place, which it does for each type of a list.
+            schema: The schema.
+            place: Its place, for messages.
+            copies: How often llama.cpp converts the schema at this place: once for each type of a list.
+            depth: Levels above.
         """
         if depth > MAX_NESTING:
             raise PyorchError(f"the JSON schema is nested more than {MAX_NESTING} levels deep")
         if not isinstance(schema, dict):
             return 0
-        self._levels[id(schema)] = 0  # where it refers to itself
+        self._levels[id(schema)] = 0  # in case it refers to itself
         types = schema.get("type")
         if isinstance(types, list):
             copies *= max(1, len(types))
         self._n_schemas += copies
         if self._n_schemas > MAX_SCHEMAS:
-            raise PyorchError(f"the JSON schema has more than {MAX_SCHEMAS} parts: leave out what it need not say")
+            raise PyorchError(f"the JSON schema has more than {MAX_SCHEMAS} parts: leave out unnecessary ones")
         if isinstance(pattern := schema.get("pattern"), str):
             check_ranges(pattern)
         _check_bounds(schema, place)
@@ -178,7 +197,7 @@ class _Walk:
         return self._levels[id(schema)]
 
     def _check_reference(self, schema: dict[str, Any], place: str) -> None:
-        """Of "$ref" that leads to "$ref" only, without end."""
+        """Raises PyorchError for a "$ref" that leads only to other "$ref" without end."""
         seen: set[str] = set()
         while (isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str)
                and reference not in self._ending):
@@ -194,7 +213,7 @@ class _Walk:
         self._ending |= seen
 
     def _at(self, reference: str) -> Any:
-        """What a reference names; None for nothing."""
+        """Returns the schema that a reference names, or None."""
         found = self._root
         for name in reference.removeprefix("#/").split("/"):
             if isinstance(found, dict):
@@ -237,7 +256,7 @@ def _check_bounds(schema: dict[str, Any], place: str) -> None:
 
 
 def _n_integers(low: float, high: float, least: str, most: str) -> float:
-    """How many are between two numbers, which need not be finite."""
+    """Counts the integers between two numbers, which need not be finite."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return math.inf
     first = math.floor(low) + 1 if least == "exclusiveMinimum" else math.ceil(low)

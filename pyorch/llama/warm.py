@@ -1,8 +1,8 @@
-"""Warm memory: experts that are read before a layer asks for them.
+"""Warm memory: loads experts before a layer needs them.
 
-Where the budget holds all experts, they are read at once, in the order of the file, behind what layers demand. Where it
-does not, an engine begins with the experts that were resident when the model was used last: a file in the user's cache
-directory has them, the most used first, and what the eviction policy had learned.
+If the budget holds all experts, they are read at once, in the order of the file, after the layers' own loads. Otherwise
+an engine begins with the experts that were resident at the end of the model's last use. A file in the user's cache
+directory has them, the most used first, and the state of the eviction policy.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 def kept_in(model_map: ModelMap, settings: Settings) -> Path | None:
-    """The file of the cache directory; None where there is no such directory, or nothing is to be kept."""
+    """Returns the file of the cache directory. None: there is no such directory, or the settings forbid it."""
     directory = kept.directory() if settings.warm else None
     if directory is None:
         return None
-    of_whom = os.path.realpath(model_map.path), settings.policy or default_policy()
-    return directory / f"{kept.name_of('warm', of_whom)}.gguf"
+    key = os.path.realpath(model_map.path), settings.policy or default_policy()
+    return directory / f"{kept.name_of('warm', key)}.gguf"
 
 
 def begin(engine: Engine, model_map: ModelMap, last_time: Kept | None) -> None:
-    """Orders the experts that belong into memory, under a budget that stands. Returns at once."""
+    """Queues the experts for the memory, once the budget is final. Returns at once."""
     budget = engine.stats().budget_bytes
     if budget >= model_map.info.slots_bytes:
         for layer in model_map.layers:
             engine.prefetch(layer.il, range(layer.n_expert))
     elif last_time is not None:
-        room = budget - model_map.info.floor_bytes  # for what layers demand meanwhile
+        room = budget - model_map.info.floor_bytes  # leaves room for the layers' own loads
         slot_bytes = {layer.il: layer.slot_bytes for layer in model_map.layers}
         for il, expert in last_time.resident.tolist():
             room -= slot_bytes[il]
@@ -49,7 +49,7 @@ def begin(engine: Engine, model_map: ModelMap, last_time: Kept | None) -> None:
 
 
 def keep(engine: Engine, model_map: ModelMap, settings: Settings) -> None:
-    """Writes what is resident and was learned until now, where not all experts fit. No error where it cannot."""
+    """Writes the resident experts and the policy's state if not all experts fit. Ignores errors."""
     path, stats = kept_in(model_map, settings), engine.stats()
     if path is None or not stats.hits or stats.budget_bytes >= model_map.info.slots_bytes:
         return

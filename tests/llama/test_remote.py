@@ -392,7 +392,7 @@ def test_an_expert_that_a_share_lacks_is_neither_kept_nor_read_ahead(shares):
         assert even.engine.residency(0).resident.tolist() == [True, False] * 32 and even.engine.error() == ""
     with pytest.raises(FormatError, match="has a share of the experts, for one server of a cluster"):
         small_model(shares[0], "100%")
-    with pytest.raises(PyorchError, match="no more than 1024 rows for one of them: a ubatch of 1056 tokens"):
+    with pytest.raises(PyorchError, match="no more than 1024 rows for one expert: a ubatch of 1056 tokens"):
         small_model(shares[0], "100%", placed=True, n_ctx=2048, n_batch=2048, n_ubatch=1056)
     with small_model(shares[0], "100%", placed=True, n_ctx=4096, n_batch=4096) as even:
         assert llama_cpp.llama_n_ubatch(even.llama.ctx) <= 1024

@@ -95,7 +95,7 @@ def test_a_file_with_what_cannot_have_been_learned_keeps_nobody_from_starting(
     monkeypatch.setattr(managed.fatal, "notice", lines.append)
     with load(small_moe, budget=BUDGET) as model:
         assert not model.engine.learned()["tables"].any() and text(model)
-    assert any("eviction begins without what was learned the last time" in line for line in lines)
+    assert any("eviction starts without the state of the last time" in line for line in lines)
 
 
 @pytest.mark.parametrize("contents", ["damaged", "foreign"])
