@@ -1,1 +1,1 @@
-"""What a setting costs: accuracy on questions, perplexity, and the speed that it buys."""
+"""The cost and the gain of a setting: accuracy on questions, perplexity, and speed."""

@@ -1,8 +1,8 @@
-"""The process that answers a harness: it has the model, and neither the harness nor torch, which the harness may bring.
+"""The process that answers a harness: it loads the model, while the harness may load torch.
 
-torch and llama.cpp have an OpenMP runtime each, which must not share a process. Its argument is the descriptor of its
-end of a connection. First comes what is to be loaded, then questions; each is answered, a long one in parts. When the
-connection ends, so does this process.
+torch and llama.cpp each have an OpenMP runtime, and one process must not have both. The argument is the file descriptor
+of this process's end of a connection. The first message says what to load, and each later one asks a question; a long
+answer is sent in parts. The process ends when the connection does.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from pyorch.settings.option import options
 from pyorch.settings.settings import Settings
 from pyorch.settings.substitution import Substitution
 
-_END_SECONDS = 10.0  # in which the model is closed in order, once the harness has ended
-_MAX_OUTPUTS = 256  # rows of logits of a prompt that is computed beside others; longer ones are by themselves
+_END_SECONDS = 10.0  # to close the model in order after the harness has ended
+_MAX_OUTPUTS = 256  # rows of logits of a prompt that shares a batch; prompts with more are computed alone
 
-Pair = tuple[Sequence[int], Sequence[int]]  # tokens: a context, and a continuation
+Pair = tuple[Sequence[int], Sequence[int]]  # token ids of a context and a continuation
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def main() -> int:
         with _loaded(read_arguments(connection.recv())) as answering:
             connection.send(("ready", answering.facts()))
             _answer(connection, answering)
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):  # the harness is gone, and Ctrl-C is for it
+    except (EOFError, BrokenPipeError, KeyboardInterrupt):  # the harness has ended, or handles Ctrl-C itself
         return 0
     except PyorchError as error:
         connection.send(("refused", str(error)))
@@ -74,7 +74,7 @@ def _answer(connection: Connection, answering: Answering) -> None:
 
 @contextlib.contextmanager
 def _loaded(asked: Arguments) -> Iterator[Answering]:
-    """With a cache rate the cache is static, see pyorch.eval.method; else experts come and go under the budget."""
+    """Loads the model. With a cache rate its cache is static (pyorch.eval.method); otherwise it follows the budget."""
     path, n_threads, settings = asked.path, asked.n_threads, {**asked.settings}
     substitution, buddies_file = settings.pop("substitution", None), settings.pop("buddies", None)
     options = {**settings, "n_threads": n_threads}
@@ -88,7 +88,7 @@ def _loaded(asked: Arguments) -> Iterator[Answering]:
         return
     method, buddies = ORIGINAL, None
     if substitution is not None:
-        # What is judged is computed as prompts are: nothing of it would be replaced otherwise.
+        # The continuations are computed as prompts, so without `prefill` none of them would be substituted.
         method = lossy_method(dataclasses.replace(substitution, prefill=True))
         buddies = read_buddies(path, buddies_file, needed=substitution.needs_buddies)
     method = dataclasses.replace(method, forecast=forecast)
@@ -97,7 +97,7 @@ def _loaded(asked: Arguments) -> Iterator[Answering]:
 
 
 class Answering:
-    """What can be asked of a model. Each answer comes in parts."""
+    """The questions that a model answers. Each answer consists of parts."""
 
     def __init__(self, model: Model, asked: Arguments, n_ubatch: int) -> None:
         self._model = model
@@ -107,7 +107,7 @@ class Answering:
         self._vocab = llama.llama_model_get_vocab(model.llama.model)
 
     def facts(self) -> dict[str, Any]:
-        """What does not change: tokens that begin and end a text, the longest text, the template of chats."""
+        """Yields the constants: BOS and EOS tokens, the longest text, the template of chats."""
         bos, eos = llama.llama_vocab_bos(self._vocab), llama.llama_vocab_eos(self._vocab)
         return {
             "bos": bos if bos >= 0 else None, "eos": eos if eos >= 0 else None,
@@ -118,25 +118,25 @@ class Answering:
         }
 
     def tokenize(self, texts: Sequence[str], bos: bool, special: bool) -> Iterator[list[int]]:
-        """Of each text. bos: begin with the token that begins a text. special: names of special tokens are tokens."""
+        """Yields the tokens of each text. bos: begin with BOS. special: read the names of special tokens as tokens."""
         start = [llama.llama_vocab_bos(self._vocab)] if bos else []
         for text in texts:
             yield start + self._model.llama.tokenize(text.encode(), add_bos=False, special=special)
 
     def likelihoods(self, pairs: Sequence[Pair]) -> Iterator[list[tuple[float, bool]]]:
-        """Of the continuation of each pair, in order: log-likelihood in nats, whether it is the most probable."""
+        """Yields for each pair, in order, the log-likelihood in nats, and whether it is the most probable."""
         for is_long, prompts in itertools.groupby(_prompts(pairs), lambda prompt: prompt.n_outputs > _MAX_OUTPUTS):
             together = False if is_long else None
             for found in likelihoods(self._model, list(prompts), self._n_ubatch, together, self._n_threads):
                 yield _plain(found)
 
     def generate(self, requests: Sequence[dict[str, Any]], n_parallel: int) -> Iterator[tuple[int, str]]:
-        """The number of a request, and its text."""
+        """Yields the number of each request, and its text."""
         wanted = [generation.Request(**request) for request in requests]
         yield from generation.generate(self._model, wanted, n_parallel, self._n_threads)
 
     def render(self, messages: Sequence[dict[str, str]], prompt_for_answer: bool) -> Iterator[str]:
-        """A chat as text, by the model's template."""
+        """Yields a chat as text, by the model's template."""
         template = self.facts()["template"]
         if template is None:
             raise PyorchError(f"{self._model.map.path} has no chat template: leave out --apply_chat_template")
@@ -144,7 +144,7 @@ class Answering:
         yield ChatTemplate(template, *names, add_generation_prompt=prompt_for_answer)(messages=messages).prompt
 
     def stats(self) -> Iterator[dict[str, Any]]:
-        """What was measured since loading."""
+        """Yields the measurements since loading."""
         stats = self._model.stats()
         experts, lossy, speculated = stats.experts, stats.substitution, stats.speculation
         yield {
@@ -166,7 +166,7 @@ class Answering:
 
 
 def _prompts(pairs: Sequence[Pair]) -> Iterator[Prompt]:
-    """Neighbours with the same context share what is computed of it."""
+    """Merges consecutive pairs with the same context, which is then computed once."""
     context: tuple[int, ...] = ()
     continuations: list[tuple[int, ...]] = []
     for before, continuation in pairs:
@@ -183,24 +183,27 @@ def _plain(found: Likelihoods) -> list[tuple[float, bool]]:
     return list(zip(map(float, found.sums), map(bool, found.greedy)))
 
 
-MAX_LENGTH = 4096  # tokens of a text, unless the user says otherwise: attention needs memory by its square
+MAX_LENGTH = 4096  # tokens of a text by default: the memory of attention grows with its square
 MAX_GEN_TOKS = 256
 
-_LOSSY = "lossy"  # the flag that has settings of its own
-_NOT_HERE = ("n_ctx", "n_ubatch", "tuned", "maps")  # the harness has its own sizes, and runs once
+_LOSSY = "lossy"  # a flag with settings of its own
+_NOT_HERE = ("n_ctx", "n_ubatch", "tuned", "maps")  # the harness sets its own sizes, and runs once
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a harness is given after --model_args: the model, and options of commands, by the names of their flags.
+    """The --model_args of a harness: the model, and options of commands, by the names of their flags.
 
         model=olmoe.gguf,budget=40%,prefetch=none
         model=olmoe.gguf,cache_rate=0.5,lossy="max_replaced=3,min_entropy=p20"
 
-    lm_eval cuts the text at commas. Where `lossy` has no quotes around it, its parts after the first one arrive as
-    arguments of their own, and are put together again.
+    lm_eval splits the text at commas. If `lossy` has no quotes, its later parts arrive as separate arguments and are
+    joined again.
 
-    settings: keywords of pyorch.load, as values. cache_rate: None for a real budget. n_threads: None: default.
+    Attributes:
+        settings: Keywords of pyorch.load.
+        cache_rate: None: a real budget.
+        n_threads: None: the default.
     """
 
     path: str
@@ -212,7 +215,11 @@ class Arguments:
 
 
 def read_arguments(given: Mapping[str, Any]) -> Arguments:
-    """Raises PyorchError for an argument that nobody knows, or that cannot mean anything."""
+    """Reads the arguments of a harness.
+
+    Raises:
+        PyorchError: An argument is unknown or invalid.
+    """
     given = dict(given)
     path = given.pop("model", None) or given.pop("pretrained", None)
     given.pop("pretrained", None)
@@ -251,7 +258,7 @@ def _settings(given: dict[str, Any]) -> dict[str, Any]:
     settings = {}
     for name, value in given.items():
         option = declared[name]
-        # A flag without a value turns its default round: no_pack=True.
+        # A flag without a value negates its default: no_pack=True.
         settings[option.name] = (option.parse(value) if option.metavar is not None
                                  else option.parse(bool(value) != option.default))
     return settings

@@ -1,13 +1,13 @@
 """Multiple-choice questions by log-likelihood, as lm-evaluation-harness defines arc_easy and arc_challenge.
 
-A question's context is "Question: {question}\\nAnswer:", after the examples, if any, each with its right answer
-and an empty line; a choice's continuation is " {choice}". A choice is worth the sum of the log-probabilities of
-its continuation's tokens. `acc` counts the questions whose right choice has the highest sum, `acc_norm` those
-where it has the highest sum divided by the number of characters of the choice, the leading space not counted.
+A question's context is "Question: {question}\\nAnswer:", after the examples, if any, each with its right answer and an
+empty line. A choice's continuation is " {choice}", and its score is the sum of the log-probabilities of the
+continuation's tokens. `acc` counts the questions whose right choice has the highest score. `acc_norm` divides the score
+by the number of characters of the choice, without the leading space.
 
-Tokens: the context, and the context with a continuation, are each tokenized as one text. The continuation's
-tokens are those beyond as many as the context has. White space at the context's end belongs to the
-continuation. A BOS token comes first where the model's tokenizer adds one.
+Tokens: the context, and the context with a continuation, are each tokenized as one text. The continuation's tokens are
+all after the number of tokens of the context. White space at the context's end belongs to the continuation. A BOS token
+comes first if the model's tokenizer adds one.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ class Task:
 
 @dataclass(frozen=True)
 class Score:
-    """log_likelihoods: of the choices, float64[n_choices], in nats."""
+    """The scores of a question. log_likelihoods: of its choices, float64[n_choices], in nats."""
 
     question: Question
     log_likelihoods: np.ndarray
 
     @property
     def choice(self) -> int:
-        """The choice that acc takes."""
+        """The choice with the highest score, for acc."""
         return int(self.log_likelihoods.argmax())
 
     @property
     def choice_norm(self) -> int:
-        """The choice that acc_norm takes."""
+        """The choice with the highest normalized score, for acc_norm."""
         return int((self.log_likelihoods / [len(choice) for choice in self.question.choices]).argmax())
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of the questions of a file. right, right_norm: whether each counts for acc and for acc_norm, "1" or "0"."""
+    """The results of a file's questions. right, right_norm: "1" or "0" for each question, for acc and for acc_norm."""
 
     right: str
     right_norm: str
 
     def __add__(self, more: Accuracy) -> Accuracy:
-        """Of the questions of both."""
+        """Returns the results of both files' questions."""
         return Accuracy(self.right + more.right, self.right_norm + more.right_norm)
 
     @property
@@ -80,32 +80,32 @@ class Accuracy:
         return self.right_norm.count("1") / self.n
 
     def stderr(self, metric: str) -> float:
-        """Standard error of acc or acc_norm; nan for a single question."""
+        """Returns the standard error of acc or acc_norm; nan for a single question."""
         share = getattr(self, metric)
         return math.sqrt(share * (1 - share) / (self.n - 1)) if self.n > 1 else float("nan")
 
     def counts(self, metric: str) -> np.ndarray:
-        """float64[n]: 1 for the questions that count, else 0."""
+        """Returns float64[n], 1 for the questions that count and 0 for the others."""
         return np.array([float(one) for one in (self.right if metric == "acc" else self.right_norm)])
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Of two averages over the same questions. stderr: of the differences in pairs; nan for a single one."""
+    """The difference of two averages over the same questions. stderr: of the paired differences; nan for one."""
 
     mean: float
     stderr: float
 
 
 def difference(one: Sequence[Accuracy], other: Sequence[Accuracy], metric: str) -> Difference:
-    """How much more of the same questions count in one, as the average over files."""
+    """Returns how much higher the first results are on the same questions, as the average over files."""
     pairs = [mine.counts(metric) - its.counts(metric) for mine, its in zip(one, other, strict=True)]
     errors = [pair.var(ddof=1) / len(pair) if len(pair) > 1 else float("nan") for pair in pairs]
     return Difference(float(np.mean([pair.mean() for pair in pairs])), math.sqrt(sum(errors)) / len(pairs))
 
 
 def average(accuracies: Sequence[Accuracy], metric: str) -> float:
-    """Over files, as in the papers."""
+    """Returns the average over files, as in the papers."""
     return sum(getattr(one, metric) for one in accuracies) / len(accuracies)
 
 
@@ -119,16 +119,19 @@ def read_task(
     model: Model, path: str | os.PathLike[str], n_shots: int = 0, shots_path: str | os.PathLike[str] | None = None,
     limit: int | None = None,
 ) -> Task:
-    """The questions of a file in ARC's layout, tokenized.
+    """Reads and tokenizes the questions of a file in ARC's layout.
 
     Args:
-        n_shots: examples before each question: the first ones of shots_path, by default those of the file
-            itself, which are then not among the questions.
-        limit: questions at most.
+        model: Its tokenizer is used.
+        path: The file.
+        n_shots: Examples before each question: the first ones of shots_path. By default they are taken from the file
+            itself, which then does not ask them.
+        shots_path: Another file of examples.
+        limit: Questions at most.
 
     Raises:
-        FormatError: a file is not as it should be; names the line.
-        PyorchError: too few questions, or one that is longer than what the model was trained with.
+        FormatError: A file is invalid; the message names the line.
+        PyorchError: There are too few questions, or one exceeds the model's training context.
     """
     path = os.fspath(path)
     questions = read_questions(path)
@@ -162,7 +165,7 @@ def _prompt(tokenizer: llama_cpp.Llama, shots: str, question: Question, path: st
     tokens = tokenize(tokenizer, context)
     continuations = []
     for choice, label in zip(question.choices, question.labels):
-        # The context never ends with white space: no space has to be moved to the continuation.
+        # The context never ends with white space, so no space moves to the continuation.
         continuation = tokenize(tokenizer, f"{context} {choice}")[len(tokens):]
         if not choice or not continuation:
             raise PyorchError(f"{path}: question {question.id}: choice {label} is empty")
@@ -174,9 +177,12 @@ def score(
     model: Model, task: Task, n_ubatch: int = N_BATCH, together: bool | None = None, n_threads: int | None = None,
     on_progress: OnProgress | None = None,
 ) -> list[Score]:
-    """Scores the questions of a task as the model computes now: under its budget, its substitution, its cache.
+    """Scores the questions of a task with the model's present budget, substitution and cache.
 
-    n_ubatch, together: see likelihoods(). Raises ExpertReadError: an expert could not be read.
+    n_ubatch, together: see likelihoods().
+
+    Raises:
+        ExpertReadError: An expert could not be read.
     """
     scores: list[Score] = []
     if not task.prompts:

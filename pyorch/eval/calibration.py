@@ -1,4 +1,4 @@
-"""Calibration: runs text through a model, losslessly, and measures what predictions are made with."""
+"""Calibration: runs text through a model, losslessly, and measures values that predictions need."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from pyorch.traces.recording import Recording
 from pyorch.traces.replay import ReplaySettings, replay
 from pyorch.traces.routers import hidden_outputs
 
-_PIECE = 512  # tokens that are computed together, from nothing but themselves
+_PIECE = 512  # tokens computed together, each piece without earlier ones
 
-# One piece of ten is held out, up to so many tokens, to try on it how far ahead to read.
+# Every tenth piece is held out, up to this many tokens, to compare prefetch distances.
 _HELD_OUT = 10
 _TRIAL_TOKENS = 2048
 
 _DISK_SECONDS = 1.0
-_BUDGET = 0.4  # of the experts, at which distances are compared
+_BUDGET = 0.4  # of the experts, for the comparison of distances
 _DISTANCES = (1, 2, 3, 4)
-_SAME = 0.005  # a gain that is none: reading farther ahead wastes more
+_SAME = 0.005  # smaller gains do not count, because prefetching farther ahead wastes more
 
-OnProgress = Callable[[str, int, int], None]  # "calibrating" or "trying distances", done, of (0: not known)
+OnProgress = Callable[[str, int, int], None]  # "calibrating" or "trying distances", done, total (0: unknown)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What the replay of held-out tokens says of a prefetch distance; 0: nothing is read ahead."""
+    """The replayed time per token at a prefetch distance, on held-out tokens; distance 0: no prefetch."""
 
     distance: int
     tpot_ms: float
@@ -48,8 +48,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Calibrated:
-    """trials: empty where too little text was held out; why: else why there are none, or "". compute_ms: of a decoded
-    token, beside the waits for experts. cut_short: time was over before the data was."""
+    """The results of a calibration.
+
+    Attributes:
+        default_vectors: Mean outputs of experts.
+        compute_ms: Of a decoded token, without the waits for experts.
+        trials: By distance; empty if too little text was held out, or the model cannot be replayed.
+        why: Why there are no trials, if not for lack of text. "": no other reason.
+        cut_short: The time limit ended the calibration before the data did.
+    """
 
     default_vectors: DefaultVectors
     compute_ms: float
@@ -59,7 +66,7 @@ class Calibrated:
 
     @property
     def distance(self) -> int | None:
-        """The shortest of those with the fewest milliseconds, or nearly; None without trials."""
+        """The shortest distance with nearly the least time; None without trials."""
         ahead = {trial.distance: trial.tpot_ms for trial in self.trials if trial.distance}
         return min(
             (distance for distance in ahead if ahead[distance] <= (1 + _SAME) * min(ahead.values())), default=None
@@ -71,23 +78,31 @@ def calibrate(
     n_threads: int | None = None, on_progress: OnProgress | None = None, seconds: float | None = None,
     **load_options: object,
 ) -> Calibrated:
-    """Measures default vectors on documents (see pyorch.traces.data), at any budget, and how far ahead reading pays.
+    """Measures default vectors on documents (see pyorch.traces.data), at any budget, and the best prefetch distance.
 
     Args:
-        n_tokens: of the data at most, None for all.
-        seconds: no piece of it is begun later than that after the model was loaded; one is computed in any case.
+        path: The model.
+        data: Files of documents.
+        n_tokens: Tokens of the data at most. None: all.
+        n_threads: Threads that compute. Default: the physical cores.
+        on_progress: Called after each piece and trial.
+        seconds: Start no further piece after this time since the model was loaded. At least one is computed.
+        load_options: Options of pyorch.load.
 
-    Raises PyorchError for a dense model, or data without a token; FormatError for what cannot be read.
+    Raises:
+        FormatError: The data or the model cannot be read.
+        PyorchError: The model is dense, or the data has no token.
     """
     n_threads = n_threads or cores.physical_cores()
     held_out: list[list[int]] = []
     n_read = n_done = 0
     cut_short = False
-    # Nothing is predicted, and a predictor file that is no good does not keep from making a new one.
+    # No predictor runs, so that an unusable predictor file does not prevent a new one.
     options = {"n_ctx": _PIECE, "n_threads": n_threads, **load_options, "prefetch": NONE}
     with load(path, managed=True, **options) as model:
         if model.engine is None:
-            raise PyorchError(model.note or f"{os.fspath(path)}: nothing manages its experts, so no output is seen")
+            raise PyorchError(model.note or f"{os.fspath(path)}: pyorch does not manage its experts, so no output is "
+                                            "seen")
         n_embd = model.llama.n_embd()
         with Context(model.llama.model, _PIECE, _PIECE, _PIECE, n_threads=n_threads) as context:
             with model.engine.calibrating():
@@ -125,7 +140,7 @@ def calibrate(
             try:
                 trials = _trials(model, context, vectors, held_out, compute_ms, on_progress)
                 return Calibrated(vectors, compute_ms, tuple(trials), cut_short=cut_short)
-            except PyorchError as error:  # a model whose routing cannot be recorded or replayed
+            except PyorchError as error:  # the model's routing cannot be recorded or replayed
                 return Calibrated(vectors, compute_ms, why=str(error), cut_short=cut_short)
 
 

@@ -1,4 +1,4 @@
-"""Text that continues prompts, several at once: what a harness asks for beside log-likelihoods."""
+"""Generates continuations of prompts, several at once, for a harness."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pyorch.llama.model import Model
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt, which is not empty, and how it is continued: until one of `stop`, an end of text, or max_tokens.
+    """A prompt, which must not be empty, and its sampling. Generation ends at `stop`, an end of text, or max_tokens.
 
-    temperature 0 takes the most probable token; else it is drawn from those that top_k, top_p and min_p leave.
-    top_k 0, top_p 1 and min_p 0 leave all.
+    temperature 0 takes the most probable token. Otherwise one is drawn from those allowed by top_k, top_p and min_p.
+    top_k 0, top_p 1 and min_p 0 allow all.
     """
 
     tokens: tuple[int, ...]
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass
 class _Answer:
-    """What was generated so far."""
+    """A text in generation."""
 
     index: int
     request: Request
@@ -46,13 +46,15 @@ class _Answer:
 def generate(
     model: Model, requests: Sequence[Request], n_parallel: int = 1, n_threads: int | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Continues prompts, n_parallel of them at a time: the number of a request, and its text without what stopped it.
+    """Continues prompts, n_parallel of them at a time.
 
-    They come in the order in which they are finished. Which are computed together changes the rounding, as it does in
-    servers; with n_parallel 1 nothing else is computed with a prompt.
+    Tokens computed together change the rounding, as in servers; with n_parallel 1 each prompt is computed alone.
+
+    Yields:
+        The number of a request, and its text without the stop text, in the order of their ends.
 
     Raises:
-        ExpertReadError: an expert could not be read.
+        ExpertReadError: An expert could not be read.
     """
     longest = max(len(request.tokens) + request.max_tokens for request in requests)
     n_parallel = min(n_parallel, len(requests))
@@ -81,7 +83,7 @@ def generate(
 
 
 def _prompt_logits(context: Context, sequence: int, tokens: Sequence[int]) -> np.ndarray:
-    """After the last token, float32[n_vocab]."""
+    """Returns the logits after the last token, float32[n_vocab]."""
     for begin in range(0, len(tokens), N_BATCH):
         piece = tokens[begin : begin + N_BATCH]
         is_last = begin + N_BATCH >= len(tokens)
@@ -90,14 +92,14 @@ def _prompt_logits(context: Context, sequence: int, tokens: Sequence[int]) -> np
 
 
 def _step(model: Model, context: Context, running: dict[int, _Answer]) -> list[int]:
-    """Computes a token of each. Returns the sequences that are finished."""
+    """Computes a token of each sequence. Returns the finished sequences."""
     sequences = list(running)
     logits = context.decode([running[sequence].last for sequence in sequences], sequences)
     return [sequence for sequence, row in zip(sequences, logits) if not _goes_on(model, running[sequence], row)]
 
 
 def _goes_on(model: Model, answer: _Answer, logits: np.ndarray) -> bool:
-    """Adds the next token to an answer, and says whether more come."""
+    """Adds the next token to an answer, and returns whether the answer continues."""
     if answer.n_tokens >= answer.request.max_tokens:
         return False
     token = choose(logits, answer.request, answer.random)
@@ -117,7 +119,7 @@ def _text(answer: _Answer) -> str:
 
 
 def choose(logits: np.ndarray, request: Request, random: np.random.Generator) -> int:
-    """A token. logits: float32[n_vocab]."""
+    """Samples a token. logits: float32[n_vocab]."""
     if request.temperature <= 0:
         return int(logits.argmax())
     order = np.argsort(-logits, kind="stable")
@@ -126,7 +128,7 @@ def choose(logits: np.ndarray, request: Request, random: np.random.Generator) ->
     scaled = logits[order].astype(np.float64) / request.temperature
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
-    # The first one always stays: what comes before it is nothing, and it is the most probable itself.
+    # The first token always stays: the sum before it is 0, and it is itself the most probable.
     kept = (np.cumsum(p) - p < request.top_p) & (p >= request.min_p * p[0])
     p = p[kept] / p[kept].sum()
     return int(order[kept][random.choice(len(p), p=p)])

@@ -1,4 +1,4 @@
-"""What a setting is judged by: its answers to questions, and how far its predictions of a text are from the lossless
+"""Judges a setting by its answers to questions, and by the divergence of its predictions of a text from the lossless
 ones."""
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from pyorch.settings.budget import AUTO, Budget
 from pyorch.sidecars.buddies import Buddies
 from pyorch.traces.data import read_documents
 
-PARTS = 8  # of the questions, and of the text
+PARTS = 8  # the questions and the text are divided into this many
 
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """Who is asked what. data: files of questions, of each `limit` at most. load_options: of pyorch.load."""
+    """A model and its questions.
+
+    Attributes:
+        data: Files of questions.
+        limit: Questions of each file at most.
+        load_options: Of pyorch.load.
+    """
 
     model: str
     data: tuple[str, ...]
@@ -39,7 +45,7 @@ class Questions:
 
     @property
     def options(self) -> dict[str, object]:
-        """Of load()."""
+        """All options of load()."""
         return {**self.load_options, "n_threads": self.n_threads}
 
     def tasks(self, model: Model) -> list[Task]:
@@ -48,8 +54,14 @@ class Questions:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Accuracies, one for each file, and what was done to reach them. divergence: on text, None without; text_slots:
-    what was done there."""
+    """The result of judging.
+
+    Attributes:
+        accuracies: One per file.
+        slots: Expert slots while the questions were answered.
+        divergence: On text. None: without text.
+        text_slots: Expert slots while the text was predicted.
+    """
 
     accuracies: tuple[Accuracy, ...]
     slots: Slots
@@ -57,7 +69,7 @@ class Judgement:
     text_slots: Slots = Slots(0, 0, 0, 0)
 
     def __add__(self, more: Judgement) -> Judgement:
-        """Of the questions and the text of both."""
+        """Returns the judgement of the questions and texts of both."""
         divergence = self.divergence or more.divergence
         if self.divergence is not None and more.divergence is not None:
             divergence = self.divergence + more.divergence
@@ -65,18 +77,18 @@ class Judgement:
         return Judgement(accuracies, self.slots + more.slots, divergence, self.text_slots + more.text_slots)
 
     def average(self, metric: str) -> float | None:
-        """Mean over the files, as in the papers; None without questions."""
+        """Returns the mean over the files, as in the papers; None without questions."""
         return arc.average(self.accuracies, metric) if self.accuracies else None
 
 
 class Judge:
-    """A loaded model, questions and texts. What the lossless model predicts of the texts is kept in temporary files."""
+    """A loaded model, questions and texts. Temporary files store the lossless predictions of the texts."""
 
     def __init__(
         self, model: Model, tasks: Sequence[Task], texts: Sequence[str] = (), n_tokens: int | None = None,
         n_threads: int | None = None,
     ) -> None:
-        """texts: files, of which n_tokens are predicted."""
+        """Keeps the model and its questions. texts: files, of which n_tokens are predicted."""
         self._model, self._tasks, self._n_threads = model, tasks, n_threads
         self._windows = perplexity.windows(model, list(read_documents(texts)), n_tokens=n_tokens) if texts else []
         self._references: dict[tuple[int, int, int], perplexity.Reference] = {}
@@ -92,9 +104,14 @@ class Judge:
         self, method: Method, rate: float | None, buddies: Buddies | None, on_progress: OnProgress | None = None,
         parts: tuple[int, int] = (0, PARTS),
     ) -> Judgement:
-        """What a method does at a cache rate (see method.simulated()). The model is as it was loaded before and after.
+        """Judges a method at a cache rate (see method.simulated()). Afterwards the model is as before.
 
-        parts: from which to which of PARTS of the questions, and of the text.
+        Args:
+            method: The method.
+            rate: The cache rate. None: the model as it was loaded.
+            buddies: The buddy lists, if any.
+            on_progress: Called after each question and piece of text.
+            parts: The first of PARTS of the questions and the text, and the end.
         """
         report = on_progress or (lambda *_: None)
         width = n_ubatch(method.substitution, bool(method.forecast))
@@ -117,7 +134,7 @@ class Judge:
             return Judgement(tuple(accuracies), done if tasks else text_slots, divergence, text_slots)
 
     def _reference(self, parts: tuple[int, int], width: int, report: OnProgress) -> perplexity.Reference | None:
-        """Of so wide batches; the model is lossless now."""
+        """Returns the reference for batches of this width. The model must be lossless now."""
         windows = part_of(self._windows, *parts)
         key = *parts, width
         if windows and key not in self._references:
@@ -128,17 +145,17 @@ class Judge:
 
 
 def part_of(items: Sequence, begin: int, end: int) -> Sequence:
-    """Of PARTS, of which the first is not empty."""
+    """Returns a range of PARTS of the items. The first part is not empty."""
     return items[math.ceil(len(items) * begin / PARTS) : math.ceil(len(items) * end / PARTS)]
 
 
 def in_turns(items: Sequence, n_rounds: int) -> Iterator:
-    """There and back: what drifts in one direction favours none of them."""
+    """Yields the items forward and backward in turn, so that a drift in one direction favours none."""
     for i in range(n_rounds):
         yield from items if i % 2 == 0 else reversed(items)
 
 
 def shuffled(task: Task) -> Task:
-    """Always alike. A file may have questions of one kind after those of another."""
+    """Shuffles the questions, always alike: a file may be sorted by kind."""
     order = np.random.default_rng(0).permutation(len(task.questions))
     return Task(task.path, tuple(task.questions[i] for i in order), tuple(task.prompts[i] for i in order))

@@ -1,7 +1,7 @@
-"""Log-likelihoods of continuations: what multiple-choice questions, and harnesses, are judged by.
+"""Log-likelihoods of continuations, for multiple-choice questions and harnesses.
 
-A continuation is worth the sum of the log-probabilities of its tokens, each after those before it. Several prompts
-are computed in one batch; the continuations of a prompt share what is computed of its context.
+The log-likelihood of a continuation is the sum of the log-probabilities of its tokens, each after those before it.
+A batch has several prompts. The continuations of a prompt share the computing of its context.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import numpy as np
 from pyorch.llama.context import Context, log_softmax
 from pyorch.llama.model import Model
 
-N_BATCH = 512  # tokens of several prompts that are computed at once
+N_BATCH = 512  # tokens of several prompts computed at once
 MAX_CONTINUATIONS = 63  # of one prompt
 _N_SEQ_MAX = MAX_CONTINUATIONS + 1
 _OUTPUT_BYTES = 64 << 20  # for logits, unless one prompt needs more
-_MIN_PREFIX = 16  # tokens that all prompts must begin with to be worth keeping
+_MIN_PREFIX = 16  # shorter common beginnings of all prompts are not shared
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens: a context, which is not empty, and what may follow it."""
+    """Tokens of a context, which must not be empty, and of its possible continuations."""
 
     context: tuple[int, ...]
     continuations: tuple[tuple[int, ...], ...]
 
     @property
     def n_tokens(self) -> int:
-        """To be computed when the continuations share the context: nothing follows a last token."""
+        """Tokens to compute if the continuations share the context. A last token is not computed: nothing follows."""
         return len(self.context) + sum(len(continuation) - 1 for continuation in self.continuations)
 
     @property
@@ -42,21 +42,25 @@ class Prompt:
 
     @property
     def length(self) -> int:
-        """Of the context with the longest continuation."""
+        """Tokens of the context with the longest continuation."""
         return len(self.context) + max(map(len, self.continuations))
 
 
 @dataclass(frozen=True)
 class Likelihoods:
-    """Of the continuations of a prompt. sums: of log-probabilities, in nats, float64[n]. greedy: bool[n], whether each
-    token of it is the most probable one."""
+    """The results of a prompt's continuations.
+
+    Attributes:
+        sums: Of log-probabilities, in nats, float64[n].
+        greedy: bool[n], whether each token of the continuation is the most probable one.
+    """
 
     sums: np.ndarray
     greedy: np.ndarray
 
 
 def tokenize(tokenizer: llama_cpp.Llama, text: str) -> tuple[int, ...]:
-    """With a BOS token where the model's tokenizer adds one; never an EOS, nothing in the text is special."""
+    """Tokenizes a text, with BOS if the model's tokenizer adds it, without EOS, and without special tokens."""
     bos = ()
     vocab = llama.llama_model_get_vocab(tokenizer.model)
     if llama.llama_vocab_get_add_bos(vocab):
@@ -68,19 +72,22 @@ def likelihoods(
     model: Model, prompts: Sequence[Prompt], n_ubatch: int = N_BATCH, together: bool | None = None,
     n_threads: int | None = None,
 ) -> Iterator[Likelihoods]:
-    """Of each prompt, as the model computes now: under its budget, its substitution, its cache.
+    """Yields the log-likelihoods of each prompt with the model's present budget, substitution and cache.
 
     Args:
-        n_ubatch: tokens that are computed at once; with 1 each token finds what residency those before it
-            left, as in decoding.
-        together: several prompts in one batch, the continuations of a prompt (MAX_CONTINUATIONS at most) sharing
-            what is computed of its context, and all prompts what their contexts begin with. Otherwise each
-            continuation is computed with its context, by itself. The log-likelihoods then differ by float rounding,
-            about 1e-6: attention sums over keys that lie elsewhere in the cache. Rarely that makes a router choose
-            another expert. None: where the model can, which recurrent ones cannot.
+        model: The model.
+        prompts: The prompts.
+        n_ubatch: Tokens computed at once. With 1, each token finds the residency that earlier ones left, as in
+            decoding.
+        together: Compute several prompts in one batch. The continuations of a prompt (MAX_CONTINUATIONS at most) share
+            its context, and all prompts share the beginning of their contexts. Otherwise each continuation is computed
+            alone with its context. The log-likelihoods differ by float rounding, about 1e-6, because attention sums
+            over keys in another order. Rarely, a router then chooses another expert. None: True if the model can,
+            which recurrent ones cannot.
+        n_threads: Threads that compute. Default: the physical cores.
 
     Raises:
-        ExpertReadError: an expert could not be read.
+        ExpertReadError: An expert could not be read.
     """
     handle = model.llama.model
     if together is None:
@@ -90,7 +97,10 @@ def likelihoods(
 
 
 def _likelihood(rows: np.ndarray, tokens: Sequence[int]) -> tuple[float, bool]:
-    """Of tokens, whether each is the most probable too. rows: the logits before each of them, [n, n_vocab]."""
+    """Returns the log-likelihood of tokens and whether each is the most probable one.
+
+    rows: [n, n_vocab], the logits before each token.
+    """
     return log_probabilities(rows, np.array(tokens)).sum(), bool((rows.argmax(-1) == tokens).all())
 
 
@@ -110,10 +120,10 @@ def _one_by_one(
 
 
 def _alone(context: Context, n_batch: int, before: Sequence[int], continuation: Sequence[int]) -> tuple[float, bool]:
-    """In pieces: the logits of a long continuation would not fit into memory together."""
+    """Computes one continuation in pieces: all logits of a long one would not fit into memory."""
     context.clear()
     tokens = (*before, *continuation[:-1])
-    first = len(before) - 1  # the token after which the continuation begins
+    first = len(before) - 1  # the token before the continuation
     total, greedy = 0.0, True
     for begin in range(0, len(tokens), n_batch):
         piece = tokens[begin : begin + n_batch]
@@ -127,14 +137,14 @@ def _alone(context: Context, n_batch: int, before: Sequence[int], continuation: 
 
 
 def _row_bytes(model: int) -> int:
-    """Of the logits after one token."""
+    """Returns the bytes of the logits after one token."""
     return 4 * llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
 
 
 def _together(
     model: int, prompts: Sequence[Prompt], n_ubatch: int, n_threads: int | None
 ) -> Iterator[Likelihoods]:
-    """Sequence 0 holds what all contexts begin with; each continuation of a batch has a sequence of its own."""
+    """Computes prompts in batches. Sequence 0 has the common prefix; each continuation has its own sequence."""
     prefix = _common_prefix(prompts)
     rests = [Prompt(prompt.context[len(prefix):], prompt.continuations) for prompt in prompts]
     row_bytes = _row_bytes(model)
@@ -151,7 +161,7 @@ def _together(
 
 
 def _common_prefix(prompts: Sequence[Prompt]) -> tuple[int, ...]:
-    """What all contexts begin with, their last token left out, which must say what comes next."""
+    """Returns the common beginning of all contexts, without any last token, whose logits each context needs."""
     first, last = min(prompt.context for prompt in prompts), max(prompt.context for prompt in prompts)
     n = min(len(prompt.context) for prompt in prompts) - 1
     n = next((i for i in range(n) if first[i] != last[i]), n)
@@ -159,7 +169,7 @@ def _common_prefix(prompts: Sequence[Prompt]) -> tuple[int, ...]:
 
 
 def _batches(prompts: Iterable[Prompt], n_batch: int, n_outputs: int) -> Iterator[list[Prompt]]:
-    """Consecutive prompts, as many as fit into one decode."""
+    """Yields groups of consecutive prompts that fit into one decode."""
     batch: list[Prompt] = []
     tokens = outputs = sequences = 0
     for prompt in prompts:
@@ -209,13 +219,16 @@ def _score_batch(context: Context, prompts: Sequence[Prompt]) -> Iterator[Likeli
 
 
 def log_probabilities(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Of the token that follows each row, float64[n]. logits: [n, n_vocab], tokens: int[n]."""
-    # A row at a time: float64 of all rows would be large.
+    """Returns log-probabilities of the token after each row, float64[n]. logits: [n, n_vocab], tokens: int[n]."""
+    # Row by row: float64 of all rows would be large.
     return np.array([log_softmax(row)[token] for row, token in zip(logits, tokens, strict=True)], np.float64)
 
 
 def kl_divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """Of each row's distribution from the reference's, in nats, float64[n]. Both are [n, n_vocab]."""
+    """Returns the divergence of each row's distribution from the reference's, in nats, float64[n].
+
+    Both arrays are [n, n_vocab].
+    """
     result = np.empty(len(reference), np.float64)
     for i, (p, q) in enumerate(zip(reference, logits, strict=True)):
         p, q = log_softmax(p), log_softmax(q)
@@ -224,5 +237,5 @@ def kl_divergences(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
 
 
 def top1_agreements(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """Whether the most probable token is the same, bool[n]."""
+    """Returns whether the most probable tokens are equal, bool[n]."""
     return reference.argmax(-1) == logits.argmax(-1)

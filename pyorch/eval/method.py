@@ -1,11 +1,13 @@
-"""How absent experts are treated in an evaluation, and which experts count as absent.
+"""Methods to treat absent experts in an evaluation, and the caches that decide which experts are absent.
 
-A cache rate c keeps the share c of the experts resident, alike in all layers, in a cache that is simulated: the model
-is in memory whole, and substitution takes the experts that were selected most often for resident, and no others: in the
-trace of the buddy lists, or where there are none, in a text that every machine has. So what happens to a token depends
-on the token alone (and, with max_weight, on what experts weigh in those before), questions are computed in large
-batches, and results are reproducible. It is a hard judge: a real cache follows the text, and misses less. Under a
-budget, as speed is measured, the cache is a real one. Ghosts take room from residents in both.
+- **A cache rate** c is static and simulated: the whole model is in memory, and in each layer substitution treats the
+  share c of the experts as resident. These are the experts selected most often in the buddy lists' trace, or without
+  lists, in a text that every machine has. So the result for a token depends on the token alone (and, with max_weight,
+  on the weights of experts in tokens before it), questions are computed in large batches, and results are
+  reproducible. It is a hard judge: a real cache follows the text, and misses less.
+- **A budget**, for speed, has a real cache.
+
+In both, ghosts take memory from resident experts.
 """
 
 from __future__ import annotations
@@ -46,15 +48,19 @@ from pyorch.traces.default_text import write_default_text
 
 @dataclass(frozen=True)
 class Arrival:
-    """When experts arrive in a cache whose time is simulated: so that what is evaluated does not depend on the machine.
+    """Arrivals of experts in a cache with simulated time, so that an evaluation does not depend on the machine.
 
-    Whether an expert that is on its way counts as absent decides what a lossy setting computes. Here it is decided by a
-    clock of its own: a layer of a token takes one unit of it, reads come one after another through a disk that takes as
-    long as it is told, and a layer waits for what it demands. The residency table, its eviction and what is deferred
-    are those of a run. Guesses are not simulated: a run finds somewhat more experts there.
+    A lossy setting computes differently if an expert arrives late. Here a clock of its own decides this: a layer of a
+    token takes one unit, reads follow one after another from a disk of the given speed, and a layer waits for the
+    experts that it demands. The residency table, its eviction and its deferred reads are those of a real run.
+    Prefetches are not simulated, so a real run has somewhat more experts resident.
 
-    read_time: of an expert, in layers of a token. seed: 0: every read takes that; else from half to one and a half
-    of it, as drawn. PyorchError for what cannot be.
+    Attributes:
+        read_time: Of an expert, in layers of a token.
+        seed: 0: every read takes read_time. Otherwise from half to one and a half of it, at random.
+
+    Raises:
+        PyorchError: A value is out of range.
     """
 
     read_time: float = 1.0
@@ -67,8 +73,10 @@ class Arrival:
             raise PyorchError(f"--read-seed {self.seed} is not from 0 to 2^64 - 1")
 
     def simulate(self, model: Model, residents: Mapping[int, np.ndarray] | None = None) -> None:
-        """From now on absent experts of a model are those of a cache with its budget. residents: il to bool[n_expert],
-        with what it begins; None: it is empty."""
+        """Simulates a cache with the model's budget from now on.
+
+        residents: il to bool[n_expert], its first content. None: it is empty.
+        """
         if model.engine is None:
             return
         model.engine.simulate_cache(self.read_time, self.seed)
@@ -78,14 +86,18 @@ class Arrival:
 
 OnProgress = Callable[[str, int, int], None]  # step, done, total
 
-_N_CTX = 64  # of the context that load() makes and that nothing is computed in
+_N_CTX = 64  # of load()'s own context, which computes nothing
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the papers' tables: "original" waits for absent experts, "random" and "buddies" replace them,
-    "speculate" computes with the experts that a predictor, `forecast`, expects; with a substitution too, with those of
-    its router's choice that were expected, and treats the others as the substitution says."""
+    """A row of the papers' tables.
+
+    - "original" waits for absent experts.
+    - "random" and "buddies" replace them.
+    - "speculate" computes with the experts that the predictor `forecast` names. With a substitution, it computes the
+      forecast experts of the router's choice, and substitutes the others.
+    """
 
     name: str
     substitution: Substitution | None
@@ -98,16 +110,21 @@ class Method:
 
 @dataclass(frozen=True)
 class Slots:
-    """What became of the expert slots of n_tokens, in all layers. absent: whose expert was absent.
+    """The outcome of the expert slots of n_tokens, in all layers.
 
-    A token that is left out of the last layer, because no logits are wanted after it, counts as a part of one.
+    Attributes:
+        n_tokens: A token that the last layer does not compute, because its logits are not needed, counts as a fraction.
+        absent: Their expert was absent.
+        substituted: Computed with another expert.
+        dropped: Not computed.
+        ghosts: Estimated by ghosts.
     """
 
     n_tokens: int
     absent: int
     substituted: int
     dropped: int
-    ghosts: int = 0  # estimated
+    ghosts: int = 0
 
     def __add__(self, more: Slots) -> Slots:
         return Slots(*(getattr(self, name) + getattr(more, name) for name in Slots.__dataclass_fields__))
@@ -120,12 +137,12 @@ class Slots:
 
     @property
     def read_per_token(self) -> float:
-        """Experts that have to be read for a token."""
+        """Experts that a token has to read."""
         return (self.absent - self.substituted - self.dropped - self.ghosts) / self.n_tokens if self.n_tokens else 0.0
 
 
 def slots(model: Model) -> Slots:
-    """Since the model's statistics were reset. Without a substitution only the tokens are known."""
+    """Returns the outcome since the statistics were reset. Without a substitution, only the tokens are known."""
     stats = model.stats()
     n_tokens = stats.experts.tokens // len(model.layers) if stats.experts is not None and model.layers else 0
     counts = stats.substitution
@@ -141,8 +158,11 @@ ORIGINAL = Method("original", None)
 
 
 def speculation(text: str) -> Method:
-    """Of "quasi-hidden", or with a substitution for what was not expected, "quasi-hidden+mode=none,miss=ghost".
-    PyorchError for what cannot be executed."""
+    """Parses "quasi-hidden", or with a substitution for other experts, "quasi-hidden+mode=none,miss=ghost".
+
+    Raises:
+        PyorchError: The text is invalid, or layers cannot compute with the predictor's forecasts.
+    """
     forecast, _, settings = text.partition("+")
     Prefetch.parse(forecast).check_executable()
     return Method("speculate", Substitution.parse(settings) if settings else None, forecast)
@@ -153,10 +173,11 @@ def lossy_method(substitution: Substitution) -> Method:
 
 
 def n_ubatch(substitution: Substitution | None, speculates: bool = False) -> int:
-    """Tokens that may be computed at once, with a simulated cache.
+    """Returns the tokens that may be computed at once with a simulated cache.
 
-    1 where settings look at all tokens of a micro-batch (eq. 2; what was forecast for one is there for the others), of
-    which decoding has one, and where they count what all layers do to a token: the last has other rows.
+    1 for settings that look at all tokens of a micro-batch (eq. 2; an expert forecast for one token is resident for the
+    others), because decoding has one, and for settings that count the changes of a token in all layers, because the
+    last layer has other rows.
     """
     by_batch = substitution is not None and (
         substitution.beta is not None or substitution.rho_token is not None or speculates)
@@ -165,8 +186,10 @@ def n_ubatch(substitution: Substitution | None, speculates: bool = False) -> int
 
 @contextlib.contextmanager
 def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Model]:
-    """A model of whose experts simulated() can take any away. All are in memory where they fit; else as many as do,
-    which takes longer and changes no result."""
+    """Loads a model for simulated(), with all experts in memory if they fit.
+
+    Otherwise with as many as fit, which takes longer and changes no result.
+    """
     with ModelMap(path) as model_map:
         info = model_map.info
         if not model_map.layers:
@@ -177,13 +200,20 @@ def static_model(path: str | os.PathLike[str], **options: object) -> Iterator[Mo
 
 
 def kernels(path: str | os.PathLike[str], n_models: int, wanted: str = AUTO_KERNELS) -> dict[str, bool]:
-    """Options of load() with which a managed model and the resident one compute with the same kernels.
+    """Returns the options of load() with which a managed model and the resident one compute with the same kernels.
 
-    llama.cpp repacks what it has faster kernels for into memory of its own: where n_models whole models do not fit
-    beside each other, both compute with the plain kernels, for which weights may stay in the file. wanted: as --kernels
-    names them. PyorchError for a model that makes no text, or that does not fit for what is wanted.
+    llama.cpp repacks weights with faster kernels into its own memory. If n_models whole models do not fit into memory
+    together, both compute with the plain kernels, for which weights may stay in the file.
+
+    Args:
+        path: The model.
+        n_models: Whole models in memory at once.
+        wanted: As for --kernels.
+
+    Raises:
+        PyorchError: The model makes no text, or does not fit for `wanted`.
     """
-    with logs.collect(), ModelMap(path) as model_map:  # why a file is refused is said in the sentence
+    with logs.collect(), ModelMap(path) as model_map:  # the error's message says why a file is refused
         model_map.check_text()
         if fits(model_map.info, n_models):
             return {}
@@ -195,7 +225,7 @@ def kernels(path: str | os.PathLike[str], n_models: int, wanted: str = AUTO_KERN
 
 @contextlib.contextmanager
 def resident_model(path: str | os.PathLike[str], **options: object) -> Iterator[Model]:
-    """The model as llama.cpp loads it, nothing managed: what a lossless one must equal. options: with kernels()."""
+    """Loads the model as llama.cpp does, unmanaged: the reference of a lossless one. options: including kernels()."""
     mapped = not options.get("use_extra_bufts", True)
     with load(path, budget=RESIDENT, **{"n_ctx": _N_CTX, "use_mmap": mapped, **options}) as model:
         yield model
@@ -205,8 +235,11 @@ def resident_model(path: str | os.PathLike[str], **options: object) -> Iterator[
 def simulated(
     model: Model, method: Method, rate: float | None, buddies: Buddies | None, on_progress: OnProgress | None = None
 ) -> Iterator[Model]:
-    """A simulated cache. Without a method that replaces experts nothing is simulated: it waits for all of them, or
-    computes with what is forecast, absent or not. on_progress: where it is counted first what is resident."""
+    """Simulates a cache in the `with` block.
+
+    Without a substitution nothing is simulated: the method waits for all experts, or computes with forecast ones.
+    on_progress: Called while the resident experts are determined.
+    """
     model.reset_stats()
     if method.substitution is not None:
         counts = buddies.activations if buddies is not None else _counted(model, on_progress or (lambda *_: None))
@@ -229,22 +262,21 @@ def simulated(
 
 
 def _ghosts_share(model: Model, substitution: Substitution) -> float:
-    """Of the experts' memory, what ghosts take where a setting has them: residents give way to them, as in a budget."""
+    """Returns the share of the experts' memory that a setting's ghosts take. Residents lose it, as in a budget."""
     ghosts = find_ghosts(substitution, find(model.llama.model).plan.sidecars)
     return ghosts.n_bytes / model.map.info.slots_bytes if ghosts is not None else 0.0
 
 
 def again(model: Model, method: Method, buddies: Buddies | None) -> None:
-    """Sets the substitution of a method: what experts weigh on average (max_weight) is of what comes from now on."""
+    """Sets the substitution of a method anew, which restarts the mean weights of experts (max_weight)."""
     if method.substitution is not None:
         model.substitute(_everywhere(method.substitution), buddies)
 
 
 def most_active(activations: Mapping[int, np.ndarray], rate: float) -> dict[int, np.ndarray]:
-    """bool[n_expert] of each layer: the experts that were selected most often, the share `rate` of all.
+    """Returns for each layer bool[n_expert]: the experts that were selected most often, the share `rate` of all.
 
-    Of experts that are equal in this, those with the lower number. What is no whole number of a layer's experts counts
-    in the next one.
+    Among equal experts, those with lower numbers. The fraction of a layer's last expert counts in the next layer.
     """
     masks, wanted, taken = {}, 0.0, 0
     for il, counts in activations.items():
@@ -256,12 +288,12 @@ def most_active(activations: Mapping[int, np.ndarray], rate: float) -> dict[int,
     return masks
 
 
-_COUNTED_TOKENS, _COUNTED_AT_ONCE = 4096, 64  # the logits of so many are in memory
+_COUNTED_TOKENS, _COUNTED_AT_ONCE = 4096, 64  # logits of the second number are in memory
 _counts: WeakKeyDictionary[Model, dict[int, np.ndarray]] = WeakKeyDictionary()
 
 
 def _counted(model: Model, report: OnProgress) -> dict[int, np.ndarray]:
-    """int64[n_expert] of each layer: how often a text that every machine has selects each expert, counted once."""
+    """Counts once how often a text that every machine has selects each expert: int64[n_expert] of each layer."""
     if model not in _counts:
         before = _activations(model)
         handle, left = model.llama.model, _COUNTED_TOKENS
@@ -289,7 +321,7 @@ def _activations(model: Model) -> dict[int, np.ndarray]:
 
 
 def _everywhere(substitution: Substitution | None) -> Substitution | None:
-    """In prompts too: their tokens are treated as if each had been decoded."""
+    """Returns the substitution for prompts too: their tokens are treated as decoded tokens."""
     return None if substitution is None else dataclasses.replace(substitution, prefill=True)
 
 
@@ -298,11 +330,12 @@ def dynamic_model(
     path: str | os.PathLike[str], method: Method, budget: str, buddies: Buddies | None, arrival: Arrival | None = None,
     **options: object,
 ) -> Iterator[Model]:
-    """The model under a real budget, freshly loaded: a share such as "50%", or a size.
+    """Loads the model under a real budget: a share such as "50%", or a size.
 
-    With buddy lists, the cache begins with the experts that the trace selected most often: what stands in for
-    absent experts would otherwise keep an empty cache from filling. arrival: of experts, simulated; None: as they come.
-    Ghosts count in the budget, as they do for a user.
+    With buddy lists, the cache begins with the experts that the trace selected most often: substitution would otherwise
+    keep an empty cache from filling. Ghosts count in the budget, as for a user.
+
+    arrival: Simulated arrivals of experts. None: real ones.
     """
     lossy = _everywhere(method.substitution)
     needed = {"substitution": lossy, "buddies": buddies} if lossy is not None and lossy.needs_ghosts else {}
@@ -326,16 +359,16 @@ def dynamic_model(
 
 
 def read_buddies(path: str | os.PathLike[str], buddies_file: str | None, needed: bool) -> Buddies | None:
-    """The lists of a model, from a file or from beside it; None where there are none and none are needed."""
+    """Reads the lists of a model, from a file or next to the model; None if they are missing and not needed."""
     with ModelMap(path) as model_map:
         if buddies_file is None and "buddies" not in model_map.sidecars():
             if needed and model_map.layers:
-                raise PyorchError(f"there are no buddy lists beside {path}: make them with `pyorch buddies`, or name "
+                raise PyorchError(f"there are no buddy lists next to {path}: make them with `pyorch buddies`, or name "
                                   "them with --buddies-file")
             return None
         return find_buddies(Substitution(), buddies_file, Sidecars(model_map))
 
 
 def share(rate: float) -> str:
-    """A cache rate as a budget."""
+    """Returns a cache rate as a budget."""
     return f"{rate * 100:g}%"

@@ -1,8 +1,8 @@
-"""Perplexity of texts, and how far a model's predictions are from those of a reference.
+"""Perplexity of texts, and the divergence of a model's predictions from those of a reference.
 
-A text is divided into windows of at most n_window tokens, each computed from nothing but itself. In a window every
-token is predicted by those before it; where the model's tokenizer adds a BOS token each window begins with one.
-Each token of a text is predicted once, the very first one only after a BOS token.
+A text is divided into windows of at most n_window tokens, each computed alone. In a window every token is predicted
+from the tokens before it. If the model's tokenizer adds a BOS token, each window begins with one. Each token of a text
+is predicted once; the very first one only after a BOS token.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _OUTPUT_BYTES = 64 << 20  # for logits
 
 OnProgress = Callable[[int, int], None]  # tokens done, total
 
-_BLOCK = 32  # consecutive tokens: their divergences are alike, so errors are estimated from the means of such blocks
+_BLOCK = 32  # consecutive tokens, whose divergences are correlated: errors are estimated from means of such blocks
 
 
 @dataclass(frozen=True)
 class Window:
-    """inputs and what follows each of them, of equal length."""
+    """Tokens, and the token that follows each of them, of equal length."""
 
     inputs: tuple[int, ...]
     targets: tuple[int, ...]
@@ -42,10 +42,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Over n_tokens that were predicted. The last three are None without a reference.
+    """The results over n_tokens predicted tokens. The last three are None without a reference.
 
-    log_likelihood: mean, in nats per token. kl_divergence: mean, in nats, of the model's distributions from the
-    reference's. top1_agreement: share of tokens for which both hold the same to be the most probable.
+    Attributes:
+        log_likelihood: Mean, in nats per token.
+        kl_divergence: Mean, in nats, of the model's distributions from the reference's.
+        top1_agreement: Share of tokens with the same most probable token in both.
     """
 
     n_tokens: int
@@ -67,7 +69,7 @@ class Perplexity:
 def windows(
     model: Model, documents: Sequence[Document], n_window: int = N_BATCH, n_tokens: int | None = None
 ) -> list[Window]:
-    """The windows of some texts, with n_tokens to predict at most. PyorchError if there is nothing to predict."""
+    """Returns the windows of some texts, with n_tokens to predict at most. PyorchError: no token can be predicted."""
     result = []
     handle = model.llama.model
     n_window = min(n_window, llama.llama_model_n_ctx_train(handle))
@@ -75,7 +77,7 @@ def windows(
     left = n_tokens if n_tokens is not None else math.inf
     for document in documents:
         tokens = tokenize(model.llama, document.text)
-        # A window with a BOS token of its own continues where the last target was.
+        # A window with its own BOS token continues at the last target.
         bos, tokens = (tokens[:1], tokens[1:]) if has_bos else ((), tokens)
         first = 0 if has_bos else 1
         for begin in range(first, len(tokens), n_window):
@@ -94,14 +96,19 @@ def measure(
     model: Model, texts: Sequence[Window], reference: Model | None = None, n_ubatch: int = N_BATCH,
     n_threads: int | None = None, on_progress: OnProgress | None = None,
 ) -> Perplexity:
-    """Perplexity as the model computes now: under its budget, its substitution, its cache.
+    """Measures perplexity with the model's present budget, substitution and cache.
 
     Args:
-        reference: a model with the same vocabulary, to compare with.
-        n_ubatch: tokens that are computed at once; with 1 as in decoding. The reference is computed alike: the
-            shape of a batch changes the rounding.
+        model: The model.
+        texts: From windows().
+        reference: A model with the same vocabulary, to compare with.
+        n_ubatch: Tokens computed at once; with 1 as in decoding. The reference uses the same, because the shape of a
+            batch changes the rounding.
+        n_threads: Threads that compute. Default: the physical cores.
+        on_progress: Called after each piece.
 
-    Raises PyorchError for a reference with another vocabulary.
+    Raises:
+        PyorchError: The reference has another vocabulary.
     """
     if reference is not None and reference.llama.n_vocab() != model.llama.n_vocab():
         raise PyorchError(
@@ -137,7 +144,7 @@ class Divergence:
     blocks: tuple[float, ...]
 
     def __add__(self, more: Divergence) -> Divergence:
-        """Of the tokens of both."""
+        """Returns the divergence over the tokens of both."""
         n = self.n_tokens + more.n_tokens
         mean = (self.n_tokens * self.mean + more.n_tokens * more.mean) / n
         return Divergence(n, mean, self.blocks + more.blocks)
@@ -150,13 +157,22 @@ class Divergence:
 
 
 class Reference:
-    """What a lossless model predicts of some windows: logits, in a temporary file that goes with this object."""
+    """A lossless model's logits for some windows, in a temporary file with the lifetime of this object."""
 
     def __init__(
         self, model: Model, texts: Sequence[Window], n_ubatch: int = N_BATCH, n_threads: int | None = None
     ) -> None:
-        """n_ubatch: as what is compared is computed: the shape of a batch changes the rounding. PyorchError where there
-        is no room for the file."""
+        """Computes the logits.
+
+        Args:
+            model: The lossless model.
+            texts: From windows().
+            n_ubatch: As for the models to compare, because the shape of a batch changes the rounding.
+            n_threads: Threads that compute. Default: the physical cores.
+
+        Raises:
+            PyorchError: There is no room for the file.
+        """
         self._texts = texts
         self._n_ubatch = n_ubatch
         self._n_threads = n_threads
@@ -165,7 +181,7 @@ class Reference:
             try:
                 self._file = stack.enter_context(tempfile.TemporaryFile())
                 self._logits = np.memmap(self._file, np.float32, "w+", shape=shape)
-                os.posix_fallocate(self._file.fileno(), 0, self._logits.nbytes)  # else a full disk would be a signal
+                os.posix_fallocate(self._file.fileno(), 0, self._logits.nbytes)  # a full disk would send a signal later
             except OSError as error:
                 raise PyorchError(
                     f"there is no room in {tempfile.gettempdir()} for the predictions of {shape[0]} tokens, "
@@ -182,7 +198,7 @@ class Reference:
         self._closing.close()
 
     def divergence(self, model: Model, on_progress: OnProgress | None = None) -> Divergence:
-        """How far the predictions of a model, as it computes now, are from these. The model has the same vocabulary."""
+        """Returns the divergence of a model's present predictions. It must have the same vocabulary."""
         found: list[np.ndarray] = []
         done = 0
         for logits, _ in _predictions(model, self._texts, self._n_ubatch, self._n_threads):
@@ -198,7 +214,7 @@ class Reference:
 def _predictions(
     model: Model, texts: Sequence[Window], n_ubatch: int, n_threads: int | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Piece by piece of each window: logits float32[n, n_vocab] and what follows, int[n]."""
+    """Yields pieces of windows: logits float32[n, n_vocab] and the tokens that follow, int[n]."""
     n_batch = max(1, min(N_BATCH, _OUTPUT_BYTES // (4 * model.llama.n_vocab())))
     n_ctx = max(len(window.inputs) for window in texts)
     with Context(model.llama.model, n_ctx, n_batch, n_ubatch, n_threads=n_threads, exact=True) as context:

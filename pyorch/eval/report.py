@@ -1,4 +1,4 @@
-"""A sweep's table: for people, as CSV, as plain data for JSON, and as a picture of accuracy against throughput."""
+"""A sweep's table: as text, as CSV, as plain data for JSON, and as a picture of accuracy against throughput."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHANGED = "changed slots/token"  # substituted, dropped or computed by ghosts
 
 
 def names(data: Sequence[str]) -> list[str]:
-    """Short names of the files: ARC-E and ARC-C where they are these, else without directory and suffix."""
+    """Returns short names of the files: ARC-E and ARC-C for these, otherwise the name without directory and suffix."""
     known = {"arc-easy": "ARC-E", "arc-challenge": "ARC-C"}
     stems = [Path(path).stem for path in data]
     short = [next((name for start, name in known.items() if stem.lower().startswith(start)), stem) for stem in stems]
@@ -34,11 +34,11 @@ def names(data: Sequence[str]) -> list[str]:
     return list(data)
 
 
-WORDS = ("cache", "method", "settings")  # titles of the columns that hold no numbers
+WORDS = ("cache", "method", "settings")  # titles of columns without numbers
 
 
 def table(rows: Sequence[Row], data: Sequence[str], metric: str) -> tuple[list[str], list[list[str]]]:
-    """Titles of columns and their rows, an empty row between cache rates. Columns that say nothing are left out."""
+    """Returns titles and rows, with an empty row between cache rates, without columns that have no information."""
     columns = _columns(rows, names(data), metric)
     lines: list[list[str]] = []
     for i, row in enumerate(rows):
@@ -92,10 +92,10 @@ def _nats(found: Divergence) -> str:
 
 
 def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]:
-    """One flat object for each row; also the columns of the CSV. Accuracies and shares from 0 to 1.
+    """Returns one flat object per row, with the columns of the CSV. Accuracies and shares are from 0 to 1.
 
-    judged_*_per_token: expert slots while accuracy was measured; text_*: while divergence was; decoded_*: while speed
-    was. read: what has to be waited for.
+    judged_*_per_token are expert slots while accuracy was measured; text_*: divergence; decoded_*: speed. read: experts
+    that a token waits for.
     """
     result = []
     for row in rows:
@@ -131,7 +131,7 @@ def to_json(rows: Sequence[Row], data: Sequence[str]) -> list[dict[str, object]]
 
 
 def to_csv(objects: Sequence[dict[str, object]]) -> str:
-    """Of those that to_json() makes."""
+    """Returns the CSV of the objects that to_json() makes."""
     text = io.StringIO()
     columns = dict.fromkeys(name for flat in objects for name in flat)
     writer = csv.DictWriter(text, columns, lineterminator="\n")
@@ -146,7 +146,7 @@ _MARKERS = "o^vDP*"
 
 
 def draw(rows: Sequence[Row], metric: str, path: Path) -> None:
-    """Writes the picture of the rows that have a speed. PyorchError where there are none, or no matplotlib."""
+    """Writes the picture of the rows that have a speed. PyorchError: there are none, or matplotlib is missing."""
     timed = [row for row in rows if row.speed is not None]
     if not timed:
         raise PyorchError("a plot of accuracy against throughput needs --cache-rate and --speed-tokens")
@@ -180,7 +180,7 @@ def _sweep(figure_class: type[Figure], timed: Sequence[Row], metric: str) -> Fig
 
 
 def _looks(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
-    """Colour and marker of each label, the same in all panels."""
+    """Returns colour and marker of each label, the same in all panels."""
     looks = {}
     for row in rows:
         n = sum(label not in _LOOKS for label in looks)

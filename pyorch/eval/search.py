@@ -1,10 +1,10 @@
-"""Searches the setting that reads least among those that keep the accuracy, or the predictions: successive halving.
+"""Searches, by successive halving, the setting that reads least and keeps the accuracy or the predictions.
 
-All settings are tried on an eighth of the questions; the better half of them on as many again; and so on, until an
-eighth of the settings has answered all. Better is what promises more: the experts that a setting need not read, times
-how likely it is that it reaches the goal in the end, by what its answers have shown so far.
+All settings are tried on an eighth of the questions, the better half of them on as many again, and so on, until an
+eighth of the settings has answered all. Settings are ordered by their promise: the experts that a setting need not
+read, times the probability that it reaches the goal in the end, estimated from its answers so far.
 
-What a setting reads for a token is one expert for each slot whose expert is absent and not replaced.
+A setting reads one expert for each slot of a token whose expert is absent and not replaced.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from pyorch.eval.judge import PARTS, Judgement
 from pyorch.eval.method import Slots
 from pyorch.settings.substitution import Substitution
 
-_RUNGS = (1, 2, 4, 8)  # parts that settings have been tried on, before a half of them goes
-_LEAST_QUESTIONS = 25  # that a setting goes by
+_RUNGS = (1, 2, 4, 8)  # parts on which settings have been tried, before half of them is discarded
+_LEAST_QUESTIONS = 25  # before a setting may be discarded
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a setting does, by the share of questions and text that it was tried on.
+    """The results of a setting on a share of the questions and text.
 
-    accuracy: average over the files, beside the original's on the same questions; None, and kl_divergence None, where
-    not measured. error, kl_error: standard errors, of how far the accuracy is from the original's, question by
-    question, and of the divergence.
+    Attributes:
+        accuracy: Average over the files. None: not measured.
+        original: The original's accuracy on the same questions.
+        error: Standard error of the difference between both, question by question.
+        kl_divergence: None: not measured.
+        kl_error: Standard error of the divergence.
+        slots: Expert slots.
+        share: Of the questions and text.
     """
 
     accuracy: float | None
@@ -42,32 +47,34 @@ class Outcome:
 
     @property
     def least_accuracy(self) -> float:
-        """Which it has, but for chance: two standard errors below what was measured."""
+        """The accuracy minus two standard errors, which chance rarely exceeds."""
         return self.accuracy - 2 * self.error
 
 
 @dataclass(frozen=True)
 class Goal:
-    """The asked share of the original's accuracy, which settings have to keep beyond chance, and the most divergence,
-    in nats. None: not asked."""
+    """The share of the original's accuracy to keep beyond chance, and the largest divergence in nats.
+
+    None: no such goal.
+    """
 
     min_accuracy: float | None
     max_kl: float | None
 
     def reached(self, outcome: Outcome) -> bool:
-        """By all questions."""
+        """Returns whether the goal is reached, given the results of all questions."""
         least = 0.0 if self.min_accuracy is None else self.min_accuracy * outcome.original_accuracy
         if self.min_accuracy is not None and not outcome.least_accuracy >= least:
             return False
         return self.max_kl is None or outcome.kl_divergence <= self.max_kl
 
     def chance(self, outcome: Outcome) -> float:
-        """How likely it is that this is reached when all questions are answered. 0 or 1 when they are."""
+        """Returns the probability that the goal is reached when all questions are answered; 0 or 1 if they are."""
         if outcome.share == 1:
             return float(self.reached(outcome))
         chance, share = 1.0, outcome.share
         if self.min_accuracy is not None:
-            # The error shrinks by the root of the share, and what is known already cannot change.
+            # The error shrinks with the root of the share, and known answers cannot change.
             margin = outcome.accuracy - 2 * outcome.error * math.sqrt(share)
             margin -= self.min_accuracy * outcome.original_accuracy
             chance *= _normal(margin, outcome.error * math.sqrt(1 - share))
@@ -76,7 +83,7 @@ class Goal:
         return chance
 
     def loss(self, outcome: Outcome) -> float:
-        """How much of what may be lost is lost; above 1 the goal is missed."""
+        """Returns the loss relative to the allowed one; above 1 the goal is missed."""
         losses = [0.0]
         if self.min_accuracy is not None:
             original = outcome.original_accuracy
@@ -87,13 +94,13 @@ class Goal:
 
 
 def _normal(margin: float, error: float) -> float:
-    """How likely a number is above 0 that is estimated as margin, with an error."""
+    """Returns the probability that a number estimated as `margin`, with an error, is above 0."""
     return statistics.NormalDist(0, error).cdf(margin) if error > 0 else float(margin >= 0)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """reached: the goal, by all questions; no setting that was left behind has."""
+    """A setting and its results. reached: it reaches the goal on all questions; False for discarded settings."""
 
     substitution: Substitution
     outcome: Outcome
@@ -101,13 +108,21 @@ class Trial:
     reached: bool
 
 
-Judging = Callable[["Substitution | None", int, int], Judgement]  # on parts from ... to ..., None: the original
-OnTrial = Callable[[int, int], None]  # parts done, of all
+Judging = Callable[["Substitution | None", int, int], Judgement]  # on a range of parts; None: the original
+OnTrial = Callable[[int, int], None]  # parts done, total
 
 
 class Search:
-    """Tries settings. judge: what one does, None being the original, which replaces nothing; n_questions: of all files,
-    0 where there is only text."""
+    """Tries settings.
+
+    Args:
+        judge: Judges a setting. None is the original, which replaces nothing.
+        goal: The goal.
+        settings: The settings.
+        n_questions: Of all files; 0: only text.
+        metric: Of accuracy.
+        on_trial: Called before each trial.
+    """
 
     def __init__(
         self, judge: Judging, goal: Goal, settings: Sequence[Substitution], n_questions: int, metric: str = "acc_norm",
@@ -124,7 +139,7 @@ class Search:
         self._n_done = 0
 
     def run(self) -> list[Trial]:
-        """All of them, those that reach the goal first, of these the one that reads least first."""
+        """Tries all. Returns first the trials that reach the goal, ordered by their reads, and then the others."""
         trials: dict[Substitution, Trial] = {}
         left, before = list(self._settings), 0
         for rung in self._rungs:
@@ -139,12 +154,12 @@ class Search:
 
     @property
     def original(self) -> Judgement:
-        """On all questions, after run()."""
+        """The original's results on all questions, after run()."""
         return self._seen[None]
 
     @property
     def n_parts(self) -> int:
-        """That all trials together will compute."""
+        """The parts that all trials together will compute."""
         n, total, before = len(self._settings), 0, 0
         for rung in self._rungs:
             total += (rung - before) * (n + 1)
@@ -164,7 +179,7 @@ class Search:
             accuracy = found.average(self._metric)
             error = arc.difference(found.accuracies, original.accuracies, self._metric).stderr
             least = 1 / sum(one.n for one in found.accuracies)
-            if n_parts < PARTS and not error >= least:  # of a few questions, that all answers are alike is no proof
+            if n_parts < PARTS and not error >= least:  # equal answers to a few questions are no proof
                 error = least
         kl = found.divergence
         outcome = Outcome(
@@ -173,7 +188,7 @@ class Search:
         return Trial(setting, outcome, self._goal.loss(outcome), n_parts == PARTS and self._goal.reached(outcome))
 
     def _order(self, trial: Trial) -> tuple[float, float]:
-        """Ascending: what promises most first; where nothing does, what loses least."""
+        """Returns a sort key: the highest promise first, and without promise the least loss."""
         slots = trial.outcome.slots
         saved = slots.per_token("absent") - slots.read_per_token
         return -self._goal.chance(trial.outcome) * saved, trial.loss

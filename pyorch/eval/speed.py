@@ -1,6 +1,6 @@
-"""Decode speed at a real budget: texts fed token by token, as if each token had been generated.
+"""Decode speed at a real budget: texts are decoded token by token, as if each token had been generated.
 
-The text decides what comes next, so that experts are chosen as by real use. Every text is a sequence of its own.
+The text determines the tokens, so that experts are selected as in real use. Every text is a sequence of its own.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pyorch.llama.model import Model
 from pyorch.sidecars.buddies import Buddies
 from pyorch.traces.data import read_documents
 
-_WARM_UP = 0.5  # of the tokens to measure, before them
+_WARM_UP = 0.5  # of the measured tokens, decoded before them
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of n_tokens that were decoded one by one. substituted, dropped, ghosts: expert slots, of all layers."""
+    """The speed of n_tokens decoded one by one. substituted, dropped, ghosts: expert slots of all layers."""
 
     n_tokens: int
     seconds: float
@@ -73,13 +73,12 @@ def measure_speed(
 
 
 def median(rounds: Sequence[Speed]) -> Speed:
-    """The round of the median rate: one that the machine slowed down does not count. Of an even number, the slower of
-    the two in the middle."""
+    """Returns the round with the median rate, which ignores interrupted rounds; of an even number, the slower one."""
     return sorted(rounds, key=lambda speed: speed.rate)[(len(rounds) - 1) // 2]
 
 
 def _feed(context: Context, sequences: Iterator[Sequence[int]]) -> Iterator[None]:
-    """Decodes one token for each step."""
+    """Decodes one token per step."""
     for tokens in sequences:
         context.clear()
         for token in tokens:
@@ -88,7 +87,7 @@ def _feed(context: Context, sequences: Iterator[Sequence[int]]) -> Iterator[None
 
 
 def _sequences(model: Model, data: Sequence[str], n_ctx: int) -> Iterator[Sequence[int]]:
-    """Tokens of the texts of all files by turns, again from the start when they end. Cut to n_ctx."""
+    """Yields the texts of all files in turn as tokens, cut to n_ctx, and repeats them."""
     files = [[tokenize(model.llama, document.text)[:n_ctx] for document in read_documents([path])] for path in data]
     by_turns = [tokens for turn in itertools.zip_longest(*files) for tokens in turn if tokens]
     return itertools.cycle(by_turns)

@@ -1,6 +1,6 @@
 """Accuracy and speed of several methods at several cache rates: the paper's tables 2 to 4.
 
-What is finished is kept in a file, so that a sweep that was interrupted goes on where it ended.
+A file stores finished results, so that an interrupted sweep can resume.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ METRICS = ("acc_norm", "acc")
 
 
 class Record:
-    """What a sweep has measured, by row, and the file that keeps it. Without a path nothing is kept.
+    """The results of a sweep, by row, and the file that stores them. Without a path nothing is stored.
 
-    conditions: on which all of it depends. PyorchError if the file was made under others, FormatError if it is
-    no such file.
+    conditions: All results depend on them.
+
+    Raises:
+        FormatError: The file is no record of a sweep.
+        PyorchError: The file was made under other conditions.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, conditions: dict[str, object]) -> None:
@@ -101,7 +104,7 @@ class Record:
 
 
 def _stored(judged: dict, n_files: int, has_text: bool) -> Judgement:
-    """ValueError, KeyError or TypeError for what was not stored."""
+    """Reads a stored judgement. Raises ValueError, KeyError or TypeError if it is invalid."""
     accuracies = tuple(Accuracy(**one) for one in judged["accuracies"])
     slots, text_slots = Slots(**judged["slots"]), Slots(**judged["text_slots"])
     divergence = judged["divergence"]
@@ -119,7 +122,7 @@ def _stored(judged: dict, n_files: int, has_text: bool) -> Judgement:
 
 
 def _stored_speed(speed: dict) -> Speed:
-    """As _stored()."""
+    """Reads a stored speed; raises as _stored()."""
     if not all(isinstance(value, int | float) and 0 <= value < math.inf for value in speed.values()):
         raise ValueError("no speed")
     if not (speed["n_tokens"] and speed["seconds"]):
@@ -129,10 +132,15 @@ def _stored_speed(speed: dict) -> Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Questions):
-    """What a sweep measures: every method at every cache rate, on every file.
+    """The measurements of a sweep: every method at every cache rate, on every file.
 
-    Without cache rates only the original is judged, at `budget`. speed_tokens: decoded for each speed, 0 for none;
-    n_rounds: how often, in turns; the median counts. texts: files of n_text_tokens tokens, none for no divergence.
+    Attributes:
+        rates: Cache rates. None: only the original is judged, at `budget`.
+        methods: The methods.
+        texts: Files for the divergence.
+        n_text_tokens: Of each.
+        speed_tokens: Decoded for each speed. 0: no speed.
+        n_rounds: Of speed, in turn; the median counts.
     """
 
     rates: tuple[float, ...] = ()
@@ -145,10 +153,14 @@ class Plan(Questions):
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. rate None: the model as it is loaded. speed None: not measured.
+    """A line of the table.
 
-    By metric: kept, the average as a share of the original's; differs, by how much it is above the original's.
-    speedup: over the original at the same rate.
+    Attributes:
+        rate: None: the model as it is loaded.
+        kept: By metric, the average as a share of the original's.
+        differs: By metric, how much it exceeds the original's.
+        speed: None: not measured.
+        speedup: Relative to the original at the same rate.
     """
 
     rate: float | None
@@ -162,7 +174,7 @@ class Row:
 
 
 def run(plan: Plan, record: Record, on_progress: OnProgress) -> list[Row]:
-    """Measures what the record lacks, each finished part being saved at once, and returns the whole table."""
+    """Measures results that the record lacks, stores each at once, and returns the whole table."""
     if plan.speed_tokens:
         _check_rates(plan)
     judge(plan, record, on_progress)
@@ -172,7 +184,7 @@ def run(plan: Plan, record: Record, on_progress: OnProgress) -> list[Row]:
 
 
 def _check_rates(plan: Plan) -> None:
-    """PyorchError for a cache that is too small for speed to be measured with it: before questions are asked."""
+    """Raises PyorchError, before questions are asked, if a cache is too small to decode with."""
     with ModelMap(plan.model) as model_map:
         info, beside = model_map.info, Sidecars(model_map)
         for method in plan.methods:
@@ -186,7 +198,7 @@ def _check_rates(plan: Plan) -> None:
 
 
 def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
-    """Accuracies of all rows. The original's is that of every rate: it is lossless."""
+    """Judges all rows. The original is lossless, so its accuracy is the same at every rate."""
     wanted = [(None, ORIGINAL)] + [
         (rate, method) for rate in plan.rates for method in plan.methods if method != ORIGINAL
     ]
@@ -200,7 +212,7 @@ def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
         for row, (rate, method) in enumerate(wanted):
 
             def progress(step: str, done: int, total: int, row: int = row) -> None:
-                """Over all rows, as if each had as many questions as the present one."""
+                """Reports progress over all rows, as if each had as many questions as the present one."""
                 whole = step == "questions"
                 on_progress(step, done + whole * row * total, total * len(wanted) if whole else total)
 
@@ -208,7 +220,7 @@ def judge(plan: Plan, record: Record, on_progress: OnProgress) -> None:
 
 
 def measure_speeds(plan: Plan, record: Record, on_progress: OnProgress) -> None:
-    """Speeds of all rows, in rounds there and back: what drifts in one direction favours no method."""
+    """Measures the speeds of all rows, in rounds forward and backward, so that a drift favours no method."""
     buddies = _buddies(plan)
     methods = tuple(dict.fromkeys((ORIGINAL, *plan.methods)))
     order = list(in_turns([(rate, method) for rate in plan.rates for method in methods], plan.n_rounds))
@@ -261,7 +273,7 @@ def _speed_key(plan: Plan, rate: float, method: Method) -> str:
 
 
 def _speed(plan: Plan, record: Record, rate: float | None, method: Method) -> Speed | None:
-    """The median of all rounds."""
+    """Returns the median of all rounds."""
     if rate is None or not plan.speed_tokens:
         return None
     rounds = record.speeds.get(_speed_key(plan, rate, method))
@@ -269,7 +281,7 @@ def _speed(plan: Plan, record: Record, rate: float | None, method: Method) -> Sp
 
 
 def conditions(plan: Plan) -> dict[str, object]:
-    """What the results of a plan depend on, besides rates and methods, by names for the user."""
+    """Returns the conditions of a plan's results, besides rates and methods, by names for the user."""
     with ModelMap(plan.model) as model_map:
         model = container.fingerprint(model_map)
         beside = model_map.sidecars()

@@ -1,12 +1,11 @@
-"""Finds the setting that decodes fastest among those that keep what is asked of the accuracy.
+"""Finds the setting that decodes fastest among those that keep the required accuracy.
 
-Settings are searched (pyorch.eval.search) with a static cache, which judges them reproducibly and in batches, and
-by what they would read. Then the best few, and the original, are measured as they decode at the real budget, and
-the fastest wins.
+Settings are searched (pyorch.eval.search) with a static cache, which judges them reproducibly and in batches, by their
+reads. Then the best few, and the original, are measured while decoding at the real budget, and the fastest wins.
 
-The best of many trials is the luckiest, too: its accuracy is a little too good on the questions that chose it. So a
-setting has to keep the asked accuracy by two standard errors (Goal in pyorch.eval.search), and the winner answers
-held-out questions in the end.
+The best of many trials is also the luckiest: its accuracy is a little too good on the questions that selected it. So a
+setting has to keep the accuracy by two standard errors (Goal in pyorch.eval.search), and the winner answers held-out
+questions in the end.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from pyorch.sidecars.tuned_setting import TunedSetting
 
 _KL_TOKENS = 4096  # predicted for a divergence
 
-# All leave the least important experts of a token first. What looks at several tokens at once is not among them: it
+# All omit the least important experts of a token first. Settings that look at several tokens at once are excluded: they
 # would have to be judged token by token.
 LEVERS = (
     "mode=none,miss=drop,order=weight",
@@ -49,9 +48,17 @@ MOST = 512  # settings
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Questions):
-    """What to tune for. budget: a share of the experts, or a size. levers: see settings_of(). n_candidates:
-    settings whose speed is measured, the median of n_rounds of speed_tokens; with 0 tokens what is read decides.
-    held_out: files of questions that the winner answers in the end."""
+    """The request to tune.
+
+    Attributes:
+        goal: The accuracy to keep.
+        budget: A share of the experts, or a size.
+        levers: See settings_of().
+        n_candidates: Settings whose speed is measured.
+        speed_tokens: Of each round. 0: reads decide instead of speed.
+        n_rounds: Of each speed; the median counts.
+        held_out: Files of questions that the winner answers in the end.
+    """
 
     goal: Goal
     metric: str = "acc_norm"
@@ -64,8 +71,13 @@ class Request(Questions):
 
 @dataclass(frozen=True)
 class Tuning:
-    """trials: those that reach the goal first, the one that reads least first. speeds: of the original (None) and
-    of the candidates, empty if not measured. best: None if no setting reaches the goal."""
+    """The result of tuning.
+
+    Attributes:
+        trials: First those that reach the goal, ordered by their reads.
+        speeds: Of the original (None) and of the candidates; empty if not measured.
+        best: None if no setting reaches the goal.
+    """
 
     original: Judgement
     trials: tuple[Trial, ...]
@@ -93,7 +105,7 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
     with static_model(request.model, **request.options) as model:
         tasks = [shuffled(task) for task in _tasks(model, request)] if request.goal.min_accuracy is not None else []
         n_questions = sum(len(task.questions) for task in tasks)
-        _tasks(model, _others(request))  # else a long search would end in a mistake in them
+        _tasks(model, _others(request))  # reports a mistake in them before a long search
         texts = request.data if request.goal.max_kl is not None else ()
         with Judge(model, tasks, texts, _KL_TOKENS, request.n_threads) as judging:
 
@@ -121,7 +133,7 @@ def tune(request: Request, on_progress: OnProgress) -> Tuning:
 
 
 def _settings(request: Request, has_ghosts: bool, has_buddies: bool) -> list[Substitution]:
-    """What can be tried with the files that there are. PyorchError for levers that were asked for and need others."""
+    """Returns the settings for which the files exist. PyorchError: the user's levers need other files."""
     possible = []
     for setting in settings_of(request.levers):
         missing = (("ghosts", "ghosts") if setting.needs_ghosts and not has_ghosts else
@@ -129,7 +141,7 @@ def _settings(request: Request, has_ghosts: bool, has_buddies: bool) -> list[Sub
         if missing is None:
             possible.append(setting)
         elif request.levers != LEVERS:
-            raise PyorchError(f"{setting} needs {missing[0]}, and there are none beside {request.model}: make them "
+            raise PyorchError(f"{setting} needs {missing[0]}, and there are none next to {request.model}: make them "
                               f"with `pyorch {missing[1]}`")
     return possible
 
@@ -139,12 +151,12 @@ def _method(setting: Substitution | None) -> Method:
 
 
 def _others(request: Request) -> Request:
-    """Of the questions that are held out."""
+    """Returns the request for the held-out questions."""
     return replace(request, data=request.held_out, limit=None)
 
 
 def _tasks(model: Model, request: Request) -> list[arc.Task]:
-    """PyorchError for a file of a single question: how far two accuracies are apart would have no standard error."""
+    """Reads the questions. PyorchError: a file has a single one, so a difference would have no standard error."""
     tasks = request.tasks(model)
     for task in tasks:
         if len(task.questions) < 2:
@@ -155,7 +167,7 @@ def _tasks(model: Model, request: Request) -> list[arc.Task]:
 def _held_out(
     request: Request, rate: float, buddies: Buddies | None, best: Substitution, on_progress: OnProgress
 ) -> dict[str, float]:
-    """Fields of TunedSetting."""
+    """Returns fields of TunedSetting."""
     found = []
     with static_model(request.model, **request.options) as model:
         tasks = _tasks(model, _others(request))
@@ -208,10 +220,13 @@ def _tuned(
 
 
 def settings_of(levers: Sequence[str]) -> list[Substitution]:
-    """Those that some levers stand for, each once. PyorchError for a lever that cannot be one, or replaces nothing.
+    """Returns the settings of some levers, each once.
 
-    A lever is a family of lossy settings, written as settings are, with alternatives between bars:
-    "heaviest:0.9|1.2" is two settings. Whatever pyorch.settings.substitution can read can be a lever.
+    A lever is a family of lossy settings, written like one, with alternatives between bars: "heaviest:0.9|1.2" is two
+    settings. Every lossy setting can be a lever.
+
+    Raises:
+        PyorchError: A lever is invalid, or replaces nothing.
     """
     found: dict[Substitution, None] = {}
     for lever in levers:

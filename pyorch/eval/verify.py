@@ -1,8 +1,8 @@
-"""Checks that a budget changes nothing: logits of the managed model against the fully resident one.
+"""Checks that a budget changes nothing: compares logits of the managed model with the fully resident one.
 
-The reference is the model as llama.cpp loads it by default, which repacks what it has faster kernels for; where that
-does not fit in memory, the model mapped from its file, and both compute with the plain kernels. A budget under which
-experts alone are plain has a reference with plain experts, all resident under an engine.
+The reference is the model as llama.cpp loads it by default, with weights repacked for faster kernels. If this does not
+fit into memory, it is the model mapped from its file, and both compute with the plain kernels. For a budget under which
+only experts are plain, the reference has plain experts too, all resident under an engine.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pyorch.runtime.statistics import SpeculationStats, Stats, SubstitutionStats
 from pyorch.settings.budget import VERIFY_BUDGETS, Budget
 from pyorch.settings.kernels import AUTO, PLAIN
 
-OnProgress = Callable[[str, int, int], None]  # "resident model" or "budget ...", tokens decoded, of
+OnProgress = Callable[[str, int, int], None]  # "resident model" or "budget ...", tokens decoded, total
 
-# Ordinary prose, so that many experts are chosen; a repeated token would choose the same few.
+# Ordinary prose selects many experts; a repeated token would always select the same few.
 PROMPT = (
     "The old lighthouse keeper counted 17 ships before dawn. Each of them carried something different: grain, "
     "copper, letters, salt. \"Why do you write it all down?\" asked the child. He closed the ledger, looked at the "
@@ -50,11 +50,15 @@ class Difference:
 class Comparison:
     """Logits under one budget against the reference, over n_positions tokens.
 
-    plain_experts: the reference is a model with plain experts, all of them in memory under an engine.
-    kl_divergence: mean over positions, in nats, of the reference's distribution from the managed one's.
-    top1_agreement: share of positions with the same most probable token. device: what computes beside the processor, ""
-    for nothing: then the reference is wholly there. by_processor: uses of experts that the processor computed, None
-    without a device; where it is 0, bits must be the same, and else differences are those of other sums.
+    Attributes:
+        kl_divergence: Mean over positions, in nats, of the reference's distribution from the managed one's.
+        top1_agreement: Share of positions with the same most probable token.
+        device: The devices that compute with the processor; the reference is wholly on them. "": none.
+        by_processor: Uses of experts that the processor computed. None: without a device. If 0, bits must be the same;
+            otherwise sums differ.
+        substitution: None if no layer substitutes.
+        speculation: None if no layer executes forecasts.
+        plain_experts: The reference has plain experts, all in memory under an engine.
     """
 
     budget: str
@@ -68,8 +72,8 @@ class Comparison:
     device: str
     by_processor: int | None
     experts: Stats | None
-    substitution: SubstitutionStats | None  # None where nothing is substituted
-    speculation: SpeculationStats | None  # None where nothing is executed on speculation
+    substitution: SubstitutionStats | None
+    speculation: SpeculationStats | None
     plain_experts: bool
 
 
@@ -80,12 +84,23 @@ def verify(
 ) -> Iterator[Comparison]:
     """Compares prefill of the prompt, in more than one ubatch, and n_tokens decoded one by one.
 
-    arrival: which experts a lossy setting finds absent, in simulated time.
+    The reference chooses the tokens, greedily. Each budget decodes the same ones.
 
-    The reference chooses the tokens, greedily; each budget is given the same ones. Yields one
-    comparison for each budget, as it is made.
+    Args:
+        path: The model.
+        budgets: The budgets.
+        prompt: A text.
+        n_tokens: Tokens to decode.
+        n_threads: Threads that compute. Default: the physical cores.
+        on_progress: Called after each token.
+        arrival: Arrivals of experts in simulated time, for a lossy setting.
+        load_options: Options of pyorch.load.
 
-    Raises PyorchError for a model, a budget or options that load() refuses.
+    Yields:
+        One comparison per budget.
+
+    Raises:
+        BudgetError, FormatError, PyorchError: load() refuses the model, a budget or an option.
     """
     n_threads = n_threads or cores.physical_cores()
     report = on_progress or (lambda *_: None)
@@ -117,11 +132,11 @@ def decoded(
     model: Model, prompt: Sequence[int], n_tokens: int, n_threads: int, on_token: Callable[[int, int], None],
     chosen: Sequence[int] | None = None,
 ) -> tuple[list[int], np.ndarray]:
-    """The tokens that follow a prompt, greedily unless they are chosen, and all logits float32[n, n_vocab]."""
+    """Returns the tokens after a prompt, greedily unless they are given, and all logits float32[n, n_vocab]."""
     tokens: list[int] = []
     with Context(
         model.llama.model, n_ctx=len(prompt) + n_tokens, n_batch=max(1, len(prompt)),
-        n_ubatch=max(1, len(prompt) * 2 // 5),  # a prompt crosses two borders between ubatches
+        n_ubatch=max(1, len(prompt) * 2 // 5),  # the prompt has three ubatches
         n_threads=n_threads,
     ) as context:
         logits = [context.decode(prompt)]
@@ -135,7 +150,7 @@ def decoded(
 def _compare(
     budget: str, n_bytes: int, device: str, stats: ModelStats, reference: np.ndarray, logits: np.ndarray
 ) -> Comparison:
-    # Bytes, not values: 0.0 and -0.0 are different here, and a NaN is the same as itself.
+    # Compares bytes, not values: 0.0 and -0.0 differ, and a NaN equals itself.
     differs = reference.view(np.uint32) != logits.view(np.uint32)
     first = None
     if differs.any():
