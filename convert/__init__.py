@@ -1,1 +1,1 @@
-"""Converters: checkpoints to GGUF, and the sidecars that pyorch adds beside a model."""
+"""Converters: checkpoints to GGUF, and the sidecars that pyorch adds next to a model."""

@@ -1,10 +1,10 @@
-"""Buddy lists from a trace: which experts are selected together, or compute alike (BuddyMoE, section 3).
+"""Buddy lists from a trace: experts that are selected together, or compute alike (BuddyMoE, section 3).
 
 Co-activation (eq. 4): M(i, j) counts the tokens that select both i and j, each as 1 or as the smaller of the two
 probabilities; epsilon is added to every pair (Laplace smoothing), and q(j|i) = M(i, j) / sum of M(i, j') over all j'
-but i. By outputs, a peer's score is its mean cosine with the expert on the trace's router inputs, instead of q or times
-q. Of equal peers the one that the trace selected more often comes first, as it is more likely to be resident. An expert
-that the trace never selected has no counts of its own: its list holds the most selected experts.
+except i. By outputs, a peer's score is its mean cosine with the expert on the trace's router inputs, instead of q or
+times q. Of equal peers, the one that the trace selected more often comes first, because it is more likely resident. An
+expert that the trace never selected has no counts of its own: its list has the most selected experts.
 """
 
 from __future__ import annotations
@@ -38,13 +38,25 @@ RECORDS_AT_ONCE = 1 << 13
 
 @dataclass(frozen=True)
 class Settings:
-    """How lists are made. Raises PyorchError for values that cannot be."""
+    """The settings of the lists.
 
-    alpha: tuple[float, ...] = (0.95,)  # eq. 5, spread evenly over the layers and linear between them
+    Attributes:
+        alpha: Of eq. 5, spread evenly over the layers and linear between them.
+        k_max: Buddies in a list at most.
+        weighting: "binary", or "probability": a token counts as the smaller of the two.
+        smoothing: epsilon.
+        warm_up: Token t of a request counts as (t + 1) / (warm_up + 1), at most as 1.
+        similarity: One of SIMILARITIES.
+
+    Raises:
+        PyorchError: A value is invalid.
+    """
+
+    alpha: tuple[float, ...] = (0.95,)
     k_max: int = 16
-    weighting: str = "binary"  # or "probability": a token counts as the smaller of the two
-    smoothing: float = 1.0  # epsilon
-    warm_up: int = 0  # token t of a request counts as (t + 1) / (warm_up + 1), at most as 1
+    weighting: str = "binary"
+    smoothing: float = 1.0
+    warm_up: int = 0
     similarity: str = "coactivation"
 
     def __post_init__(self) -> None:
@@ -62,13 +74,13 @@ class Settings:
             raise PyorchError(f"k-max {self.k_max} is below 1: a list holds at least one buddy")
 
     def alphas(self, n_layers: int) -> np.ndarray:
-        """float64[n_layers]: the schedule over depth. As many values as layers are one for each layer."""
+        """Returns the schedule over depth, float64[n_layers]. With one value per layer, these values."""
         return np.interp(np.linspace(0, 1, n_layers), np.linspace(0, 1, len(self.alpha)), self.alpha)
 
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """What the trace says about one layer."""
+    """The counts of a trace for one layer."""
 
     activations: np.ndarray  # int64[n_expert], A(i): tokens that selected the expert
     coactivations: np.ndarray  # float64[n_expert, n_expert], M(i, j)
@@ -78,20 +90,20 @@ class LayerCounts:
 
 @dataclass(frozen=True)
 class ListSizes:
-    """How long the lists of a layer are that its alpha gives, cap included."""
+    """The lengths of a layer's lists with its alpha and the cap k_max."""
 
     il: int
     alpha: float
     n_active: int  # experts that the trace selected
     counts: tuple[int, ...]  # [n]: experts with n buddies, from 0 to k_max
     mean: float
-    capped: int  # lists that end by k_max before they reach alpha
+    capped: int  # lists that reach k_max before alpha
     covered: float  # mean sum of q in a list
 
 
 @dataclass(frozen=True)
 class Built:
-    """Buddy lists and what there is to report on them."""
+    """Buddy lists and their report."""
 
     buddies: Buddies
     sizes: tuple[ListSizes, ...]
@@ -103,8 +115,8 @@ def build(
     """Makes the buddy lists of a model from a trace of it.
 
     Raises:
-        FormatError: The trace is of another model, or damaged.
-        PyorchError: The trace is empty. Or outputs are to be compared, and the trace has no router inputs, or pyorch
+        FormatError: The trace belongs to another model, or is damaged.
+        PyorchError: The trace is empty; or outputs are to be compared, and the trace has no router inputs, or pyorch
             does not know how the model's experts compute.
     """
     check(model_map, trace)
@@ -127,7 +139,7 @@ def build(
 def count(
     trace: Trace, settings: Settings = Settings(), on_progress: OnProgress | None = None
 ) -> list[LayerCounts]:
-    """What the trace says about each of its layers. Reads it once. FormatError if it names unknown experts."""
+    """Counts the trace, by layer, in one pass. FormatError: it names unknown experts."""
     header, n = trace.header, len(trace)
     n_layers, n_expert = len(header.layers), header.n_expert
     activations = np.zeros((n_layers, n_expert))
@@ -152,7 +164,7 @@ def count(
 
 
 def conditional(coactivations: np.ndarray, smoothing: float = Settings.smoothing) -> np.ndarray:
-    """q(j|i) of eq. 4, float64[n_expert, n_expert]: row i sums to 1, or is 0 if nothing was counted for i.
+    """Returns q(j|i) of eq. 4, float64[n_expert, n_expert]: row i sums to 1, or is 0 if nothing was counted for i.
 
     Args:
         coactivations: M(i, j) of two experts or more; the diagonal does not count.
@@ -162,10 +174,10 @@ def conditional(coactivations: np.ndarray, smoothing: float = Settings.smoothing
 
 
 def by_outputs(q: np.ndarray, cosine: np.ndarray, similarity: str) -> np.ndarray:
-    """The scores by the mean cosines of outputs, below 0 as 0: alone ("output"), or times q ("both").
+    """Returns the scores by the mean cosines of outputs, below 0 as 0: alone ("output"), or times q ("both").
 
-    Both arguments and the result are float[n_expert, n_expert]. Rows of the result sum to 1. An expert that has no peer
-    with a positive score keeps its row of q.
+    Both arguments and the result are float[n_expert, n_expert]. Rows of the result sum to 1. An expert without a peer
+    of positive score keeps its row of q.
     """
     alike = np.maximum(cosine.astype(np.float64), 0)
     scores = _shares(alike if similarity == "output" else alike * q)
@@ -179,7 +191,7 @@ def _shares(values: np.ndarray) -> np.ndarray:
 
 
 def list_sizes(layer: LayerBuddies, cft_alpha: float) -> ListSizes:
-    """How long the lists are that alpha gives (eqs. 5, 6)."""
+    """Returns the lengths of the lists with alpha (eqs. 5, 6)."""
     lengths = layer.prefix_lengths(cft_alpha)
     covered = layer.cut(cft_alpha).q.sum(axis=1, dtype=np.float64)
     there = lengths > 0
@@ -199,7 +211,7 @@ def check(model_map: ModelMap, trace: Trace) -> None:
 
 
 def router_inputs(model_map: ModelMap, trace: Trace) -> RouterInputs:
-    """What outputs are compared on. PyorchError if there are no inputs, or the experts' formula is not known."""
+    """Returns the inputs for comparing outputs. PyorchError: there are none, or the experts' formula is unknown."""
     expert_outputs.check_known(model_map)
     inputs = RouterInputs(trace)
     if not len(inputs):
@@ -211,7 +223,7 @@ def router_inputs(model_map: ModelMap, trace: Trace) -> RouterInputs:
 def lists_of(il: int, counted: LayerCounts, scores: np.ndarray, k_max: int) -> LayerBuddies:
     n_expert = len(scores)
     width = min(k_max, n_expert - 1)
-    # Stable sorts, the least important key first. The expert itself comes last of all.
+    # Stable sorts, the least important key first. The expert itself comes last.
     popular = np.argsort(-counted.activations, kind="stable")
     ranked = np.where(np.eye(n_expert, dtype=bool), -1, scores)[:, popular]
     ids = popular[np.argsort(-ranked, axis=1, kind="stable")[:, :width]]

@@ -1,7 +1,6 @@
-"""What a Hugging Face checkpoint holds, read from its JSON and the heads of its weight files.
+"""Reads the content of a Hugging Face checkpoint from its JSON and the heads of its weight files.
 
-Everything that can be wrong with the directory is found here, in milliseconds and before the
-converter, which needs torch, is started.
+All errors of the directory are found in milliseconds, before the converter starts, which needs torch.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _DTYPE_BITS = {
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
 }
 
-# The head of a safetensors file is JSON of some hundred bytes for each tensor; more is not one.
+# The head of a safetensors file is JSON of some hundred bytes per tensor; a larger one is invalid.
 _MAX_HEAD_BYTES = 100 << 20
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint directory that the converter can be started on."""
+    """A checkpoint directory that the converter can read."""
 
     path: Path
     architecture: str  # the Hugging Face class, such as OlmoeForCausalLM
@@ -43,8 +42,9 @@ class Checkpoint:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Reads `path`/config.json and the heads of the weight files.
 
-    Raises PyorchError if there is no such directory or its architecture is unknown, FormatError if
-    config.json or a weight file is missing or damaged.
+    Raises:
+        FormatError: config.json or a weight file is missing or damaged.
+        PyorchError: There is no such directory, or its architecture is unknown.
     """
     if not path.exists():
         raise PyorchError(f"{path} does not exist: name the directory of a Hugging Face checkpoint")
@@ -65,9 +65,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _may_have_mtp(config: dict, names: Iterable[str]) -> bool:
-    """Whether there are weights of layers that predict further tokens, whatever num_nextn_predict_layers says.
+    """Returns whether there are weights of layers that predict further tokens, regardless of num_nextn_predict_layers.
 
-    They are called mtp, or stand behind the model's last layer. The names of the weights in a .bin are not known.
+    They are named mtp, or come after the model's last layer. The names of the weights in a .bin are unknown.
     """
     n_layers = config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers")
 
@@ -107,7 +107,7 @@ def _architecture(path: Path, config: dict) -> str:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files that the converter will read: those of the index where there is one."""
+    """Returns the files that the converter will read: those of the index if there is one."""
     for prefix, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         index_path = path / f"{prefix}{suffix}.index.json"
         if index_path.is_file():
@@ -127,7 +127,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _safetensors_elements(path: Path) -> dict[str, int]:
-    """The number of elements of each tensor in a safetensors file, whose head must agree with its size."""
+    """Counts the elements of each tensor in a safetensors file. FormatError: the head contradicts the file's size."""
     file_bytes = path.stat().st_size
     with path.open("rb") as file:
         head_bytes = int.from_bytes(file.read(8), "little")
@@ -155,7 +155,7 @@ def _safetensors_elements(path: Path) -> dict[str, int]:
 
 
 def _torch_elements(path: Path) -> dict[str, int]:
-    """An estimate for the file as one, as the exact numbers are in a pickle: 16 bits for each element."""
+    """Estimates the elements of the file with 16 bits each, because the exact numbers are in a pickle."""
     if not zipfile.is_zipfile(path):
         raise FormatError(f"{path} is damaged: it is not the zip archive that torch.save writes")
     return {path.name: path.stat().st_size // 2}

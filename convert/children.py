@@ -1,13 +1,13 @@
-"""Starts the converter, the quantizer and trainings as child processes and turns their failures into sentences.
+"""Runs the converter, the quantizer and trainings as child processes, and explains their failures.
 
-A child's last argument is the descriptor of a connection. Over it the child gets a job, and sends dictionaries:
+A child's last argument is the descriptor of a connection. The child receives a job, and sends dictionaries:
 
     {"done": n, "total": n}              while it works
-    {"taken": True}                      it is done with the frame that it got last, and takes another one
+    {"taken": True}                      it has read the last frame, and accepts another one
     {"result": value}                    if it has one
     {"error": kind, "message": text}     and the process ends
 
-Where nobody listens any more, the work is pointless: sending fails, and ends it.
+If the parent has ended, sending fails and ends the child.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from pyorch.files import staging_locks
 from pyorch.processes import started
 
 OnProgress = Callable[[int, int], None]  # done, total
-Feed = Callable[[Callable[[object], None]], None]  # is given what sends a frame
+Feed = Callable[[Callable[[object], None]], None]  # gets a function that sends a frame
 
 CONVERTER = Path(__file__).with_name("converter_process.py")
 _ESTIMATOR = Path(__file__).with_name("estimator_process.py")
 
 
-# The key of a GGUF that pyorch converted or quantized; its value is the version of pyorch.
+# The key of a GGUF that pyorch converted or quantized; its value is pyorch's version.
 MARK = "pyorch.convert"
 
 
 class WriteError(PyorchError):
-    """The output could not be written: a reason without the name of the place."""
+    """The output could not be written. The message is a reason without a path."""
 
     def __init__(self, reason: str):
-        # neither numpy nor a C++ stream tells the errno
+        # neither numpy nor a C++ stream has the errno
         vague = "requested and" in reason or "iostream" in reason
         super().__init__("the disk is full or at its limit" if vague else reason)
 
 
 class _Failure(Exception):
-    """Of a child. message: on one line; what it said last where it gave no reason."""
+    """The failure of a child. message: one line; its last line of output if it gave no reason."""
 
     def __init__(self, kind: str, message: str) -> None:
         self.kind, self.message = kind, textwrap.shorten(message, 400)
@@ -60,8 +60,11 @@ def run_converter(jobs: list[dict], *, verbose: bool = False, on_progress: OnPro
     """Converts each job: {"checkpoint", "output": paths, "outtype", "options": of llama.cpp's converter,
     "pre_tokenizer": str or None, "has_mtp": bool}.
 
-    Several in one process save the seconds that torch needs to start. Raises PyorchError at the first
-    failure.
+    Several jobs in one process save the seconds that torch needs to start.
+
+    Raises:
+        PyorchError: A job failed. Later ones are not started.
+        WriteError: The output could not be written.
     """
     try:
         _run([sys.executable, str(CONVERTER), str(architectures.converter_dir())],
@@ -85,7 +88,9 @@ def run_quantizer(job: dict, *, verbose: bool = False, on_progress: OnProgress |
     """Quantizes {"source", "output": paths, "file_type": llama_ftype, "pure", "keep_split": bool, "imatrix": path or
     None}.
 
-    Raises PyorchError.
+    Raises:
+        PyorchError: The quantizer failed.
+        WriteError: The output could not be written.
     """
     try:
         _run([sys.executable, "-m", "pyorch.convert.quantize_process"], job, verbose, on_progress)
@@ -103,10 +108,17 @@ def run_quantizer(job: dict, *, verbose: bool = False, on_progress: OnProgress |
 
 def run_estimator(job: dict, feed: Feed, *, verbose: bool = False, on_progress: OnProgress | None = None) -> Any:
     """Trains {"header": TraceHeader, "arrays", "n_training": tokens to come, "n_latent", "n_hidden", "epochs", "seed":
-    int, "lr": float}. Returns weights by name, and what was measured.
+    int, "lr": float}. Returns weights by name, and the measurements.
 
-    arrays: of each layer i, "defaults.i" and the router's "gate.i", "norm.i" and so on, "eps" of all, what
-    Router.choice() says of all. feed: called with what takes (held out or not, records). Raises PyorchError.
+    Args:
+        job: Its "arrays" are "defaults.i" of each layer i, the router's "gate.i", "norm.i" and so on, "eps" of all, and
+            the fields of Router.choice().
+        feed: Called with a function that takes (held out or not, records).
+        verbose: Show the log of the child.
+        on_progress: Called with the steps done.
+
+    Raises:
+        PyorchError: The training failed, or packages are missing.
     """
     try:
         return _run([sys.executable, str(_ESTIMATOR)], job, verbose, on_progress, feed)
@@ -120,12 +132,20 @@ def run_estimator(job: dict, feed: Feed, *, verbose: bool = False, on_progress: 
 def _run(
     argv: list[str], job: object, verbose: bool, on_progress: OnProgress | None, feed: Feed | None = None
 ) -> Any:
-    """Runs a child on a job, and returns its result. Raises _Failure.
+    """Runs a child on a job, and returns its result.
 
-    feed: sends frames behind the job, and None behind the last; each is sent when the child is done with the one
-    before, so that this process and the child compute in turns, and no more than a frame is under way.
+    On any exception, including KeyboardInterrupt, the child is killed before the exception propagates.
 
-    On any exception, KeyboardInterrupt included, the child is killed before the exception goes on.
+    Args:
+        argv: The program.
+        job: Its job.
+        verbose: Show the log of the child.
+        on_progress: Called with the child's progress.
+        feed: Sends frames after the job, and None after the last. Each is sent when the child has taken the one before,
+            so that this process and the child alternate, and at most one frame is in flight.
+
+    Raises:
+        _Failure: The child failed.
     """
     with tempfile.TemporaryFile() as log:
         output = None if verbose else log
@@ -133,7 +153,7 @@ def _run(
                                     env={**os.environ, "PYTHONUNBUFFERED": "1"})
         try:
             reports = _Reports(connection, on_progress)
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # its status tells whether it had enough
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the status tells of a failure
                 connection.send(job)
                 if feed is not None:
                     feed(reports.send_in_turn)
@@ -159,14 +179,14 @@ def _run(
 
 
 class _Reports(threading.Thread):
-    """Takes what a child says until it closes its end of the connection."""
+    """Receives the messages of a child until it closes its end of the connection."""
 
     def __init__(self, connection: Connection, on_progress: OnProgress | None) -> None:
-        super().__init__(daemon=True)  # where this process is interrupted, nobody waits for it
+        super().__init__(daemon=True)  # an interrupted process does not wait for it
         self.result: Any = None
         self._connection, self._on_progress = connection, on_progress
         self._error: dict | None = None
-        self._unseen: OSError | None = None  # why progress could not be shown
+        self._unseen: OSError | None = None  # why progress cannot be shown
         self._turns = threading.Semaphore(1)
         self.start()
 
@@ -182,7 +202,7 @@ class _Reports(threading.Thread):
                     self._turns.release()
                 elif self._on_progress is not None:
                     self._show(message["done"], message["total"])
-        self._turns.release()  # nobody will take anything: sending says so
+        self._turns.release()  # no frame will be taken, and sending reports it
 
     def _show(self, done: int, total: int) -> None:
         try:
@@ -191,14 +211,14 @@ class _Reports(threading.Thread):
             self._unseen = error
 
     def send_in_turn(self, frame: object) -> None:
-        """BrokenPipeError where the child has ended."""
+        """Sends a frame when the child has taken the last one. BrokenPipeError: the child has ended."""
         self._turns.acquire()
         if self._unseen is not None:
             raise BrokenPipeError
         self._connection.send(frame)
 
     def error(self) -> dict | None:
-        """The error among the reports, when all have come. OSError where progress cannot be shown any more."""
+        """Returns the error among the reports, when all have arrived. OSError: progress cannot be shown."""
         self.join()
         if self._unseen is not None:
             raise self._unseen

@@ -1,7 +1,7 @@
-"""What the experts of a pack are compressed with: chosen by trial on some of them, and reported (ZipMoE, section 3.1).
+"""Chooses and reports the compression of a pack's experts, by trial on some of them (ZipMoE, section 3.1).
 
-Matrices of 16 or 32-bit floats come in planes: their exponents in shards, each compressed, and their signs and
-mantissas as they are. Quantized ones are stored whole, compressed where that gains enough.
+Matrices of 16 or 32-bit floats are stored in planes: their exponents in shards, each compressed, and their signs and
+mantissas uncompressed. Quantized ones are stored whole, and compressed if that gains enough.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from pyorch.runtime.model_map import LayerInfo, ModelMap, Role
 
 MAX_SHARDS = 64
 
-# Quantized matrices are worth it from here on: a smaller gain costs more to decode than to read.
+# Quantized matrices are compressed from this gain on: a smaller one costs more to decode than to read.
 _LEAST_GAIN = 0.05
 
-# One thread decodes the shards of a matrix one after another: what it decoded of one is in its core's cache when it is
+# One thread decodes the shards of a matrix one after another, so that a decoded shard is in its core's cache when it is
 # merged. Each shard has its own statistics, which cost a little.
 _DEFAULT_SHARDS = 4
 _LEAST_SHARD = 64 * 1024  # numbers
 
-# Of matrices of a kind, from layers and experts all over the model: at least two of them, and so many bytes.
+# The sample of each kind: matrices of layers and experts all over the model, at least two, and so many bytes.
 _SAMPLE_BYTES = 1 << 20
-_STRIDE = 7919  # a prime: neighbours in the sample are none in the model
+_STRIDE = 7919  # a prime, so that the sample has no neighbours of the model
 _ZSTD_LEVELS = (1, 3, 6, 9)
 _LEVEL_SAMPLES = 8  # matrices
 _TRIALS = 3  # of each speed; the best counts
 
-# Of nibble nothing is recovered: it is chosen where its kernels take at most so many times as long as plain ones.
+# nibble needs no recovery: it is chosen if its kernels take at most so many times as long as plain ones.
 _MOST_PACE = 1.5
 
 _Result = TypeVar("_Result")
@@ -47,7 +47,7 @@ Read = Callable[[LayerInfo, int, int], np.ndarray]  # a matrix: layer, expert, r
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the matrices of one kind are stored. n_shards: of the exponents; 0: the matrix is whole."""
+    """The storage of the matrices of one kind. n_shards: of the exponents; 0: the matrix is whole."""
 
     codec: str = codecs.STORED
     level: int = 0
@@ -63,7 +63,7 @@ class Scheme:
 
     @classmethod
     def parse(cls, text: str) -> Scheme:
-        """ValueError for what is no scheme."""
+        """Parses a scheme. ValueError: the text is none."""
         name, _, n_shards = text.partition("/")
         codec, _, level = name.partition(":")
         return cls(codecs.NAMES[codecs.NAMES.index(codec)], int(level or 0), int(n_shards))
@@ -71,10 +71,12 @@ class Scheme:
 
 @dataclass(frozen=True)
 class KindReport:
-    """What is known of the matrices of one role and type, from a sample.
+    """The measurements of the matrices of one role and type, from a sample.
 
-    entropy: bits of an exponent, of floats. bound, ratio: of the stored bytes to those of the matrix, by the entropy
-    and as it is. encode, decode: bytes of matrices in a second, on one core; None where nothing is encoded.
+    Attributes:
+        entropy: Bits of an exponent, of floats.
+        bound, ratio: Stored bytes relative to the bytes of the matrix, by the entropy and in fact.
+        encode, decode: Bytes of matrices in a second, on one core. None: nothing is encoded.
     """
 
     kind: str
@@ -87,18 +89,22 @@ class KindReport:
 
     @property
     def above_bound(self) -> float | None:
-        """How much larger than the bound, as a share of it."""
+        """Returns how much larger than the bound the stored bytes are, as a share of it."""
         return None if self.bound is None else self.ratio / self.bound - 1
 
     def as_it_is(self) -> KindReport:
-        """The same matrices, of which nothing is encoded after all."""
+        """Returns the report of the same matrices without encoding."""
         return replace(self, codec=codecs.STORED, ratio=1.0, encode=None, decode=None)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """schemes: of every matrix of every layer, in the order of the kernels. reason: why this codec, or why nothing is
-    compressed; "" if a codec was asked for and used."""
+    """The chosen compression.
+
+    Attributes:
+        schemes: Of every matrix of every layer, in the order of the kernels.
+        reason: Why this codec, or why nothing is compressed. "": the user's codec is used.
+    """
 
     schemes: tuple[Scheme, ...]
     kinds: tuple[KindReport, ...]
@@ -106,7 +112,7 @@ class Choice:
 
     @property
     def ratio(self) -> float:
-        """The most that any kind needs."""
+        """The largest ratio of a kind."""
         return max((kind.ratio for kind in self.kinds), default=1.0)
 
 
@@ -114,10 +120,19 @@ def choose(
     model_map: ModelMap, read: Read, codec: str, level: int | None = None, n_shards: int | None = None,
     slim: bool = False,
 ) -> Choice:
-    """Tries on a sample of the experts what is asked for. Raises PyorchError for a level or shards that there are not.
+    """Tries the codec on a sample of the experts.
 
-    level: of zstd 1 to 22, or one below 0; None: the one that gives the fewest bytes. slim: the pack will be the only
-    copy of the experts: auto takes no form that only processors compute from, such a model could go to no device.
+    Args:
+        model_map: The model.
+        read: Reads a matrix.
+        codec: One of CHOICES.
+        level: Of zstd 1 to 22, or below 0. None: the one with the fewest bytes.
+        n_shards: Of the exponents. None: the default.
+        slim: The pack will be the only copy of the experts. "auto" then takes no form that only processors compute
+            from, because no device could run such a model.
+
+    Raises:
+        PyorchError: The codec, level or number of shards is invalid.
     """
     _check(codec, level, n_shards)
     kinds = _kinds(model_map)
@@ -141,7 +156,7 @@ def choose(
     weights = {kind: sum(layer.n_expert * model_map.matrix_bytes(layer, role) for layer, role in places)
                for kind, places in kinds.items()}
     seconds = {name: _seconds(of_kinds, weights, bandwidth.bytes_per_second) for name, of_kinds in tried.items()}
-    best = min((NONE, *tried), key=seconds.__getitem__)  # of equals, none
+    best = min((NONE, *tried), key=seconds.__getitem__)  # NONE wins if equal
     others = ", ".join(f"{name} {1e3 * took:.0f} ms" for name, took in sorted(seconds.items(), key=lambda one: one[1])
                        if name != best)
     reason = (f"{best}: a GiB of experts takes {1e3 * seconds[best]:.0f} ms from a disk of "
@@ -152,8 +167,10 @@ def choose(
 def _nibbles_that_pay(
     samples: dict[Role, list[np.ndarray]]
 ) -> tuple[dict[Role, tuple[Scheme, KindReport | None]], str] | None:
-    """What nibble makes of each kind, and why it is chosen: all of an expert has that form, and its kernels are as
-    fast as plain ones, or nearly. None where that is not so."""
+    """Returns the scheme and report of nibble for each kind, and the reason for it.
+
+    None unless all matrices of an expert have that form, and its kernels are about as fast as plain ones.
+    """
     of_kinds = {kind: _try(kind, sample, codecs.NIBBLE, None, None) for kind, sample in samples.items()}
     shapes = {(kind.n_in, len(sample[0]) // 2 // kind.n_in) for kind, sample in samples.items()}
     if any(scheme.is_plain for scheme, _ in of_kinds.values()):
@@ -165,7 +182,7 @@ def _nibbles_that_pay(
 
 
 def encode_matrix(raw: np.ndarray, role: Role, scheme: Scheme) -> list[tuple[int, str, int, np.ndarray]]:
-    """uint8[bytes of a matrix] -> its chunks: plane, codec, bytes of what it stands for, what is stored; copies."""
+    """Encodes uint8[bytes of a matrix] into chunks: plane, codec, decoded bytes, and a copy of the stored bytes."""
     if scheme.n_shards == 0:
         level = role.n_in if scheme.codec == codecs.NIBBLE else scheme.level
         return [(0, *_encode(replace(scheme, level=level), raw.copy()))]
@@ -176,7 +193,7 @@ def encode_matrix(raw: np.ndarray, role: Role, scheme: Scheme) -> list[tuple[int
 
 
 def decode_matrix(chunks: Sequence[tuple[str, np.ndarray]], role: Role, n_bytes: int) -> np.ndarray:
-    """The other way, uint8[n_bytes]; chunks: codec and what is stored, by plane. FormatError for damaged ones."""
+    """Decodes a matrix, uint8[n_bytes], from the codec and stored bytes of each plane. FormatError: it is damaged."""
     if len(chunks) == 1:
         return codecs.decode(*chunks[0], n_bytes)
     raw = np.empty(n_bytes, np.uint8)
@@ -190,12 +207,12 @@ def decode_matrix(chunks: Sequence[tuple[str, np.ndarray]], role: Role, n_bytes:
 
 
 def name_of(role: Role) -> str:
-    """Of a kind of matrices, in reports."""
+    """Returns the name of a kind of matrices for reports."""
     return f"{role.name} {role.type}"
 
 
 def entropy(values: np.ndarray) -> float:
-    """Bits that a value of uint8[n] needs on average, by how often each occurs."""
+    """Returns the mean bits that a value of uint8[n] needs, by its frequency."""
     counts = np.bincount(values)
     shares = counts[counts > 0] / len(values)
     return float(-(shares * np.log2(shares)).sum())
@@ -218,7 +235,7 @@ def _check(codec: str, level: int | None, n_shards: int | None) -> None:
 
 
 def _kinds(model_map: ModelMap) -> dict[Role, list[tuple[LayerInfo, int]]]:
-    """The matrices of each kind: layers, and which of theirs."""
+    """Returns the matrices of each kind: layers, and indices of their roles."""
     kinds: dict[Role, list[tuple[LayerInfo, int]]] = {}
     for layer in model_map.layers:
         for index, role in enumerate(layer.roles):
@@ -234,7 +251,7 @@ def _choice(
 
 
 def _sample(places: list[tuple[LayerInfo, int]], read: Read) -> list[np.ndarray]:
-    """Whole matrices, uint8."""
+    """Reads the sample: whole matrices, uint8."""
     sample: list[np.ndarray] = []
     n_bytes = 0
     n_matrices = sum(layer.n_expert for layer, _ in places)
@@ -251,13 +268,13 @@ def _try(
     role: Role, sample: list[np.ndarray], codec: str, level: int | None, n_shards: int | None
 ) -> tuple[Scheme, KindReport]:
     scheme = _scheme(role, sample, codec, level, n_shards)
-    # Speed is that of one large matrix: calls from here would count for more than small ones.
+    # Measures one large matrix, because the overhead of calls would dominate small ones.
     joined = np.concatenate(sample)
     encode_seconds, encoded = _best(lambda: encode_matrix(joined, role, scheme))
     chunks = [(name, stored) for _, name, _, stored in encoded]
     decode_seconds, decoded = _best(lambda: decode_matrix(chunks, role, len(joined)))
     if not np.array_equal(decoded, joined):
-        raise PyorchError(f"{codec} does not give back the matrices of {role.name}: this is a defect of pyorch")
+        raise PyorchError(f"{codec} does not restore the matrices of {role.name}: this is a defect of pyorch")
     bits = bound = None
     if role.type in codecs.TYPES:
         bits = entropy(codecs.split(role.type, joined)[0])
@@ -271,7 +288,7 @@ def _try(
 
 
 def _scheme(role: Role, sample: list[np.ndarray], codec: str, level: int | None, n_shards: int | None) -> Scheme:
-    """What of a codec suits this kind; it may be none."""
+    """Returns the part of a codec that suits this kind; it may be none."""
     if codec == codecs.NIBBLE:
         if not all(codecs.nibble_bytes(role.type, role.n_in, len(raw)) for raw in sample):
             return Scheme()
@@ -290,7 +307,7 @@ def _scheme(role: Role, sample: list[np.ndarray], codec: str, level: int | None,
 
 
 def _level(role: Role, sample: list[np.ndarray], scheme: Scheme) -> int:
-    """More effort can make more bytes: matches in the place of plain Huffman codes."""
+    """Returns the best level. More effort can give more bytes: matches in place of plain Huffman codes."""
     if scheme.level or scheme.codec != codecs.ZSTD:
         return scheme.level
     some = sample[: _LEVEL_SAMPLES]
@@ -309,7 +326,7 @@ def _encode(scheme: Scheme, raw: np.ndarray) -> tuple[str, int, np.ndarray]:
 def _seconds(
     of_kinds: dict[Role, tuple[Scheme, KindReport | None]], weights: dict[Role, int], bytes_per_second: float
 ) -> float:
-    """For a GiB of experts that are not in memory. Decoding and reading are added: who decodes does not compute."""
+    """Returns the seconds to load a GiB of absent experts. Decoding adds to reading: its threads compute too."""
     total = 0.0
     for kind, (_, report) in of_kinds.items():
         share = weights[kind] / sum(weights.values()) * 2**30
@@ -319,7 +336,7 @@ def _seconds(
 
 
 def _best(run: Callable[[], _Result]) -> tuple[float, _Result]:
-    """Seconds of the fastest of some trials, and what the last one gave."""
+    """Returns the seconds of the fastest of some trials, and the result of the last one."""
     best = math.inf
     for _ in range(_TRIALS):
         begin = time.perf_counter()

@@ -1,8 +1,7 @@
-"""Runs llama.cpp's checkpoint converter. A program of its own: children.py starts it, nothing imports it.
+"""Runs llama.cpp's checkpoint converter. A separate program that children.py starts; no module imports it.
 
-Torch and ggml bring two OpenMP runtimes, so torch stays out of processes that load llama.cpp: this
-file imports nothing of pyorch that does. It is asked to run a list of jobs, and reports the bytes of the file
-that is written.
+Torch and ggml have two OpenMP runtimes, so torch stays out of processes that load llama.cpp, and this file imports no
+module of pyorch that loads it. It runs a list of jobs, and reports the bytes of the file that is written.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import sys
 import traceback
 from multiprocessing.connection import Connection
 
-sys.path.pop(0)  # this file's directory: its neighbours are no top-level modules
+sys.path.pop(0)  # this file's directory, whose files are no top-level modules
 
 from pyorch.processes import end_with
 
@@ -22,7 +21,7 @@ WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class ProgressBar:
-    """Takes the place of tqdm in the GGUF writer."""
+    """Replaces tqdm in the GGUF writer."""
 
     connection: Connection
 
@@ -47,11 +46,11 @@ class ProgressBar:
 
 
 class UnknownPreTokenizer(Exception):
-    """The converter knows pre-tokenizers by a hash of what they do to a text, and not this one."""
+    """The converter knows pre-tokenizers by a hash of their results, and not this one."""
 
 
 def teach_pre_tokenizer(text_model: type) -> None:
-    """Makes the converter take text_model.pre_tokenizer where it does not recognize the checkpoint's."""
+    """Makes the converter use text_model.pre_tokenizer if it does not recognize the checkpoint's."""
     recognize = text_model.get_vocab_base_pre
 
     def get_vocab_base_pre(self, tokenizer) -> str:
@@ -66,8 +65,11 @@ def teach_pre_tokenizer(text_model: type) -> None:
 
 
 def read_tokenizers_of_transformers_5(transformers) -> None:
-    """Lets transformers 4 read what transformers 5 saves: its class for any tokenizer.json, and special tokens without
-    names, which were "additional_special_tokens" and are a list under the name of what was a dictionary."""
+    """Makes transformers 4 read files of transformers 5.
+
+    These have its class for any tokenizer.json, and a list of special tokens without names, formerly
+    "additional_special_tokens", under the name of the former dictionary.
+    """
     if hasattr(transformers, "TokenizersBackend"):
         return
     transformers.TokenizersBackend = transformers.PreTrainedTokenizerFast
@@ -83,7 +85,7 @@ def read_tokenizers_of_transformers_5(transformers) -> None:
 
 
 def mark_files(gguf, key: str, value: str) -> None:
-    """Gives each GGUF that is written from now on a key of ours: by it pyorch knows a file that it may replace."""
+    """Adds a key of pyorch to each GGUF that is written from now on, by which pyorch recognizes replaceable files."""
     add_architecture = gguf.GGUFWriter.add_architecture
 
     def add_architecture_and_mark(self) -> None:
@@ -103,12 +105,12 @@ def convert(converter, job: dict) -> None:
     sys.argv = ["convert_hf_to_gguf.py", job["checkpoint"], "--outfile", job["output"], "--outtype", job["outtype"],
                 *job["options"]]
     if not job["has_mtp"] and may_have_mtp(converter, job):
-        sys.argv.append("--no-nextn")  # these classes insist on MTP layers, which training tools leave out
+        sys.argv.append("--no-nextn")  # these classes require MTP layers, which training tools omit
     converter.main()
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
     connection = Connection(int(sys.argv[2]))
     end_with(connection.fileno())
     jobs = connection.recv()
@@ -151,7 +153,7 @@ def main() -> None:
                 fail("failed", "")
                 raise
         except Exception as error:
-            # an assertion has no text: the line it stands on has
+            # an assertion has no text, so its line stands for it
             text = str(error) or traceback.extract_tb(error.__traceback__)[-1].line
             fail("failed", f"{type(error).__name__}: {text}")
             raise

@@ -1,9 +1,9 @@
-"""Estimators: small networks that guess the experts of the next layer (Speculating Experts, section 6, appendix A).
+"""Estimators: small networks that predict the experts of the next layer (Speculating Experts, section 6, appendix A).
 
-Trained by distillation: of each layer's quasi-hidden state, which its residual state, the experts that it chose and
-their default vectors give, to the distribution of the router of the layer after it. The model decodes while the
-estimator is trained, in turns: what its routers decide goes through a pipe, and no disk holds it. Requests that are
-held out say when to stop, and in which layers the estimator is better than the quasi-hidden state alone (hybrid).
+They are trained by distillation from each layer's quasi-hidden state (of its residual state, its chosen experts and
+their default vectors) to the distribution of the next layer's router. The model decodes while the estimator is trained,
+in turn: the routers' decisions pass through a pipe and are never on a disk. Held-out requests decide when to stop, and
+in which layers the estimator is better than the quasi-hidden state alone (hybrid).
 """
 
 from __future__ import annotations
@@ -23,15 +23,21 @@ from pyorch.sidecars.predictor import DefaultVectors, Estimator
 from pyorch.sizes import counted
 from pyorch.traces.recorder import RecordStream, trace_header
 
-OnProgress = Callable[[str, int, int], None]  # "training", tokens decoded and steps done, of at most
+OnProgress = Callable[[str, int, int], None]  # "training", tokens decoded and steps done, the largest total
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How an estimator is trained. Raises PyorchError for values that cannot be.
+    """The settings of the training.
 
-    val_share: of the requests, held out. n_latent, n_hidden: widths of the network. epochs: how often each token is
-    trained on, at most. lr: peak learning rate.
+    Attributes:
+        val_share: Share of the requests that are held out.
+        n_latent, n_hidden: Widths of the network.
+        epochs: How often each token is trained on, at most.
+        lr: Peak learning rate.
+
+    Raises:
+        PyorchError: A value is invalid.
     """
 
     val_share: float = 0.1
@@ -55,7 +61,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class LayerRecall:
-    """How many of the experts that a layer chose were the k likeliest of the guess, on held-out requests."""
+    """The share of a layer's chosen experts among the k most probable of the prediction, on held-out requests."""
 
     il: int
     quasi_hidden: float
@@ -63,15 +69,20 @@ class LayerRecall:
 
     @property
     def hybrid(self) -> bool:
-        """Whether the estimator is the better one."""
+        """Whether the estimator is better."""
         return self.estimator > self.quasi_hidden
 
 
 @dataclass(frozen=True)
 class Trained:
-    """n_training, n_held_out: tokens. losses: mean KL divergence on those held out, before training and after each of
-    the equal parts that it has; best_part: after which of them the estimator was as it is, 0: before training. curve:
-    as in PredictorFile."""
+    """A trained estimator.
+
+    Attributes:
+        n_training, n_held_out: Tokens.
+        losses: Mean KL divergence on held-out tokens, before training and after each of its equal parts.
+        best_part: The part after which the estimator was taken; 0: before training.
+        curve: As in PredictorFile.
+    """
 
     estimator: Estimator
     layers: tuple[LayerRecall, ...]
@@ -87,14 +98,20 @@ def train(
     n_tokens: int | None = None, n_ctx: int | None = None, n_ubatch: int | None = None, n_threads: int | None = None,
     verbose: bool = False, on_progress: OnProgress | None = None,
 ) -> Trained:
-    """Trains an estimator for a model on text that it decodes meanwhile. The same text, settings and machine give the
-    same weights.
+    """Trains an estimator for a model, on text that the model decodes at the same time.
+
+    The same text, settings and machine give the same weights.
 
     Args:
-        data, n_tokens, n_ctx, n_ubatch, n_threads: as of pyorch.traces.recorder.profile().
-        verbose: show the log of the process that trains.
+        model: The model.
+        data, n_tokens, n_ctx, n_ubatch, n_threads: As for pyorch.traces.recorder.profile().
+        defaults: The default vectors.
+        settings: The settings.
+        verbose: Show the log of the training process.
+        on_progress: Called with the steps done.
 
-    Raises PyorchError for a model or text that an estimator cannot be trained with, or where torch is missing.
+    Raises:
+        PyorchError: The model or the text does not suffice for an estimator, or torch is missing.
     """
     header = trace_header(model.map, "full", states=True)
     layers = header.layers
@@ -113,7 +130,7 @@ def train(
         job = {"header": header, "arrays": arrays, "n_training": n_training, **dataclasses.asdict(settings)}
 
         def feed(send: Callable[[object], None]) -> None:
-            # What is held out goes first: all that is measured is measured on the same tokens.
+            # Held-out requests come first, so that every evaluation uses the same tokens.
             for is_held_out, chosen in ((True, held_out), (False, ~held_out)):
                 stream.send(chosen, lambda records: send((is_held_out, records)))
 
@@ -127,9 +144,10 @@ def train(
 
 
 def split(n_requests: int, val_share: float, seed: int) -> np.ndarray:
-    """Which requests are held out, bool[n_requests]: at least one, and not all.
+    """Chooses the held-out requests, bool[n_requests]: at least one, and not all.
 
-    Raises PyorchError for fewer than two requests.
+    Raises:
+        PyorchError: There are fewer than two requests.
     """
     if n_requests < 2:
         raise PyorchError(f"the text makes {counted(n_requests, 'request')}: two are needed, one of them to be held "

@@ -1,8 +1,8 @@
-"""Trains an estimator. A program of its own: children.py starts it, nothing imports it.
+"""Trains an estimator. A separate program that children.py starts; no module imports it.
 
-Torch and ggml bring two OpenMP runtimes, so torch stays out of processes that load llama.cpp: this file imports
-nothing of pyorch that does. Behind its job (see pyorch.convert.children) come the records of tokens as they are
-decoded.
+Torch and ggml have two OpenMP runtimes, so torch stays out of processes that load llama.cpp, and this file imports no
+module of pyorch that loads it. After its job (see pyorch.convert.children) it receives the records of tokens as they
+are decoded.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
-sys.path.pop(0)  # this file's directory: its neighbours are no top-level modules
+sys.path.pop(0)  # this file's directory, whose files are no top-level modules
 
 import numpy as np
 
 from pyorch.processes import end_with
 from pyorch.traces.file import TraceHeader
 
-os.environ.pop("OPENBLAS_NUM_THREADS", None)  # torch computes on all processors, with whatever library it has
-signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
+os.environ.pop("OPENBLAS_NUM_THREADS", None)  # torch computes on all processors, with any library
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
 
 try:
     import torch
@@ -36,11 +36,11 @@ except ImportError as error:
 BATCH = 64  # tokens, each in all layers
 WARM_UP = 0.1  # of the steps, 200 at most
 LAST_RATE = 0.02  # of the learning rate, at the end of the schedule
-TOP_K_LOSS = 0.3  # beside the divergence: that selected experts come before others
-PARTS = 16  # of the training, each ends with a look at what is held out
+TOP_K_LOSS = 0.3  # weight of the ranking loss, relative to the divergence
+PARTS = 16  # of the training; each ends with an evaluation on held-out tokens
 PATIENCE = 4  # parts without improvement
 
-# Of tokens to draw batches from: what comes is mixed with what came before. Then those that are held out.
+# Memory for tokens to draw batches from, which mixes new ones with earlier ones; and for held-out tokens.
 POOL_BYTES, HELD_OUT_BYTES = 1 << 30, 1 << 28
 
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def train(job: dict, connection: Connection) -> tuple[dict[str, np.ndarray], dict]:
-    """The weights that did best on the held-out records, by name, and what was measured on them."""
+    """Returns the weights with the best results on the held-out records, by name, and these results."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     lesson = Lesson(job["header"], job["arrays"], device)
     order = np.random.default_rng(job["seed"])
@@ -68,7 +68,7 @@ def train(job: dict, connection: Connection) -> tuple[dict[str, np.ndarray], dic
     while (frame := connection.recv()) is not None:
         is_held_out, records = frame
         if device != "cpu":
-            connection.send({"taken": True})  # the next are decoded while these are learned
+            connection.send({"taken": True})  # the parent decodes the next records during this training
         (held_out if is_held_out else pool).add(records)
         n_taken += 0 if is_held_out else len(records)
         if pool.is_full:
@@ -85,7 +85,7 @@ def train(job: dict, connection: Connection) -> tuple[dict[str, np.ndarray], dic
 
 
 class Pool:
-    """Tokens in memory, not more than fit: one that comes then takes the place of any."""
+    """Tokens in memory, as many as fit. A further token replaces a random one."""
 
     def __init__(self, lesson: Lesson, n_bytes: int, order: np.random.Generator) -> None:
         self._lesson, self._order = lesson, order
@@ -103,7 +103,7 @@ class Pool:
 
     def add(self, records: np.ndarray) -> None:
         came = self._lesson.tensors(records)
-        if not self._tensors:  # memory that nothing was written to is not there
+        if not self._tensors:  # unwritten memory takes no room
             self._tensors = [torch.empty(self._capacity, *tensor.shape[1:], dtype=tensor.dtype) for tensor in came]
         n = min(len(records), self._capacity - self._n)
         places = torch.arange(self._n, self._n + n)
@@ -115,7 +115,7 @@ class Pool:
         self._n += n
 
     def draw(self) -> list:
-        """A batch. Each token comes once before one comes again, but for those that were replaced."""
+        """Returns a batch. Each token is drawn once before one is drawn again, except replaced ones."""
         if self._drawn + min(BATCH, len(self)) > len(self._shuffled):
             self._drawn, self._shuffled = 0, self._order.permutation(len(self))
         rows = self._shuffled[self._drawn : self._drawn + BATCH]
@@ -127,11 +127,12 @@ class Pool:
 
 
 class Training:
-    """An estimator on its way.
+    """An estimator in training.
 
-    best: what was measured when the loss on the held-out tokens was lowest, with best_weights, after best_part. curve:
-    before training and after each part, the tokens trained on so far, each use counted, and the mean recall on those
-    that are held out.
+    Attributes:
+        best: The results when the loss on the held-out tokens was lowest, with best_weights, after best_part.
+        curve: Before training and after each part, the tokens trained on so far, each use counted, and the mean recall
+            on held-out tokens.
     """
 
     def __init__(self, job: dict, lesson: Lesson, pool: Pool, held_out: Pool, connection: Connection) -> None:
@@ -158,11 +159,11 @@ class Training:
 
     @property
     def is_over(self) -> bool:
-        """Nothing more is learned: the end is reached, or it gets no better."""
+        """Whether training has reached its end, or does not improve."""
         return self._step == self.n_steps or len(self.losses) - 1 - self.best_part >= PATIENCE
 
     def run(self, until: int) -> None:
-        """Up to a step, if it is not over before."""
+        """Trains up to a step, unless training is over before."""
         if not self.losses:
             self._measure()
         while self._step < min(until, self.n_steps) and not self.is_over:
@@ -191,7 +192,7 @@ class Training:
 
 
 class Lesson:
-    """What is learned from records: tensors of tokens [n, n_layers, ...] of the layers that have one after them."""
+    """Makes training data from records: tensors of tokens [n, n_layers, ...] of all layers before another one."""
 
     def __init__(self, header: TraceHeader, arrays: Mapping[str, np.ndarray], device: str = "cpu") -> None:
         self.device = device
@@ -212,12 +213,15 @@ class Lesson:
 
     @property
     def token_bytes(self) -> int:
-        """In memory, as tensors() has it."""
+        """Bytes of a token in tensors()."""
         return 2 * self.n_layers * (self.n_embd + self.n_expert + self._n_used)
 
     def tensors(self, records: np.ndarray) -> list:
-        """Of records, what training takes: quasi-hidden states float16[n, n_layers, n_embd], distributions of the
-        routers ahead float16[n, n_layers, n_expert] and what they selected, int16[n, n_layers, k]."""
+        """Returns the training data of records.
+
+        Quasi-hidden states float16[n, n_layers, n_embd], distributions of the next routers float16[n, n_layers,
+        n_expert], and their selected experts, int16[n, n_layers, k].
+        """
         most = torch.finfo(torch.float16).max
         return [
             self.quasi_hidden(records).clamp(-most, most).half().transpose(0, 1).contiguous().cpu(),
@@ -226,7 +230,7 @@ class Lesson:
         ]
 
     def quasi_hidden(self, records: np.ndarray):
-        """Norm_{l+1}(r_l + sum_i g_i d_{l,i}) of each layer l, float32[n_layers, n, n_embd]."""
+        """Computes Norm_{l+1}(r_l + sum_i g_i d_{l,i}) of each layer l, float32[n_layers, n, n_embd]."""
         states = torch.empty(self.n_layers, len(records), self.n_embd, device=self.device)
         for i in range(self.n_layers):
             state = torch.from_numpy(np.ascontiguousarray(records["states"][:, i])).to(self.device)
@@ -240,7 +244,7 @@ class Lesson:
         return states
 
     def routed(self, states):
-        """Logits that the routers of the layers ahead give for states, [n_layers, n, n_expert]."""
+        """Computes the logits of the next layers' routers for states, [n_layers, n, n_expert]."""
         logits = torch.stack([state @ router["gate"].T for state, router in zip(states, self._routers[1:])])
         for i, router in enumerate(self._routers[1:]):
             if router["bias"] is not None:
@@ -248,7 +252,7 @@ class Lesson:
         return logits
 
     def _log_gated(self, logits):
-        """Logarithms of the probabilities that the model makes of logits; their sum need not be 1."""
+        """Computes the logarithms of the model's probabilities from logits. The probabilities need not sum to 1."""
         if self._gating == "sigmoid":
             return F.logsigmoid(logits)
         if self._gating == "sqrt-softplus":
@@ -256,8 +260,12 @@ class Lesson:
         return F.log_softmax(logits, dim=-1)
 
     def loss(self, network, states, truth, selected):
-        """Of a batch as tensors() has it: KL divergence [n_layers, n] of the estimate from the truth, then the logits
-        of the estimate, of the quasi-hidden state, and the experts that were selected, int64[n_layers, n, k]."""
+        """Computes the loss of a batch as made by tensors().
+
+        Returns:
+            KL divergence [n_layers, n] of the estimate from the truth, the logits of the estimate and of the
+            quasi-hidden state, and the selected experts, int64[n_layers, n, k].
+        """
         states, truth = states.float().transpose(0, 1), truth.float().transpose(0, 1)
         selected = selected.long().transpose(0, 1)
         with torch.no_grad():
@@ -269,12 +277,14 @@ class Lesson:
 
     @property
     def _ranks_by_logits(self) -> bool:
-        """Whether experts are selected by their logits alone, without groups of them and biases."""
+        """Whether experts are selected by their logits alone, without groups and biases."""
         return self._n_groups == 1 and all(router["selection_bias"] is None for router in self._routers[1:])
 
     def top_k_loss(self, logits, selected):
-        """How far experts that were not selected come before, or close behind, selected ones: the worst selected is
-        compared with the best other one, and so on. 0 where more than logits selects."""
+        """Computes how far experts that were not selected rank above, or close below, selected ones.
+
+        The worst selected expert is compared with the best other one, and so on. 0 if not only logits select.
+        """
         if not self._ranks_by_logits:
             return 0.0
         is_selected = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device).scatter_(-1, selected, True)
@@ -283,14 +293,14 @@ class Lesson:
         return F.softplus(others - logits.gather(-1, selected).sort(-1).values[..., :n]).mean()
 
     def hits(self, logits, selected):
-        """How many of the selected experts [n_layers, n, k] are the k likeliest, by layer: [n_layers]."""
+        """Counts the selected experts [n_layers, n, k] among the k most probable, by layer: [n_layers]."""
         scores = logits
         if not self._ranks_by_logits:
             scores = logits.clone() if self._gating == "softmax-selected" else self._log_gated(logits).exp()
             for score, router in zip(scores, self._routers[1:]):
                 if router["selection_bias"] is not None:
                     score += router["selection_bias"]
-        if self._n_groups > 1:  # in which the two best have the highest sum
+        if self._n_groups > 1:  # selects the groups whose two best experts have the highest sum
             groups = scores.unflatten(-1, (self._n_groups, -1))
             best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1).topk(self._n_groups_used, -1).indices
             masked = torch.ones(groups.shape[:-1], dtype=torch.bool, device=scores.device).scatter_(-1, best, False)
@@ -301,7 +311,7 @@ class Lesson:
 
 
 def evaluate(network, lesson: Lesson, tokens: Pool) -> dict:
-    """On tokens, some at a time: mean loss, and recall@k of the estimate and of quasi-hidden states by layer."""
+    """Evaluates tokens in batches: mean loss, and recall@k of the estimate and of quasi-hidden states by layer."""
     total, estimated, quasi_hidden, n_selected = 0.0, 0, 0, 0
     with torch.inference_mode():
         for begin in range(0, len(tokens), 512):
@@ -315,7 +325,7 @@ def evaluate(network, lesson: Lesson, tokens: Pool) -> dict:
 
 
 class Network(nn.Module):
-    """The network of pyorch_estimator (Speculating Experts, appendix A). Begins by correcting nothing."""
+    """The network of pyorch_estimator (Speculating Experts, appendix A). Initially its correction is 0."""
 
     def __init__(self, n_embd: int, n_latent: int, n_hidden: int, n_layers: int, n_expert: int) -> None:
         super().__init__()
@@ -327,13 +337,13 @@ class Network(nn.Module):
         self.head_bias = nn.Parameter(torch.zeros(n_layers, n_expert))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[n_layers, n, n_expert] for states [n_layers, n, n_embd]."""
+        """Returns [n_layers, n, n_expert] for states [n_layers, n, n_embd]."""
         latent = self.input(states) + self.position[:, None]
         latent = self.norm(latent + self.down(F.silu(self.up(latent))))
         return torch.baddbmm(self.head_bias[:, None], latent, self.head_weight.transpose(1, 2))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Copies, by the names of pyorch_estimator."""
+        """Returns copies of the arrays, by the names of pyorch_estimator."""
         named = {"in": self.input, "up": self.up, "down": self.down, "norm": self.norm}
         tensors = {f"{name}_weight": module.weight for name, module in named.items()}
         tensors |= {f"{name}_bias": module.bias for name, module in named.items()}

@@ -1,7 +1,7 @@
-"""What the experts of a GGUF compute, in numpy.
+"""Computes the outputs of a GGUF's experts in numpy, to fit and to compare them.
 
-For fitting and comparing: a layer at a time, an expert's matrices at a time, from the weights as the GGUF has
-them, quantized or not. Matrices are rows of weights of one output, as ggml stores them.
+One layer and one matrix of an expert at a time, from the weights of the GGUF, quantized or not. Each row of a matrix
+has the weights of one output, as in ggml.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _gated(activation: Callable[[np.ndarray], np.ndarray]) -> Callable[[np.ndarr
 
 
 def _swiglu_oai(gate: np.ndarray | None, up: np.ndarray) -> np.ndarray:
-    """gpt-oss: the gate limited above, up on both sides and shifted, a steeper sigmoid."""
+    """gpt-oss: the gate limited above, up limited on both sides and shifted, a steeper sigmoid."""
     gate = np.minimum(gate, 7)
     with np.errstate(over="ignore"):
         return gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7, 7) + 1)
@@ -53,14 +53,14 @@ _SILU_ARCHS = (
     "qwen3next", "qwen3vlmoe", "rnd1",
 )
 
-# Whose experts give no outputs of their own that weights are then multiplied with.
+# Architectures whose experts have no own outputs that are then multiplied by weights.
 UNKNOWN = {
-    "llama4": "it weighs what goes into an expert, not what comes out",
+    "llama4": "it multiplies the input of an expert by its weight, not its output",
     "grovemoe": "several of its experts share another one",
 }
 
-# general.architecture: hidden(gate or None, up), as llama.cpp builds it. Those of UNKNOWN are missing, and those that
-# have limits of their own.
+# general.architecture: hidden(gate or None, up), as in llama.cpp. Architectures of UNKNOWN, and architectures with
+# limits of their own, are missing.
 HIDDEN = {
     **dict.fromkeys(_SILU_ARCHS, _gated(_silu)),
     "gemma4": _gated(_gelu),
@@ -73,20 +73,22 @@ HIDDEN = {
 
 
 def check_known(model_map: ModelMap) -> None:
-    """Raises PyorchError if it is not known here how the model's experts compute, or how they are quantized."""
+    """Raises PyorchError if pyorch does not know how the model's experts compute, or how they are quantized."""
     arch = model_map.info.arch
     if arch not in HIDDEN:
         why = UNKNOWN.get(arch, "")
-        raise PyorchError(f"how an expert of {arch} computes is not known here" + (f": {why}" if why else ""))
+        raise PyorchError(f"pyorch does not know how an expert of {arch} computes" + (f": {why}" if why else ""))
     for layer in model_map.layers:
         for role in layer.roles:
             quantization(role.type)
 
 
 class LayerExperts:
-    """The experts of one layer. Reads and dequantizes a matrix whenever it is asked for.
+    """The experts of one layer. Reads and dequantizes a matrix at each access.
 
-    Raises PyorchError for an architecture or a type that is not known, FormatError for a truncated file.
+    Raises:
+        FormatError: The file is truncated.
+        PyorchError: The architecture or a type is unknown.
     """
 
     def __init__(self, model_map: ModelMap, il: int):
@@ -95,7 +97,7 @@ class LayerExperts:
         self._layer: LayerInfo = model_map.layer(il)
         self._roles = {role.name: index for index, role in enumerate(self._layer.roles)}
         self._hidden = HIDDEN[model_map.info.arch]
-        # By expert and role, of a layer that only a pack has: a slim model's.
+        # By expert and role, if only a pack has the layer (a slim model).
         self._chunks: dict[tuple[int, int], np.ndarray] = {}
         if model_map.info.slim:
             _, arrays = packs.read(model_map.pack, model_map)
@@ -107,7 +109,7 @@ class LayerExperts:
         return self._layer.n_expert
 
     def hidden(self, expert: int, inputs: np.ndarray) -> np.ndarray:
-        """float32[n, n_ff]: what goes into the down projection for router inputs float32[n, n_embd]."""
+        """Computes the input of the down projection, float32[n, n_ff], from router inputs float32[n, n_embd]."""
         inputs = expert_inputs(self._map, self._layer.il, inputs)
         if "gate_up" in self._roles:
             gate, up = np.split(self._project("gate_up", expert, inputs), 2, axis=1)
@@ -117,12 +119,14 @@ class LayerExperts:
         return self._hidden(gate, up)
 
     def down(self, expert: int, hidden: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
-        """float32[n, n_rows]: some of the outputs for hidden states float32[n, n_ff]; only their rows are read."""
+        """Computes some of the outputs, float32[n, n_rows], from float32[n, n_ff]. Only their rows are read."""
         return self._project("down", expert, hidden, rows)
 
     def outputs(self, expert: int, inputs: np.ndarray) -> np.ndarray:
-        """float32[n, n_in] for router inputs float32[n, n_embd]: before the routing weight. n_in is n_embd unless the
-        experts are narrower than the hidden state."""
+        """Computes float32[n, n_in] for router inputs float32[n, n_embd], before the routing weight.
+
+        n_in is n_embd unless the experts are narrower than the hidden state.
+        """
         return self.down(expert, self.hidden(expert, inputs))
 
     def _project(self, role: str, expert: int, inputs: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
@@ -134,8 +138,7 @@ class LayerExperts:
         return outputs if bias is None else outputs + bias[rows]
 
     def _matrix(self, index: int, expert: int, n_in: int, rows: slice) -> np.ndarray:
-        """float32[n_rows, n_in]: some rows of a matrix of an expert, of which only they are read, unless it is
-        compressed."""
+        """Returns some rows of an expert's matrix, float32[n_rows, n_in]. Reads only these, unless it is compressed."""
         role, size = self._layer.roles[index], self._map.matrix_bytes(self._layer, index)
         kind = quantization(role.type)
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -153,7 +156,7 @@ class LayerExperts:
         return gguf.quants.dequantize(part.reshape(stop - start, row_bytes), kind)
 
     def _chunk(self, row: np.void) -> tuple[str, np.ndarray]:
-        """Codec, and what is stored."""
+        """Returns the codec and the stored bytes."""
         stored = _read(str(self._map.pack), int(row["offset"]), int(row["stored"]))
         if checksum(stored) != row["checksum"]:
             raise FormatError(f"{self._map.pack} is damaged: expert {row['expert']} of layer {self._layer.il} is not "
@@ -161,7 +164,7 @@ class LayerExperts:
         return codecs.NAMES[row["codec"]], stored
 
     def _vector(self, role: str, name: str, expert: int) -> np.ndarray | None:
-        """float32[...]: an expert's part of a tensor that there may be beside its matrices."""
+        """Returns an expert's part of an optional tensor next to its matrices, float32[...], or None."""
         try:
             where = self._map.tensor_range(f"blk.{self._layer.il}.ffn_{role}_exps.{name}")
         except PyorchError:

@@ -1,18 +1,17 @@
 """Ghosts from a trace: for each expert a mean output and a linear map of low rank of the router's input.
 
-Of an expert, the samples are the router inputs x that selected it, its outputs y on them, and the squares w^2 of its
-routing weights: what an error there adds to the squared error of the layer. Those do not count where the expert is
-among the heaviest of a token, which is waited for all the same: they would count most of all. A ghost of rank r is the
-reduced-rank ridge regression of y on x, both centered at their weighted means: with X and Y the rows w (x - mean) and w
-(y - mean), and the singular value decomposition X = Q S R, the matrix of rank r with the least |Y - X B^T|^2 + lambda
-|B|^2 is the projection of the one of full rank, B = Y^T Q diag(S / (S^2 + lambda)) R, on the first r right singular
-vectors of diag(S / sqrt(S^2 + lambda)) Q^T Y. Where there are fewer samples than inputs, Q S R has as many rows as
-there are samples, which is the dual form.
+The samples of an expert are the router inputs x that selected it, its outputs y on them, and the squares w^2 of its
+routing weights, by which an error there increases the squared error of the layer. Samples in which the expert is among
+the heaviest of a token do not count, because layers wait for these experts anyway; they would otherwise count most. A
+ghost of rank r is the reduced-rank ridge regression of y on x, both centered at their weighted means: with X and Y the
+rows w (x - mean) and w (y - mean), and the singular value decomposition X = Q S R, the matrix of rank r with the least
+|Y - X B^T|^2 + lambda |B|^2 is the projection of the one of full rank, B = Y^T Q diag(S / (S^2 + lambda)) R, on the
+first r right singular vectors of diag(S / sqrt(S^2 + lambda)) Q^T Y. With fewer samples than inputs, Q S R has as many
+rows as there are samples, which is the dual form.
 
-All that is chosen is chosen by what is left on samples that were held out, in turns: lambda for a layer, and how many
-rows each expert of the model gets. Of all bytes, each expert first gets its mean, and then those rows are added that
-leave less for their bytes than all others do, where the expert is absent: in a cache of half of the experts, as often
-as Che's approximation says by how often the trace uses it.
+Cross-validation chooses lambda of a layer, and the rows of each expert of the model. Each expert first gets its mean.
+Then the bytes go to the rows that reduce the error most for their size, weighted by how often the expert is absent from
+a cache of half of the experts (Che's approximation, from the uses in the trace).
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from pyorch.traces.routing_statistics import activation_counts, renormalized
 
 SHARE = Amount(share=0.03)  # of the experts' bytes
 
-MOST_ROWS = 64  # of a ghost: it would not be small any more
+MOST_ROWS = 64  # of a ghost, which must be small
 _FOLDS = 5
-LEAST_SAMPLES = 4  # an expert with fewer is fitted on what other experts were selected for
+LEAST_SAMPLES = 4  # an expert with fewer is fitted on the samples of other experts
 _MOST_SAMPLES = 1024  # of one expert
-_JUDGES = 4  # of so many experts one has a say in lambda
+_JUDGES = 4  # one of so many experts takes part in the choice of lambda
 _RIDGES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # lambda, as multiples of the mean square of X's singular values
 
 OnProgress = Callable[[str, int, int], None]  # what, done, total
@@ -47,12 +46,20 @@ OnProgress = Callable[[str, int, int], None]  # what, done, total
 
 @dataclass(frozen=True)
 class Settings:
-    """How large ghosts are. rank: of each, where it is useful; None: as many rows as n_bytes allow, where they are most
-    useful. Raises PyorchError for values that cannot be."""
+    """The sizes of ghosts.
+
+    Attributes:
+        n_bytes: Of all ghosts.
+        rank: Of each ghost, if useful. None: the rows that n_bytes allow are given to the experts that gain most.
+        sacred: A token's experts of the highest weights, so many, need no ghost.
+
+    Raises:
+        PyorchError: A value is invalid.
+    """
 
     n_bytes: Amount = SHARE
     rank: int | None = None
-    sacred: int = 2  # so many of a token's experts, those of the highest weight, no ghost has to stand for
+    sacred: int = 2
 
     def __post_init__(self) -> None:
         if self.rank is not None and not 0 <= self.rank <= MOST_ROWS:
@@ -63,9 +70,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """What ghosts leave of the squared outputs of a layer's experts, weighted, on samples they were not fitted on.
+    """The share of a layer's squared expert outputs, weighted, that ghosts do not predict, on held-out samples.
 
-    left: of all; left_by_means: with means alone. n_ghosts: experts that have one; mean_rank: of those. ridge: lambda.
+    Attributes:
+        n_ghosts: Experts with a ghost.
+        mean_rank: Of these ghosts.
+        ridge: lambda.
+        left_by_means: The share with means alone.
+        left: The share with ghosts.
     """
 
     il: int
@@ -79,7 +91,7 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Built:
-    """Ghosts, and what there is to report on them."""
+    """Ghosts, and their report."""
 
     ghosts: Ghosts
     layers: tuple[LayerReport, ...]
@@ -88,7 +100,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Samples:
-    """Of one expert. inputs: float[n, n_in]; outputs: float[n, n_out]; weights: float[n], of the squared errors."""
+    """Samples of one expert. inputs: float[n, n_in]; outputs: float[n, n_out]; weights: float[n], of squared errors."""
 
     inputs: np.ndarray
     outputs: np.ndarray
@@ -102,7 +114,7 @@ class Samples:
 
     @property
     def energy(self) -> float:
-        """The weighted sum of the squared outputs."""
+        """Returns the weighted sum of the squared outputs."""
         return float(self.weights @ (self.outputs**2).sum(axis=1))
 
 
@@ -117,31 +129,32 @@ class Regression:
         self._qy = q.T @ (roots * (samples.outputs - self._y_mean))
 
     def ridge(self, strength: float) -> float:
-        """lambda, of a multiple of the mean square of the inputs' singular values."""
+        """Returns lambda, given as a multiple of the mean square of the inputs' singular values."""
         return strength * float((self._s**2).mean()) if len(self._s) else 0.0
 
     def directions(self, ridge: float) -> np.ndarray:
-        """float[n_out, r]: orthonormal, in which the outputs can be foretold best."""
+        """Returns float[n_out, r]: orthonormal directions in which the outputs are predicted best."""
         gains = self._s / np.sqrt(self._s**2 + ridge)
         return _thin_svd(gains[:, None] * self._qy)[2].T
 
     def map(self, ridge: float, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """mean float[n_out], down float[r, n_in] and up float[r, n_out], r at most rank: y is about mean + up^T down
-        x."""
+        """Returns mean float[n_out], down float[r, n_in] and up float[r, n_out], r at most rank.
+
+        y is about mean + up^T down x.
+        """
         up = self.directions(ridge)[:, :rank]
         down = (up.T @ self._qy.T) * (self._s / (self._s**2 + ridge)) @ self._r
         return self._y_mean - up @ (down @ self._x_mean), down, up.T
 
     def left(self, held_out: Samples, ridges: list[float]) -> np.ndarray:
-        """float[len(ridges)]: the weighted sum of squares that the maps of full rank leave of other samples."""
+        """Returns float[len(ridges)]: the weighted sum of squares that maps of full rank leave of other samples."""
         foretold = (held_out.inputs - self._x_mean) @ self._r.T
         y = held_out.outputs - self._y_mean
         maps = (self._qy * (self._s / (self._s**2 + ridge))[:, None] for ridge in ridges)
         return np.array([held_out.weights @ ((y - foretold @ b) ** 2).sum(axis=1) for b in maps])
 
     def left_by_rank(self, held_out: Samples, ridge: float, most: int) -> np.ndarray:
-        """float[most + 1]: the same of the maps of rank 0, 1, ...; higher ranks than there are leave what the last
-        does."""
+        """Returns float[most + 1]: the same for maps of rank 0, 1, ... Impossible ranks leave the same as the last."""
         p = self.directions(ridge)[:, :most]
         b = self._qy * (self._s / (self._s**2 + ridge))[:, None]
         foretold = (held_out.inputs - self._x_mean) @ self._r.T @ (b @ p)
@@ -153,8 +166,10 @@ class Regression:
 
 
 def _thin_svd(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The singular value decomposition, without singular values that are nearly 0. By the smaller matrix of products,
-    which is several times as fast, and exact enough beside a ridge."""
+    """Computes the singular value decomposition, without singular values near 0.
+
+    Uses the smaller matrix of products, which is several times as fast, and exact enough with a ridge.
+    """
     wide = a.shape[0] <= a.shape[1]
     squares, vectors = np.linalg.eigh(a @ a.T if wide else a.T @ a)
     kept = (squares > max(float(squares.max(initial=0)), 1e-60) * 1e-10).nonzero()[0][::-1]
@@ -163,7 +178,7 @@ def _thin_svd(a: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def folds(samples: Samples) -> Iterator[tuple[Samples, Samples]]:
-    """Each sample is held out once: what is fitted on, and what is held out."""
+    """Yields samples to fit on, and samples to hold out. Each sample is held out once."""
     n = min(_FOLDS, len(samples))
     fold = np.random.default_rng(0).permutation(len(samples)) % n
     for held_out in range(n):
@@ -176,8 +191,9 @@ def build(
     """Fits the ghosts of a model to its outputs on the router inputs that a trace sampled.
 
     Raises:
-        FormatError: the trace is of another model, or damaged.
-        PyorchError: the trace has no router inputs, it is not known how the experts compute, or the bytes are too few.
+        FormatError: The trace belongs to another model, or is damaged.
+        PyorchError: The trace has no router inputs, pyorch does not know how the experts compute, or the bytes are too
+            few.
     """
     _check(model_map, trace)
     report = on_progress or (lambda *_: None)
@@ -188,7 +204,7 @@ def build(
         fit = LayerFit(model_map, trace, layer.il, settings.sacred)
         for _ in fit.steps():
             done += 1
-            report("fitting", done // 2, n_experts)  # each expert is gone through twice
+            report("fitting", done // 2, n_experts)  # each expert is visited twice
         fits.append(fit)
     expert_bytes = sum(layer.n_expert * layer.expert_bytes for layer in model_map.layers)
     if settings.rank is not None:
@@ -207,21 +223,21 @@ def build(
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What one expert is fitted on. rows: int64[n] of the router inputs; weights: as of Samples."""
+    """The samples to fit an expert on. rows: int64[n] of the router inputs; weights: as in Samples."""
 
     rows: np.ndarray
     weights: np.ndarray
 
     def samples(self, inputs: np.ndarray, outputs: np.ndarray) -> Samples:
-        """inputs: of all rows; outputs: of its own."""
+        """Returns the samples. inputs: of all rows; outputs: of the chosen ones."""
         return Samples(inputs[self.rows].astype(np.float64), outputs.astype(np.float64), self.weights)
 
 
 class LayerFit:
-    """One layer: how much is left of its experts' outputs by rank, then its ghosts.
+    """The fit of one layer: the unpredicted share of its experts' outputs by rank, then its ghosts.
 
-    Outputs are kept while the layer is gone through, and computed again for the ghosts: those of all layers take many
-    times the memory that ghosts do.
+    Outputs are kept while the layer is computed, and computed again for the ghosts, because the outputs of all layers
+    take many times the memory of ghosts.
     """
 
     def __init__(self, model_map: ModelMap, trace: Trace, il: int, sacred: int) -> None:
@@ -262,10 +278,10 @@ class LayerFit:
         return row_bytes(self._n_in) + row_bytes(self._n_out)
 
     def steps(self) -> Iterator[None]:
-        """Goes through all experts twice."""
+        """Visits all experts twice."""
         inputs = np.asarray(self._trace_inputs, np.float32)
-        outputs: list[np.ndarray] = []  # by expert, of the rows that it is fitted on
-        output = np.zeros((len(inputs), 0))  # of the layer, for the inputs all of whose experts are sampled
+        outputs: list[np.ndarray] = []  # by expert, of its chosen rows
+        output = np.zeros((len(inputs), 0))  # of the layer, for inputs with samples of all their experts
         missing = (self.weights > 0).sum(axis=1)
         left = np.zeros(len(_RIDGES))
         lights = self.weights[(self.weights > 0) & ~self._sacred]
@@ -285,7 +301,7 @@ class LayerFit:
                 missing[rows] -= 1
             light = ~self._sacred[rows, expert]
             kept = light if not few and light.sum() >= LEAST_SAMPLES else slice(None)
-            # A sample stands for those that were left out; all samples of a rare expert, for its few selections.
+            # A sample represents omitted ones; all samples of a rare expert represent its few selections.
             stands_for = np.full(len(rows), rare * (len(selected) + 0.5) / len(rows)) if few else (
                 weights**2 * (len(candidates) / len(rows)))
             chosen = _Chosen(rows[kept], stands_for[kept])
@@ -317,7 +333,7 @@ class LayerFit:
         self._norms = np.array([chosen.weights.sum() for chosen in self.samples])
 
     def leaves(self, expert: int, rank: int) -> float:
-        """Of the weighted squares of its samples; rank -1: without a ghost."""
+        """Returns the unpredicted share of the weighted squares of its samples; rank -1: without a ghost."""
         return self.energies[expert] if rank < 0 else self.left[expert, rank]
 
     def ghosts(self) -> LayerGhosts:
@@ -331,7 +347,7 @@ class LayerFit:
             regression = Regression(chosen.samples(inputs, self._experts.outputs(expert, inputs[chosen.rows])))
             mean[expert], down, up = regression.map(regression.ridge(self.ridge), int(ranks[expert]))
             ranks[expert] = len(down)
-            # The same size on both sides: so 16 bits have room for either.
+            # Equal sizes on both sides, so that 16 bits have room for either.
             sizes = np.sqrt(np.linalg.norm(down, axis=1, keepdims=True))
             scale = np.where(sizes > 0, sizes, 1)
             downs.append((down / scale).astype(np.float32))
@@ -351,11 +367,13 @@ class LayerFit:
 
 
 def absence(uses: np.ndarray, rate: float = 0.5) -> np.ndarray:
-    """float64[n_expert]: how often each expert is absent from a cache of so large a share of the experts (Che, Tung and
-    Wang, "Hierarchical Web caching systems", 2002, eq. 5): exp(-u T) of its uses u for a token, with the T that
-    fits."""
+    """Returns how often each expert is absent from a cache with a share `rate` of the experts: float64[n_expert].
+
+    Che, Tung and Wang, "Hierarchical Web caching systems", 2002, eq. 5: exp(-u T) of its uses u for a token, with the T
+    that fits the cache.
+    """
     used = uses[uses > 0]
-    if not len(used) or len(used) <= rate * len(uses):  # all that are used have room
+    if not len(used) or len(used) <= rate * len(uses):  # all used experts have room
         return np.where(uses > 0, np.exp(-1.0), 1.0)
     low, high = 0.0, 1.0
     while (1 - np.exp(-uses * high)).mean() < rate:
@@ -367,17 +385,20 @@ def absence(uses: np.ndarray, rate: float = 0.5) -> np.ndarray:
 
 
 def divide(fits: list[LayerFit], n_bytes: int) -> None:
-    """Sets the ranks of all ghosts: of what is left for each byte, the steepest descents first, along the lower convex
-    hull of each expert's curve. PyorchError for too few bytes."""
+    """Sets the ranks of all ghosts, the steepest descents per byte first, on the lower convex hull of each curve.
+
+    Raises:
+        PyorchError: The bytes are too few.
+    """
     room = n_bytes - sum(fit.base_bytes for fit in fits)
     if room < 0:
         needed = n_bytes - room
         raise PyorchError(f"{format_bytes(n_bytes)} are too few for the ghosts of this model: their means alone need "
                           f"{format_bytes(needed, round_up=True)}: allow {as_option(needed)}")
-    queue: list[tuple[float, int, int, int]] = []  # gain for a byte (negative), fit, expert, rank
+    queue: list[tuple[float, int, int, int]] = []  # gain per byte (negative), fit, expert, rank
 
     def offer(at: int, expert: int, rank: int) -> None:
-        """The best step on from a rank, of those for which there is room."""
+        """Queues the best step from a rank among the steps that have room."""
         most = min(fits[at].left.shape[1] - 1, rank + room // fits[at].row_bytes)
         left = fits[at].left[expert]
         gains = (left[rank] - left[rank + 1 : most + 1]) / np.arange(1, most + 1 - rank)
@@ -398,13 +419,13 @@ def divide(fits: list[LayerFit], n_bytes: int) -> None:
             room -= needed
             fit.ranks[expert] = rank
         offer(at, expert, int(fit.ranks[expert]))
-    for fit in fits:  # a mean may be worse than nothing, where rows would have made it better
+    for fit in fits:  # a mean alone may be worse than no ghost, although rows would have made it better
         worse = (fit.ranks >= 0) & (fit.left[np.arange(fit.n_expert), np.maximum(fit.ranks, 0)] >= fit.energies)
         fit.ranks[worse] = -1
 
 
 def _spread(rows: np.ndarray) -> np.ndarray:
-    """At most _MOST_SAMPLES of them, evenly."""
+    """Returns at most _MOST_SAMPLES rows, evenly."""
     if len(rows) <= _MOST_SAMPLES:
         return rows
     return rows[np.linspace(0, len(rows) - 1, _MOST_SAMPLES).astype(np.int64)]

@@ -1,4 +1,4 @@
-"""Importance matrices, which llama.cpp's llama-imatrix writes: how much each input of a matrix weighs."""
+"""Reads importance matrices of llama.cpp's llama-imatrix: the weight of each input of a matrix."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ import numpy as np
 from pyorch.errors import FormatError
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
-_MAX_NAME = 1024  # bytes; longer ones are in no file of that kind
+_MAX_NAME = 1024  # bytes; a longer name means that the file is none
 
 _DAMAGE = (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError, struct.error, UnicodeDecodeError)
 
 
 def read_imatrix(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Mean squares of the inputs, by the name of the weight: float32[n_matrices * n_inputs], 1 where nothing came.
+    """Reads mean squares of the inputs, by the name of the weight: float32[n_matrices * n_inputs], 1 without data.
 
-    n_matrices is the number of experts of an expert tensor, else 1. Reads GGUF, and the older format without a name.
-    Raises FormatError for a file that is missing, damaged or none.
+    n_matrices is the number of experts of an expert tensor, otherwise 1. Reads GGUF, and the older unnamed format.
+
+    Raises:
+        FormatError: The file is missing, damaged or no importance matrix.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""How similar the outputs of experts are, on the router inputs that a trace has."""
+"""Compares the outputs of experts on the router inputs of a trace."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 from pyorch.convert.expert_outputs import LayerExperts
 from pyorch.traces.file import Trace
 
-# An expert that fewer samples selected is compared on all of them.
+# An expert that fewer samples selected is compared on all samples.
 MIN_SAMPLES = 8
 
-# Of what one layer's comparison keeps at once, twice: the hidden states and the products of outputs.
+# Memory that one layer's comparison keeps, twice: for the hidden states and the products of outputs.
 WORK_BYTES = 512 << 20
 
-SLICE_BYTES = 64 << 20  # of the outputs that are multiplied at once
+SLICE_BYTES = 64 << 20  # of outputs that are multiplied at once
 
 
 class RouterInputs:
-    """The trace's sample of router inputs, and what the routers chose for them."""
+    """The trace's sample of router inputs, and the routers' selections for them."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -30,7 +30,7 @@ class RouterInputs:
         return len(self._inputs)
 
     def layer(self, il: int, n_expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """float16[n, n_embd] router inputs and bool[n, n_expert] selected experts."""
+        """Returns router inputs float16[n, n_embd] and selected experts bool[n, n_expert]."""
         index = self._trace.layer_index(il)
         selected = np.zeros((len(self), n_expert), bool)
         np.put_along_axis(selected, self._experts[:, index].astype(np.int64), True, axis=1)
@@ -39,9 +39,9 @@ class RouterInputs:
 
 @dataclass(frozen=True)
 class OutputSimilarity:
-    """How well the output of expert j stands for that of expert i, each [i, j].
+    """How well the output of expert j replaces the output of expert i, each [i, j].
 
-    Over the samples that selected i, over all samples where fewer than MIN_SAMPLES did.
+    Over the samples that selected i; over all samples if fewer than MIN_SAMPLES did.
     """
 
     cosine: np.ndarray  # float32[n_expert, n_expert], mean of cos(o_i, o_j)
@@ -52,11 +52,12 @@ class OutputSimilarity:
 def compare(experts: LayerExperts, inputs: np.ndarray, selected: np.ndarray) -> OutputSimilarity:
     """Compares the outputs of all pairs of experts of a layer.
 
-    Args:
-        inputs: float16 or float32[n, n_embd], router inputs.
-        selected: bool[n, n_expert], which experts the router chose for them.
+    If the work space does not suffice, fewer samples are used, spread evenly.
 
-    Where the work space would not do, fewer samples are taken, spread evenly.
+    Args:
+        experts: The experts.
+        inputs: float16 or float32[n, n_embd], router inputs.
+        selected: bool[n, n_expert], the router's selections for them.
     """
     n_expert = experts.n_expert
     kept = _fitting(len(inputs), n_expert, experts.hidden(0, inputs[:1].astype(np.float32)).shape[1])
@@ -73,7 +74,7 @@ def compare(experts: LayerExperts, inputs: np.ndarray, selected: np.ndarray) -> 
 
 
 def similarity_of(products: np.ndarray, selected: np.ndarray) -> OutputSimilarity:
-    """The similarity from the products <o_i, o_j> float32[n, n_expert, n_expert] of n samples."""
+    """Computes the similarity from the products <o_i, o_j> float32[n, n_expert, n_expert] of n samples."""
     n_expert = selected.shape[1]
     samples = selected.sum(axis=0)
     cosine, error = np.zeros((2, n_expert, n_expert), np.float32)
@@ -87,7 +88,7 @@ def similarity_of(products: np.ndarray, selected: np.ndarray) -> OutputSimilarit
 
 
 def _ratio(value: np.ndarray, of: np.ndarray) -> np.ndarray:
-    """0 where an output is 0: it is like nothing."""
+    """Returns value / of, and 0 for an output of 0."""
     return np.divide(value, of, out=np.zeros(np.broadcast_shapes(value.shape, of.shape)), where=of > 0)
 
 

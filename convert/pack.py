@@ -1,5 +1,6 @@
-"""Packs: the experts of a GGUF, one after another, in the sidecar model.experts.gguf (docs/reference/packs.md);
-and whether a pack holds the experts of its model.
+"""Writes packs, which store the experts of a GGUF one after another in the sidecar model.experts.gguf, and checks them.
+
+docs/reference/packs.md describes the format.
 """
 
 from __future__ import annotations
@@ -31,30 +32,39 @@ from pyorch.sidecars import container, packs
 from pyorch.sidecars.container import checksum
 from pyorch.sizes import MiB, counted
 
-LAYOUTS = (packs.PLAIN, "native")  # as in the model; as this machine's kernels are fastest
+LAYOUTS = (packs.PLAIN, "native")  # the model's, and the fastest for this machine's kernels
 OnProgress = Callable[[str, int, int], None]  # "packing" or "checking", bytes done, total
 
-# What is packed is counted as done when so many bytes of it are on the disk: an interrupted run loses no more.
+# Progress counts bytes when so many more are on the disk; an interrupted run loses no more.
 _STEP_BYTES = 256 * MiB
 
-_SHOWN = 3  # of tensors that are named
+_SHOWN = 3  # tensors that a message names
 
 
 @dataclass(frozen=True)
 class Packing:
-    """What was written."""
+    """The written pack.
+
+    Attributes:
+        n_experts: Of all layers.
+        n_continued: Experts that an interrupted run had packed.
+        codecs: All codecs of stored matrices.
+        ratio: Stored bytes of the experts relative to their bytes.
+        kinds: Of a compressed pack, from a sample of the matrices.
+        reason: Why it is compressed so. "": as the user asked.
+    """
 
     path: Path
     layout: str
     n_layers: int
-    n_experts: int  # of all layers
-    n_continued: int  # of them, those that an interrupted run had packed
+    n_experts: int
+    n_continued: int
     n_bytes: int
     seconds: float
-    codecs: tuple[str, ...]  # that some matrix is stored with
-    ratio: float  # of what is stored of the experts to their bytes
-    kinds: tuple[KindReport, ...] = ()  # of a compressed pack, from a sample of the matrices
-    reason: str = ""  # why it is so compressed; "" where that was asked for
+    codecs: tuple[str, ...]
+    ratio: float
+    kinds: tuple[KindReport, ...] = ()
+    reason: str = ""
 
 
 def pack(
@@ -62,15 +72,23 @@ def pack(
     codec: str = compression.NONE, level: int | None = None, shards: int | None = None, spare_bytes: int = 0,
     share: Share | None = None, on_progress: OnProgress | None = None,
 ) -> Packing:
-    """Writes the pack of a model, beside it unless `target` says where. It appears whole or not at all.
+    """Writes the pack of a model. It appears whole or not at all.
 
-    layout: one of LAYOUTS; native: only for machines whose kernels want the same order. codec, level, shards: see
-    compression.choose(). spare_bytes: room that must be left on the disk for the slim model that the caller writes
-    afterwards; 0: there will be none. share: the experts that one of several servers is to have, which needs the plain
-    layout and no codec; None: all.
+    An interrupted run, or one that met a full disk, leaves its work in a hidden file next to the target, and the next
+    run continues it. At most a few experts per core are in memory.
 
-    A run that was interrupted, or met a full disk, leaves what it has in a hidden file beside the target, and the next
-    one goes on from there. No more than some experts for each core are in memory. Raises PyorchError.
+    Args:
+        model: The model.
+        target: The pack. Default: next to the model.
+        layout: One of LAYOUTS; native: only for machines whose kernels use the same order.
+        codec, level, shards: See compression.choose().
+        spare_bytes: Room that must remain on the disk for the slim model that the caller writes afterwards. 0: none.
+        share: The experts for one of several servers, which needs the plain layout and no codec. None: all.
+        on_progress: Called with the bytes done.
+
+    Raises:
+        FormatError: The model is damaged.
+        PyorchError: The model has no experts or is slim, an option is invalid, or the pack cannot be written.
     """
     begin = time.monotonic()
     target = Path(target or container.default_path(model, packs.KIND)).absolute()
@@ -94,18 +112,18 @@ def pack(
                     try:
                         stored_bytes = _write(plan, known, descriptor, on_progress)
                         break
-                    except UnfitError as error:  # that tensor is stored as it is, and its layer begins anew
+                    except UnfitError as error:  # stores that tensor uncompressed, and repeats its layer
                         unfit.append(error.tensor)
                         choice = _without(choice, model_map, *error.tensor)
                         plan = _replanned(plan, choice, descriptor, error.tensor[0])
                         known = _begin(plan, choice.ratio, descriptor, target.parent, spare_bytes)
                         n_continued = min(n_continued, len(known))
-                if n_continued and share is None:  # of a share: who writes it does, beside its slim model
+                if n_continued and share is None:  # for a share, write_share() checks it together with its slim model
                     _check_index(model_map, part, descriptor)
                 files.replace(part, target)
             except OSError as error:
-                raise PyorchError(f"writing {part} failed: {error.strerror}; what was packed stays there, and the same "
-                                  "command goes on from it") from None
+                raise PyorchError(f"writing {part} failed: {error.strerror}; the packed experts stay there, and the "
+                                  "same command continues from them") from None
         used = {scheme.codec for scheme in choice.schemes}
         return Packing(target, layout, len(model_map.layers), plan.n_experts, n_continued,
                        target.stat().st_size, time.monotonic() - begin,
@@ -115,7 +133,7 @@ def pack(
 
 
 def _without(choice: compression.Choice, model_map: ModelMap, il: int, role: int) -> compression.Choice:
-    """With a tensor that is stored as it is."""
+    """Returns the choice with one tensor stored uncompressed."""
     tensors = [(layer.il, index, matrix) for layer in model_map.layers for index, matrix in enumerate(layer.roles)]
     schemes = tuple(Scheme() if tensor[:2] == (il, role) else scheme for tensor, scheme in zip(tensors, choice.schemes))
     packed = {compression.name_of(matrix) for (*_, matrix), scheme in zip(tensors, schemes) if not scheme.is_plain}
@@ -124,8 +142,10 @@ def _without(choice: compression.Choice, model_map: ModelMap, il: int, role: int
 
 
 def _replanned(before: Plan, choice: compression.Choice, descriptor: int, il: int) -> Plan:
-    """The plan of another choice for a layer. Where the header is as long, as it is between nibble and what is stored,
-    what was packed of other layers stands."""
+    """Returns the plan of another choice for a layer.
+
+    If the header has the same length, as with nibble and uncompressed tensors, packed experts of other layers stay.
+    """
     plan = Plan(before.map, before.layout, choice.schemes)
     if len(plan.header) == len(before.header):
         _write_all(descriptor, bytes(plan.layers[il].index_bytes), plan.index[il])
@@ -144,23 +164,23 @@ def _unfit_sentence(unfit: list[tuple[int, int]], model_map: ModelMap) -> str:
 
 
 def _check_index(model_map: ModelMap, part: Path, descriptor: int) -> None:
-    """PyorchError, and an empty file, where what an interrupted run left there was damaged meanwhile."""
+    """Empties the file and raises PyorchError if the work of an interrupted run was damaged."""
     with ModelMap(model_map.path) as attached:
         try:
             attached.attach_pack(part)
         except FormatError as error:
             os.ftruncate(descriptor, 0)
-            raise PyorchError(f"{error}: what an interrupted run left was damaged, and is thrown away; run the same "
+            raise PyorchError(f"{error}: the work of an interrupted run was damaged, and is discarded; run the same "
                               "command again") from None
 
 
 def _begun(part: Path, model_map: ModelMap, layout: str, codec: str) -> compression.Choice | None:
-    """What an interrupted run had chosen, if it left something to go on with, and what is asked for leaves a choice."""
+    """Returns the choice of an interrupted run whose work can be continued with the present options, or None."""
     if codec not in (codecs.AUTO, codecs.NIBBLE):
         return None
     try:
         schemes = tuple(map(Scheme.parse, gguf.GGUFReader(part).fields[f"{packs.KIND}.{packs.CODECS}"].contents()))
-    except (OSError, ValueError, IndexError, KeyError, OverflowError):  # nothing, or not what was begun here
+    except (OSError, ValueError, IndexError, KeyError, OverflowError):  # no work, or of another command
         return None
     if len(schemes) != sum(len(layer.roles) for layer in model_map.layers):
         return None
@@ -172,14 +192,14 @@ def _begun(part: Path, model_map: ModelMap, layout: str, codec: str) -> compress
     return compression.Choice(schemes, (), "as the run that was interrupted chose") if same else None
 
 
-_Known = list[tuple[int, int, np.ndarray]]  # experts that are there: layer, number, and rows
+_Known = list[tuple[int, int, np.ndarray]]  # packed experts: layer, number, and rows
 
 
 def _begin(plan: Plan, ratio: float, descriptor: int, directory: Path, spare_bytes: int) -> _Known:
-    """Has the file begin as a plan says, and returns what it has already.
+    """Begins the file as planned, and returns the experts that it has already.
 
-    The index is the journal: a row is written when what it tells of is on the disk, and until then it is zeros. Until
-    all is there, the header says that the layers are empty.
+    The index is the journal: a row is written when its record is on the disk, and is zeros before. Until all experts
+    are packed, the header says that the layers are empty.
     """
     begun = os.pread(descriptor, len(plan.header), 0) == plan.header and os.fstat(descriptor).st_size >= plan.data
     if not begun:
@@ -187,7 +207,7 @@ def _begin(plan: Plan, ratio: float, descriptor: int, directory: Path, spare_byt
     there = os.fstat(descriptor).st_blocks * 512
     files.check_free_space(directory, max(0, plan.n_bytes(ratio) - there) + spare_bytes, files.FEW_BYTES)
     if not begun:
-        _write_all(descriptor, bytes(plan.data), 0)  # no hole: on a disk that is full later there is room for its rows
+        _write_all(descriptor, bytes(plan.data), 0)  # reserves room for rows on a disk that may become full
         for il, layer in plan.layers.items():
             for expert in sorted(set(range(layer.info.n_expert)) - set(plan.experts[il])):
                 _write_all(descriptor, layer.absent_rows(expert), plan.index[il] + expert * layer.row_bytes)
@@ -196,14 +216,14 @@ def _begin(plan: Plan, ratio: float, descriptor: int, directory: Path, spare_byt
 
 
 def _write(plan: Plan, known: _Known, descriptor: int, on_progress: OnProgress | None) -> int:
-    """Packs what is not known yet, in order. Returns the bytes of all chunks."""
+    """Packs the remaining experts, in order. Returns the bytes of all chunks."""
     journal = _Journal(descriptor)
     at, n_done, stored_bytes = plan.data, 0, 0
     layer_begin: dict[int, int] = {}
     data_bytes: dict[int, int] = {}
 
     def count(il: int, rows: np.ndarray) -> None:
-        """The records of these rows are there."""
+        """Counts records on the disk."""
         nonlocal at, n_done, stored_bytes
         layer = plan.layers[il]
         end = layer_begin[il] + int((rows["offset"] + rows["stored"]).max())
@@ -243,7 +263,7 @@ def _write(plan: Plan, known: _Known, descriptor: int, on_progress: OnProgress |
 
 
 def _known_rows(plan: Plan, descriptor: int) -> _Known:
-    """Up to the first expert that is not there, or cannot be."""
+    """Returns the packed experts up to the first that is missing or invalid."""
     known, n_bytes, at = [], os.fstat(descriptor).st_size, plan.data
     for il, layer in plan.layers.items():
         begin = at = aligned(at, packs.PAGE)
@@ -259,15 +279,15 @@ def _known_rows(plan: Plan, descriptor: int) -> _Known:
 
 
 def _records(plan: Plan, n_known: int) -> Iterator[tuple[LayerInfo, int, np.ndarray, np.ndarray]]:
-    """Of all experts but the first n_known, in order: layer, number, record and rows.
+    """Yields all experts after the first n_known, in order: layer, number, record and rows.
 
-    Compressing is shared by all cores; so many records wait at most.
+    All cores compress. A limited number of records waits.
     """
     wanted = [(layer, expert) for layer in plan.map.layers for expert in plan.experts[layer.il]][n_known:]
     is_compressed = any(layer.is_compressed for layer in plan.layers.values())
     n_threads = n_processors() if is_compressed or plan.in_nibbles else 1
     of_thread = threading.local()
-    with ExitStack() as stack:  # of what threads read with: it ends after them
+    with ExitStack() as stack:  # readers of threads end after them
         def make(layer: LayerInfo, expert: int) -> tuple[np.ndarray, np.ndarray]:
             if not hasattr(of_thread, "experts"):
                 of_thread.experts = stack.enter_context(Experts(plan.map, plan.layouts))
@@ -295,7 +315,7 @@ def _records(plan: Plan, n_known: int) -> Iterator[tuple[LayerInfo, int, np.ndar
 
 
 class _Journal:
-    """Rows of the index that wait until what they tell of is on the disk."""
+    """Rows of the index that wait until their records are on the disk."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -326,7 +346,7 @@ def _write_all(descriptor: int, data: bytes | np.ndarray, at: int) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """What a pack was found to be. damaged: experts whose bytes are not those of the model."""
+    """The result of a check. damaged: experts whose bytes are not the model's."""
 
     path: Path
     n_layers: int
@@ -340,11 +360,18 @@ def check(
     model: str | os.PathLike[str], path: str | os.PathLike[str] | None = None, *, layout: str | None = None,
     on_progress: OnProgress | None = None,
 ) -> Check:
-    """Compares every byte of every expert in a pack with the model, and with the checksums; of a slim model's pack,
-    which alone has the bytes, with the checksums only, and decodes what is compressed.
+    """Compares every byte of every expert in a pack with the model and the checksums, and decodes compressed ones.
 
-    Raises FormatError for a pack that engines would refuse: of another model, or damaged where it says what is where;
-    and for one in another layout, if one is asked for.
+    Only the pack of a slim model has the bytes, so they are compared with the checksums only.
+
+    Args:
+        model: The model.
+        path: The pack. Default: next to the model.
+        layout: The layout that the pack must have. None: any.
+        on_progress: Called with the bytes done.
+
+    Raises:
+        FormatError: The pack belongs to another model, its index is damaged, or it has another layout.
     """
     begin = time.monotonic()
     path = Path(path or container.default_path(model, packs.KIND)).absolute()
@@ -352,9 +379,9 @@ def check(
         metadata, arrays = packs.read(path, model_map)
         if packs.SHARE in metadata and not model_map.info.slim:
             raise FormatError(packs.beside_whole(path, arrays, model_map))
-        attached.attach_pack(path)  # which checks the index
+        attached.attach_pack(path)  # checks the index
         if layout is not None and metadata[packs.LAYOUTS] != layouts_of(model_map, layout):
-            raise FormatError(f"{path} does not hold the experts in the {layout} layout: make it again with --layout "
+            raise FormatError(f"{path} does not have the experts in the {layout} layout: make it again with --layout "
                               f"{layout}, or check it without")
         damaged, n_done, n_experts, total = [], 0, 0, model_map.info.expert_bytes
         with ExitStack() as stack:
@@ -378,8 +405,7 @@ def check(
 
 
 def _stored(file: FileIO, row: np.void) -> np.ndarray:
-    """uint8[bytes of a chunk], fewer where the disk does not give them. Read, not mapped: of a page that cannot be had
-    the process would die."""
+    """Reads uint8[bytes of a chunk], fewer if the disk fails. Not mapped: a failed page would end the process."""
     try:
         content = os.pread(file.fileno(), int(row["stored"]), int(row["offset"]))
         files.forget(file.fileno(), int(row["offset"]), len(content))
@@ -391,10 +417,14 @@ def _stored(file: FileIO, row: np.void) -> np.ndarray:
 def _damaged_parts(
     rows: list[np.void], stored: Callable[[np.void], np.ndarray], expected: np.ndarray | None, role: Role, n_bytes: int
 ) -> list[str]:
-    """What of a matrix is not as in the model, as words to stand before the name of its expert.
+    """Returns the parts of a matrix that differ from the model, as words before the name of its expert.
 
-    rows: its chunks, by plane; stored: reads the bytes of one; expected: the matrix, uint8[n_bytes], None if only the
-    pack has it.
+    Args:
+        rows: Its chunks, by plane.
+        stored: Reads the bytes of one chunk.
+        expected: The matrix, uint8[n_bytes]; None if only the pack has it.
+        role: Of the matrix.
+        n_bytes: Of the matrix.
     """
     contents = [stored(row) for row in rows]
     damaged = [row["plane"] for row, chunk in zip(rows, contents) if checksum(chunk) != row["checksum"]]

@@ -1,4 +1,4 @@
-"""Where everything lies in a pack, and how the record of an expert is made and read (docs/reference/packs.md)."""
+"""Plans the places in a pack, and makes and reads the records of experts (docs/reference/packs.md)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Share = Mapping[int, np.ndarray]  # by layer (il), bool[n_expert]
 
 
 class UnfitError(Exception):
-    """A matrix of this tensor, a layer's and a role, has more rare exponents than nibble has room for."""
+    """A matrix of this tensor, given as layer and role, has more rare exponents than nibble has room for."""
 
     def __init__(self, il: int, role: int) -> None:
         super().__init__(f"blk.{il}, matrix {role}")
@@ -32,9 +32,9 @@ class UnfitError(Exception):
 
 
 class Plan:
-    """What will lie in the pack of a model, and where as far as that is known before anything is compressed.
+    """The content of the pack of a model, and the places that are known before compressing.
 
-    share: by layer, bool[n_expert]: the experts that it is to have; None: all.
+    share: The experts to store, by layer, bool[n_expert]. None: all.
     """
 
     def __init__(
@@ -58,21 +58,21 @@ class Plan:
         for il, layer in self.layers.items():
             self.index[il] = at
             at += aligned(layer.index_bytes, packs.PAGE)
-        self.data = at  # where that of the first layer begins; of others, behind the one before
+        self.data = at  # the start of the first layer's data; other layers follow each other
 
     @property
     def in_nibbles(self) -> bool:
         return any(scheme.codec == codecs.NIBBLE for scheme in self._schemes)
 
     def n_bytes(self, ratio: float) -> int:
-        """About how long the file will be, if experts become so small."""
-        regions = 2 * packs.PAGE  # of a compressed record, whose ends are filled up
+        """Estimates the length of the file for a ratio of compression."""
+        regions = 2 * packs.PAGE  # padding of a compressed record
         return self.data + sum(
             len(self.experts[il]) * (math.ceil(ratio * layer.info.expert_bytes) + regions if layer.is_compressed
                                      else layer.plain_bytes) for il, layer in self.layers.items())
 
     def make_header(self, data_bytes: dict[int, int]) -> bytes:
-        """All before the first tensor's data; as long whatever the sizes are. data_bytes: by layer, 0 for others."""
+        """Returns everything before the data, with a length independent of sizes. data_bytes: by layer, default 0."""
         metadata: container.Metadata = {packs.LAYOUTS: self.layouts}
         if not all(scheme.is_plain for scheme in self._schemes):
             metadata[packs.CODECS] = list(map(str, self._schemes))
@@ -87,7 +87,7 @@ class Plan:
         for il in self.layers:
             n_bytes = data_bytes.get(il, 0)
             writer.add_tensor_info(packs.data_name(il), (n_bytes,), np.dtype(np.int8), n_bytes)
-        file = io.BytesIO()  # not one on a disk, which may be full
+        file = io.BytesIO()  # a disk may be full
         writer.fout, writer.state = [file], WriterState.EMPTY
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -97,13 +97,13 @@ class Plan:
 
 
 def most_bytes(model_map: ModelMap) -> int:
-    """About how long a pack of a model is whose experts do not shrink. A pack with a codec is shorter."""
+    """Estimates the length of a pack whose experts do not shrink. A pack with a codec is shorter."""
     n_matrices = sum(len(layer.roles) for layer in model_map.layers)
     return Plan(model_map, packs.PLAIN, (Scheme(),) * n_matrices).n_bytes(1.0)
 
 
 class LayerPlan:
-    """How the experts of a layer are stored."""
+    """The storage of a layer's experts."""
 
     def __init__(self, model_map: ModelMap, layer: LayerInfo, schemes: list[Scheme]) -> None:
         self.info = layer
@@ -124,18 +124,18 @@ class LayerPlan:
         self.index_bytes = layer.n_expert * self.row_bytes
         in_planes = any(scheme.n_shards for scheme in schemes)
         largest = max(layer.expert_bytes for layer in model_map.layers)
-        # What each region of a record begins at. Without planes a reader may take the layer for a plain one.
+        # The alignment of each region of a record. Without planes, a reader may read the layer as a plain one.
         self.unit = packs.ALIGNMENT if in_planes and largest < packs.ALIGNED_BYTES else packs.PAGE
 
     def absent_rows(self, expert: int) -> np.ndarray:
-        """Of an expert that a share does not have, CHUNK[matrices]."""
+        """Returns the rows of an expert that a share lacks, CHUNK[matrices]."""
         rows = np.zeros(len(self._sizes), packs.CHUNK)
         for role, size in enumerate(self._sizes):
             rows[role] = (expert, role, 0, codecs.NAMES.index(codecs.STORED), packs.NOWHERE, size, size, 0)
         return rows
 
     def record(self, expert: int, matrices: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """uint8[record], whole units; and its rows, CHUNK[chunks], with offsets in the record."""
+        """Returns uint8[record], whole units; and its rows, CHUNK[chunks], with offsets in the record."""
         return self._compressed(expert, matrices) if self.is_compressed else self._plain(expert, matrices)
 
     def _plain(self, expert: int, matrices: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -170,7 +170,7 @@ class LayerPlan:
 
 
 def layouts_of(model_map: ModelMap, layout: str) -> list[str]:
-    """Of every matrix of every layer."""
+    """Returns the layout of every matrix of every layer."""
     return [packs.PLAIN if layout == packs.PLAIN else role.layout
             for layer in model_map.layers for role in layer.roles]
 
@@ -180,9 +180,9 @@ def aligned(n_bytes: int, unit: int) -> int:
 
 
 class Experts:
-    """Reads matrices of experts from a model that has them itself, and leaves nothing of them in the page cache.
+    """Reads matrices of experts from a model, and drops them from the page cache. The model must not be slim.
 
-    layouts: of every matrix of every layer, into which it is brought.
+    layouts: Of every matrix of every layer, to which it is repacked.
     """
 
     def __init__(self, model_map: ModelMap, layouts: Sequence[str]) -> None:
@@ -202,7 +202,7 @@ class Experts:
             os.close(descriptor)
 
     def read(self, layer: LayerInfo, expert: int, role: int) -> np.ndarray:
-        """uint8[bytes of the matrix], valid until the next call. FormatError if it cannot be read."""
+        """Returns uint8[bytes of the matrix], valid until the next call. FormatError: it cannot be read."""
         where = self._map.expert_range(layer.il, expert, role)
         with reading(where.path):
             if where.path not in self._files:
@@ -224,9 +224,9 @@ class Experts:
 def chunks_of(
     arrays: Mapping[str, np.ndarray], packed: ModelMap, layer: LayerInfo
 ) -> dict[tuple[int, int], np.ndarray]:
-    """Of a layer, by expert and role: CHUNK[planes] by plane, with offsets from the start of the file.
+    """Returns the chunks of a layer, by expert and role: CHUNK[planes] by plane, with offsets in the file.
 
-    arrays: of the pack, whose index is no damaged one; packed: its map.
+    arrays: Of the pack, whose index must be checked. packed: Its map.
     """
     rows = np.sort(arrays[packs.index_name(layer.il)].view(packs.CHUNK)[:, 0], order=("expert", "role", "plane"))
     rows["offset"] += packed.tensor_range(packs.data_name(layer.il)).offset

@@ -1,4 +1,4 @@
-"""The types that a GGUF can be written in, by the names that llama.cpp's tools use."""
+"""The types of a GGUF, by the names of llama.cpp's tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class FileType:
     name: str  # LLAMA_FTYPE_MOSTLY_<name>, or LLAMA_FTYPE_ALL_F32
     value: int  # of the enum llama_ftype in llama.h
     bits_per_weight: float  # of the recipe's largest tensors, for estimates of size
-    is_made: bool = True  # by llama.cpp's quantizer; others only a converter writes
+    is_made: bool = True  # by llama.cpp's quantizer; only a converter writes the others
 
 
 _TYPES = (
@@ -35,18 +35,18 @@ _TYPES = (
 # The short names of llama.cpp's quantizer.
 _ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M", "MXFP4": "MXFP4_MOE"}
 
-# What the converter itself writes. auto: bf16 or f16, whichever the checkpoint is in.
+# The types that the converter writes. auto: bf16 or f16, as in the checkpoint.
 OUTTYPES = ("auto", "bf16", "f16", "f32", "q8_0")
 _OUTTYPE_BITS = {"auto": 16, "bf16": 16, "f16": 16, "f32": 32, "q8_0": 8.5}
 
 
 def names() -> tuple[str, ...]:
-    """What the quantizer makes."""
+    """Returns the types that the quantizer makes."""
     return tuple(sorted(kind.name for kind in _TYPES if kind.is_made))
 
 
 def file_type(name: str) -> FileType:
-    """The type of that name, in any case of letters. Raises PyorchError for a name that there is not."""
+    """Returns the type with a name, in upper or lower case. PyorchError: there is none."""
     wanted = _ALIASES.get(name.upper(), name.upper())
     for kind in _TYPES:
         if kind.name == wanted and kind.is_made:
@@ -55,12 +55,12 @@ def file_type(name: str) -> FileType:
 
 
 def by_value(value: int) -> FileType:
-    """The type of that number in llama.h. REQUIRES: llama.cpp's converter wrote it."""
+    """Returns the type with a number in llama.h. REQUIRES: llama.cpp's converter wrote it."""
     return next(kind for kind in _TYPES if kind.value == value)
 
 
 def outtype_bits(outtype: str) -> float:
-    """Bits of each element as the converter writes it. Raises PyorchError for an unknown type."""
+    """Returns the bits of each element as the converter writes it. PyorchError: the type is unknown."""
     if outtype not in _OUTTYPE_BITS:
         raise PyorchError(f"{outtype} is not a type that the converter writes: use one of {', '.join(OUTTYPES)} "
                           "and, for others, --quantize")

@@ -1,6 +1,6 @@
-"""Runs llama.cpp's quantizer: `quantize` in this process, or as a program that children.py starts.
+"""Runs llama.cpp's quantizer: in this process by quantize(), or as a program that children.py starts.
 
-As a program it can be ended at any time, which a call into libllama cannot.
+A program can be ended at any time; a call into libllama cannot.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from pyorch.llama import logs
 from pyorch.processes import end_with
 from pyorch.runtime import fatal
 
-# Rows of one tensor that the quantizer holds at once; llama.cpp's default of 8 GiB is more than many
-# machines have for which a model is quantized.
+# The rows of one tensor that the quantizer holds at once. llama.cpp's default of 8 GiB is more than the memory of many
+# machines.
 _BUFFER_BYTES = 512 << 20
 
 _PROGRESS = re.compile(r"^\[ *(\d+)/ *(\d+)\]")
 
 
 class QuantizeError(Exception):
-    """llama.cpp's sentence."""
+    """The quantizer failed. The message is llama.cpp's."""
 
 
 def quantize(source: Path, target: Path, file_type: int, *, pure: bool = False, keep_split: bool = False,
@@ -43,9 +43,18 @@ def quantize(source: Path, target: Path, file_type: int, *, pure: bool = False, 
              on_log: Callable[[str], None] = lambda text: None) -> None:
     """Writes the GGUF `source` to `target` in another type (a llama_ftype).
 
-    pure: every matrix in that type, where llama.cpp would give some a better one. keep_split: `target`
-    is the prefix of as many shards as `source` has. imatrix: by tensor, as read_imatrix() gives it. Raises
-    QuantizeError; `target` is then unusable.
+    Args:
+        source: The model.
+        target: The file, or with keep_split the prefix of the shards.
+        file_type: The type.
+        pure: Every matrix gets that type, although llama.cpp would give some a better one.
+        keep_split: Write as many shards as `source` has.
+        imatrix: By tensor, from read_imatrix().
+        on_progress: Called with the tensors done.
+        on_log: Gets llama.cpp's log.
+
+    Raises:
+        QuantizeError: llama.cpp failed. `target` is then unusable.
     """
     why = []
 
@@ -65,7 +74,7 @@ def quantize(source: Path, target: Path, file_type: int, *, pure: bool = False, 
     params.pure = pure
     params.keep_split = keep_split
     params.max_buf_size = _BUFFER_BYTES
-    marks = _marks()  # referred to until the call returns, as importances
+    marks = _marks()  # referenced until the call returns, as importances
     params.kv_overrides = marks
     importances = _importances(imatrix or {})
     if imatrix:
@@ -75,13 +84,13 @@ def quantize(source: Path, target: Path, file_type: int, *, pure: bool = False, 
         with fatal.refused():
             status = llama.llama_model_quantize(os.fsencode(source), os.fsencode(target), ctypes.byref(params))
     finally:
-        logs.install()  # the log is one for the process, and this callback ends here
+        logs.install()  # the process has one log, and this function's callback ends here
     if status != 0:
         raise QuantizeError(why[0] if why else f"llama.cpp returned {status} without a reason")
 
 
 def _marks() -> ctypes.Array:
-    """llama_model_kv_override[2], the last one without a key: what the file has beside the metadata of its source."""
+    """Returns llama_model_kv_override[2] with keys to add to the metadata; the last one has no key."""
     entries = (llama.llama_model_kv_override * 2)()
     entries[0].tag, entries[0].key = llama.LLAMA_KV_OVERRIDE_TYPE_STR, MARK.encode()
     entries[0].value.val_str = __version__.encode()
@@ -89,7 +98,7 @@ def _marks() -> ctypes.Array:
 
 
 def _importances(imatrix: Mapping[str, np.ndarray]) -> ctypes.Array:
-    """llama_model_imatrix_data[n + 1], the last one without a name. They point into the arrays."""
+    """Returns llama_model_imatrix_data[n + 1], which point into the arrays; the last one has no name."""
     entries = (llama.llama_model_imatrix_data * (len(imatrix) + 1))()
     for entry, (name, values) in zip(entries, imatrix.items()):
         entry.name = name.encode()
@@ -99,7 +108,7 @@ def _importances(imatrix: Mapping[str, np.ndarray]) -> ctypes.Array:
 
 
 def check_written(path: Path) -> None:
-    """Raises QuantizeError if a tensor lies beyond the end: the quantizer ignores some failed writes."""
+    """Raises QuantizeError if a tensor ends beyond the file's end: the quantizer ignores some failed writes."""
     try:
         tensors = gguf.GGUFReader(path).tensors
     except (ValueError, IndexError, KeyError, OSError):
@@ -110,7 +119,7 @@ def check_written(path: Path) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
     connection = Connection(int(sys.argv[1]))
     end_with(connection.fileno())
     job = connection.recv()

@@ -1,5 +1,6 @@
-"""Shares: a model for one of several servers, with its experts only: a slim model, and beside it a pack that lacks the
-experts of the others (docs/how-to/cluster.md, docs/reference/packs.md).
+"""Writes shares: a slim model for one of several servers, and next to it a pack without the other servers' experts.
+
+See docs/how-to/cluster.md and docs/reference/packs.md.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pyorch.sidecars import container, packs
 
 @dataclass(frozen=True)
 class WrittenShare:
-    """path: of the slim model. n_experts: of all layers; n_bytes: of both files. written: False: both were there."""
+    """A share. path: of the slim model; n_experts: of all layers; n_bytes: of both files; written: not both existed."""
 
     path: Path
     n_experts: int
@@ -29,10 +30,10 @@ class WrittenShare:
 
 
 def share_for(layers: list[LayerInfo], held: dict[int, np.ndarray]) -> Share:
-    """The experts that a server needs in its files, by layer (il), bool[n_expert].
+    """Returns the experts that a server needs in its files, by layer (il), bool[n_expert].
 
-    held: those that it is to compute, of the layers that run for every token. Others, which only predict further
-    tokens, it computes itself. It has one expert of each layer at least, which llama.cpp's warm-up computes with.
+    These are the experts that it computes, of the layers that run for every token (`held`); all experts of other
+    layers, which only predict further tokens; and at least one expert of each layer, for llama.cpp's warm-up.
     """
     share = {layer.il: held.get(layer.il, np.ones(layer.n_expert, bool))[: layer.n_expert].copy() for layer in layers}
     for row in share.values():
@@ -43,8 +44,13 @@ def share_for(layers: list[LayerInfo], held: dict[int, np.ndarray]) -> Share:
 def write_share(
     model: str | os.PathLike[str], target: Path, share: Share, on_progress: OnProgress | None = None
 ) -> WrittenShare:
-    """Writes a slim model to `target`, whose directory it makes, and beside it the pack with a share of the experts;
-    what is there as it is to be stays. Each file appears whole or not at all. Raises PyorchError."""
+    """Writes a slim model to `target`, whose directory it makes, and next to it the pack with a share of the experts.
+
+    Correct files stay. Each file appears whole or not at all.
+
+    Raises:
+        PyorchError: Another file is in the way, or a file cannot be written.
+    """
     target = target.absolute()
     path = container.default_path(target, packs.KIND)
     try:
@@ -58,18 +64,18 @@ def write_share(
         has_slim = is_slim_of(target, model_map)
         has_pack = _has(target, digest) if has_slim else _is_share(path, model_map, digest)
         if target.exists() and not has_slim:
-            raise PyorchError(f"{target} is there, and is not the slim model that belongs there: name another "
+            raise PyorchError(f"{target} exists, and is not the slim model of this share: name another "
                               "directory")
         if path.exists() and not (has_pack or container.is_sidecar_of(path, model_map, packs.KIND)):
-            raise PyorchError(f"{path} is there, and is not a pack of {model_map.path}: name another directory")
+            raise PyorchError(f"{path} exists, and is not a pack of {model_map.path}: name another directory")
         if not has_pack:
             spare_bytes = 0 if has_slim else slim_bytes(model_map)
             pack(model, path, share=share, spare_bytes=spare_bytes, on_progress=on_progress)
-        if not has_slim:  # last: it is of no use without its pack
+        if not has_slim:  # last, because it is useless without its pack
             write_slim(model_map, target)
-        if not _has(target, digest):  # what an interrupted run left may have been damaged
+        if not _has(target, digest):  # the work of an interrupted run may have been damaged
             path.unlink()
-            raise PyorchError(f"{path} was damaged while it was written, and is thrown away: run the command again")
+            raise PyorchError(f"{path} was damaged while it was written, and is discarded: run the command again")
     return WrittenShare(target, n_experts, target.stat().st_size + path.stat().st_size, not (has_pack and has_slim))
 
 
@@ -82,7 +88,7 @@ def _is_share(path: Path, model_map: ModelMap, digest: str) -> bool:
 
 
 def _has(target: Path, digest: str) -> bool:
-    """Whether the pack beside a slim model has these experts by its index."""
+    """Returns whether the pack next to a slim model has these experts by its index."""
     try:
         with packs.open_model(target, share=True) as model_map:
             share = packs.share_of(model_map)

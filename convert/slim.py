@@ -1,8 +1,7 @@
-"""Slim models: a GGUF that ends where its experts would begin, for who keeps them in a pack only.
+"""Slim models: a GGUF that ends before its experts, for a model whose experts are only in a pack.
 
-Its tensors are those of the model, dense ones first. So it is a short file like any other, however it is copied, and
-llama.cpp refuses it as incomplete where nothing supplies the experts. The key `pyorch.slim` holds the fingerprint of
-the whole model.
+It has all tensors of the model, dense ones first. So it is a short file that any tool can copy, and llama.cpp refuses
+it as incomplete unless an engine supplies the experts. The key `pyorch.slim` has the fingerprint of the whole model.
 """
 
 from __future__ import annotations
@@ -25,9 +24,12 @@ _COPIED_BYTES = 4 << 20  # at a time
 
 
 def write_slim(model_map: ModelMap, target: Path) -> int:
-    """Writes a model, shards included, to one GGUF without the bytes of its experts. Returns the bytes written.
+    """Writes a model, including its shards, to one GGUF without the bytes of its experts. Returns the bytes written.
 
-    The file appears whole or not at all. Raises PyorchError.
+    The file appears whole or not at all.
+
+    Raises:
+        PyorchError: The model is slim or has no experts, or the file cannot be written.
     """
     check_slim(model_map, target)
     plan = _Plan(model_map)
@@ -41,7 +43,7 @@ def write_slim(model_map: ModelMap, target: Path) -> int:
 
 
 def check_slim(model_map: ModelMap, target: Path) -> None:
-    """PyorchError where write_slim() would refuse the model or the target."""
+    """Raises PyorchError if write_slim() would refuse the model or the target."""
     files.check_target(target)
     if model_map.info.slim:
         raise PyorchError(f"{model_map.path} is slim already: copy it, and its pack")
@@ -51,7 +53,7 @@ def check_slim(model_map: ModelMap, target: Path) -> None:
 
 
 def is_slim_of(path: Path, model_map: ModelMap) -> bool:
-    """Whether a file is the slim model of this one."""
+    """Returns whether a file is the slim model of this one."""
     try:
         with ModelMap(path) as found:
             return bool(found.info.slim) and container.fingerprint(found) == container.fingerprint(model_map)
@@ -60,12 +62,12 @@ def is_slim_of(path: Path, model_map: ModelMap) -> bool:
 
 
 def slim_bytes(model_map: ModelMap) -> int:
-    """How long the file will be that write_slim() makes of a model which it does not refuse."""
+    """Returns the length of the file that write_slim() makes of a model that it accepts."""
     return _Plan(model_map).n_bytes
 
 
 class _Plan:
-    """What will be in the slim file: all before the first tensor's data, and the tensors that it has data of."""
+    """The content of the slim file: everything before the first tensor's data, and the tensors with data."""
 
     def __init__(self, model_map: ModelMap) -> None:
         experts = {f"blk.{layer.il}.ffn_{role.name}_exps.weight" for layer in model_map.layers for role in layer.roles}
@@ -97,7 +99,7 @@ def _text(text: str) -> bytes:
 
 
 def _field(reader: gguf.GGUFReader, field: gguf.ReaderField) -> bytes:
-    """Key, type and value, as they lie in the file."""
+    """Returns key, type and value as in the file."""
     size = sum(part.nbytes for part in field.parts)
     return reader.data[field.offset : field.offset + size].tobytes()
 

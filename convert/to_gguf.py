@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint, or a GGUF in another type, to a GGUF: through llama.cpp's own tools."""
+"""Converts a Hugging Face checkpoint, or a GGUF of another type, to a GGUF with llama.cpp's tools."""
 
 from __future__ import annotations
 
@@ -25,19 +25,26 @@ from pyorch.runtime.model_map import ModelMap, shards_of
 
 OnProgress = Callable[[str, int, int], None]  # "converting" or "quantizing", done, total
 
-_TRIED_CTX = 32  # tokens of the context that shows whether one can be made
+_TRIED_CTX = 32  # tokens of a context that is made to test the model
 _SPLIT_SIZE = re.compile(r"[1-9][0-9]*[MG]")
 _OF_SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5}\.gguf)$")
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was written."""
+    """The written GGUF.
 
-    files: tuple[Path, ...]  # one, or the shards in order
-    architecture: str  # the Hugging Face class, "" where the source was a GGUF
-    file_type: str  # such as Q4_K_M; where auto was asked for, what the converter took
-    n_bytes: int  # of all files
+    Attributes:
+        files: One, or the shards in order.
+        architecture: The Hugging Face class. "": the source was a GGUF.
+        file_type: Such as Q4_K_M; for auto, the converter's choice.
+        n_bytes: Of all files.
+    """
+
+    files: tuple[Path, ...]
+    architecture: str
+    file_type: str
+    n_bytes: int
     seconds: float
 
     @property
@@ -53,14 +60,23 @@ def convert(
 ) -> Conversion:
     """Converts the checkpoint directory `source` to the GGUF `target`. A GGUF as `source` is quantized.
 
-    outtype: bf16, f16, f32, q8_0, or auto for the 16-bit type that loses nothing. quantize: a name
-    of quantization.names(), applied afterwards; pure gives every matrix exactly that type.
-    pre_tokenizer: taken if llama.cpp does not recognize the checkpoint's. split_max_size: such as
-    "4G" or "500M", the largest shard; the files are then `target` with -00001-of-0000N in its name. imatrix: a file
-    of llama.cpp's llama-imatrix, for the quantizer.
+    `target` appears whole or not at all: files are made in a directory next to it, synced and renamed.
 
-    `target` appears whole or not at all: files are made in a directory beside it, synced, renamed.
-    Raises PyorchError (FormatError for a damaged source) in every case of failure.
+    Args:
+        source: The checkpoint directory, or a GGUF.
+        target: The GGUF. With split_max_size, the files have -00001-of-0000N in their names.
+        outtype: bf16, f16, f32, q8_0, or auto for the 16-bit type that loses nothing.
+        quantize: A name of quantization.names(), applied afterwards.
+        pure: Quantize every matrix to exactly that type.
+        pre_tokenizer: Used if llama.cpp does not recognize the checkpoint's.
+        split_max_size: The largest shard, such as "4G" or "500M".
+        imatrix: A file of llama.cpp's llama-imatrix, for the quantizer.
+        verbose: Show the logs of llama.cpp's tools.
+        on_progress: Called with the bytes done.
+
+    Raises:
+        FormatError: The source is damaged.
+        PyorchError: An option is invalid, a tool failed, or the target cannot be written.
     """
     source, target = Path(source).expanduser().absolute(), Path(target).expanduser().absolute()
     begin = time.monotonic()
@@ -133,12 +149,12 @@ def convert(
 
 
 def shards_beside(target: Path) -> list[Path]:
-    """The files that exist and are named as shards of a target, of whatever number."""
+    """Returns the existing files that are named as shards of a target, of any number."""
     return sorted(target.parent.glob(f"{glob.escape(target.stem)}-{'[0-9]' * 5}-of-{'[0-9]' * 5}.gguf"))
 
 
 def is_converted(path: Path) -> bool:
-    """Whether convert() wrote a GGUF. The first shard tells it of the others."""
+    """Returns whether convert() wrote a GGUF. Only the first shard has the key."""
     try:
         with ModelMap(_OF_SHARD.sub(r"-00001-of-\1", os.fspath(path))) as found:
             return found.metadata(children.MARK, str) is not None and not found.info.slim
@@ -147,13 +163,15 @@ def is_converted(path: Path) -> bool:
 
 
 def _shards_at(target: Path, n: int) -> list[Path]:
-    """How llama.cpp's tools call the shards of a target."""
+    """Returns llama.cpp's names for the shards of a target."""
     return [target.with_name(f"{target.stem}-{i + 1:05}-of-{n:05}.gguf") for i in range(n)]
 
 
 def _check_loads(model_map: ModelMap, source: Path) -> None:
-    """FormatError where llama.cpp cannot load what its tools made, or make a context of it: they ask neither whether
-    all keys are there nor whether tensors have the shapes that the keys say. No weight is read."""
+    """Raises FormatError if llama.cpp cannot load the file that its tools made, or make a context of it.
+
+    The tools check neither that all keys exist nor that tensors have the keys' shapes. No weight is read.
+    """
     model, context = llama.llama_model_default_params(), llama.llama_context_default_params()
     model.n_gpu_layers, context.n_ctx = 0, _TRIED_CTX
     logs.install()
@@ -162,12 +180,12 @@ def _check_loads(model_map: ModelMap, source: Path) -> None:
             measure.context_sizes(twin, context, model_map)
     except PyorchError as error:
         reason = str(error).removeprefix(f"{model_map.path}: ")
-        raise FormatError(f"what was made of {source} is not whole: {reason}; nothing was left there") from None
+        raise FormatError(f"the file made of {source} is not complete: {reason}; nothing was left there") from None
 
 
 def _gguf_elements(path: Path) -> int:
-    """The number of weights in a GGUF, all shards included."""
-    with ModelMap(path) as model_map:  # GGUFReader takes for true what a damaged file says of its lengths
+    """Counts the weights in a GGUF, including all shards."""
+    with ModelMap(path) as model_map:  # checks lengths, which GGUFReader does not
         if model_map.info.slim:
             raise PyorchError(f"{path} is slim, its experts are in its pack: quantize the model that it was made of")
         n_elements = 0

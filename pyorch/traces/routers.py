@@ -81,7 +81,7 @@ def hidden_outputs(model_map: ModelMap, il: int, outputs: np.ndarray, n_embd: in
 
 def _unknown_projection(model_map: ModelMap, layer: LayerInfo, n_embd: int) -> PyorchError:
     return PyorchError(f"{model_map.path}: the experts of layer {layer.il} compute with {layer.n_in} numbers of a "
-                       f"hidden state of {n_embd}; how {model_map.info.arch} projects them is not known here")
+                       f"hidden state of {n_embd}; how {model_map.info.arch} projects them is unknown")
 
 
 def _tensor(model_map: ModelMap, name: str) -> np.ndarray | None:

@@ -109,7 +109,7 @@ def test_a_disk_that_fills_up_while_a_pack_is_compressed_is_said_and_the_next_ru
                 while True:
                     file.write(bytes(1 << 20))
 
-    with pytest.raises(PyorchError, match=f"writing {disk}/.* failed: No space left on device; what was packed stays"):
+    with pytest.raises(PyorchError, match=f"writing {disk}/.* failed: No space left on device; the packed experts"):
         packing.pack(small_moe, target, codec="table", on_progress=fill)
     assert not target.exists()
     other.unlink()

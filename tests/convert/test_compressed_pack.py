@@ -291,7 +291,7 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(model: Path, monkeypatch: 
     with monkeypatch.context() as patched:
         patched.setattr(packing, "_STEP_BYTES", 1 << 20)
         patched.setattr(os, "pwrite", pwrite)
-        with pytest.raises(PyorchError, match="No space left on device; what was packed stays there"):
+        with pytest.raises(PyorchError, match="No space left on device; the packed experts stay there"):
             packing.pack(model, codec="table")
     assert packing.pack(model, codec="table").n_continued > 0
     assert check(model).damaged == ()

@@ -265,7 +265,7 @@ def test_what_llama_cpp_cannot_load_gets_no_name(copy, out, torch_at_hand):
     """Its converter writes a tensor of another shape than the keys say."""
     heads = json.loads((copy / "config.json").read_text())["num_key_value_heads"]
     edit_config(copy, num_key_value_heads=heads // 2)
-    refuse(copy, out / "model.gguf", "is not whole: llama.cpp cannot load it", "attn_k.weight' has wrong shape",
+    refuse(copy, out / "model.gguf", "is not complete: llama.cpp cannot load it", "attn_k.weight' has wrong shape",
            "nothing was left there", error=FormatError, pre_tokenizer="gpt-2")
     assert list(out.iterdir()) == []
 

@@ -119,7 +119,7 @@ def test_check_compares_the_layout_that_is_asked_for(
         capsys.readouterr()
         assert main(["pack", str(model), "--layout", other, "--check"]) == (2 if repacked else 0)
         if repacked:
-            assert f"does not hold the experts in the {other} layout" in capsys.readouterr().err
+            assert f"does not have the experts in the {other} layout" in capsys.readouterr().err
 
 
 def test_a_pack_that_has_no_room_leaves_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def test_what_was_damaged_since_a_run_was_interrupted_does_not_become_a_pack(
         packing.pack(model, on_progress=interrupt)
     damage(model)
     if refused:
-        with pytest.raises(PyorchError, match="is a damaged pack: .* is thrown away; run the same command again"):
+        with pytest.raises(PyorchError, match="is a damaged pack: .* is discarded; run the same command again"):
             packing.pack(model)
         assert not container.default_path(model, packs.KIND).exists() and not part_of(model).exists()
     assert packing.pack(model).path.read_bytes() == whole
@@ -240,7 +240,7 @@ def test_a_full_disk_is_said_and_the_next_run_goes_on(model: Path, monkeypatch: 
     with monkeypatch.context() as patched:
         patched.setattr(packing, "_STEP_BYTES", 1 << 20)
         patched.setattr(os, "pwrite", pwrite)
-        with pytest.raises(PyorchError, match="No space left on device; what was packed stays there"):
+        with pytest.raises(PyorchError, match="No space left on device; the packed experts stay there"):
             packing.pack(model)
     assert packing.pack(model).n_continued > 0
     assert check(model).damaged == ()

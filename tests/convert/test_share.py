@@ -146,7 +146,7 @@ def test_a_pack_that_lacks_experts_is_none_of_a_whole_model(model: Path) -> None
 
 def test_other_files_stay_what_they_are(model: Path, target: Path) -> None:
     target.write_text("something else")
-    with pytest.raises(PyorchError, match="is there, and is not the slim model that belongs there"):
+    with pytest.raises(PyorchError, match="exists, and is not the slim model of this share"):
         write_share(model, target, thirds(model))
     assert target.read_text() == "something else" and not container.default_path(target, packs.KIND).exists()
     target.unlink()
