@@ -1,1 +1,1 @@
-"""Several servers that share the experts of one model."""
+"""Several servers that share one model's experts."""

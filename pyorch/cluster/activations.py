@@ -1,7 +1,7 @@
-"""Which experts the users of each server activate: counted in traces, or by a running cluster, in a JSON file.
+"""Counts how often each server's users activate experts, in traces or in a running cluster; the counts are a JSON file.
 
-In the file the counts of a server have, for each layer with routed experts that a decode passes, how often each of its
-experts was selected for a token of a request to this server, wherever it was computed (docs/reference/cluster.md).
+For each server, and each layer with routed experts that a decode uses, the file has a count for each expert: how often
+it was selected for a token of this server's requests, on any server (docs/reference/cluster.md).
 """
 
 from __future__ import annotations
@@ -22,31 +22,37 @@ from pyorch.traces.routing_statistics import activation_counts
 KIND = "pyorch count of activations"
 VERSION = 1
 
-MAX_COUNT = 2.0**53  # up to there float64 has every whole number
+MAX_COUNT = 2.0**53  # float64 represents all whole numbers up to this
 
 _CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """servers: names. layers: block numbers il. counts: float64[n_servers, n_layers, n_expert]."""
+    """Counts of activations.
+
+    Attributes:
+        servers: The names of the servers.
+        layers: The block numbers (il).
+        counts: float64[n_servers, n_layers, n_expert].
+    """
 
     servers: tuple[str, ...]
     layers: tuple[int, ...]
     counts: np.ndarray
 
     def of(self, servers: Sequence[str]) -> np.ndarray:
-        """Those of servers in this order, zeros where a server is not among them."""
+        """Returns the counts of servers in this order, zeros for servers without counts."""
         rows = [self.counts[self.servers.index(name)] if name in self.servers else np.zeros(self.counts.shape[1:])
                 for name in servers]
         return np.stack(rows)
 
     def __add__(self, other: Activations) -> Activations:
-        """Of the same servers and layers."""
+        """Adds counts of the same servers and layers."""
         return Activations(self.servers, self.layers, self.counts + other.counts)
 
     def shares(self) -> Activations:
-        """Shares of each layer's activations, so that servers weigh alike, however many tokens of them were counted."""
+        """Returns each layer's counts as shares, so that servers weigh alike despite different numbers of tokens."""
         sums = self.counts.sum(axis=2, keepdims=True)
         shares = np.divide(self.counts, sums, out=np.zeros_like(self.counts), where=sums > 0)
         return Activations(self.servers, self.layers, shares)
@@ -55,13 +61,16 @@ class Activations:
 def count_traces(
     traces: Mapping[str, Sequence[Trace]], model_map: ModelMap, part: tuple[float, float] = (0.0, 1.0),
 ) -> Activations:
-    """Counts of the tokens of each server's traces.
+    """Counts the activations in each server's traces.
 
     Args:
-        part: of each trace, such as (0, 0.5): its first half.
+        traces: The traces of each server, by name.
+        model_map: The model.
+        part: The part of each trace to count, such as (0, 0.5) for its first half.
 
-    Raises FormatError for a trace of another model, a damaged one, or one without a layer; PyorchError for one without
-    tokens.
+    Raises:
+        FormatError: A trace is damaged, belongs to another model, or lacks a layer.
+        PyorchError: A trace has no tokens in this part.
     """
     layers = tuple(layer.il for layer in model_map.decoded_layers)
     n_experts = np.array([layer.n_expert for layer in model_map.decoded_layers])
@@ -91,7 +100,11 @@ def _counted(trace: Trace, layers: tuple[int, ...], n_experts: np.ndarray, part:
 
 
 def write_counts(path: str | os.PathLike[str], activations: Activations, model_map: ModelMap) -> None:
-    """Writes them, whole or not at all. PyorchError where it cannot."""
+    """Writes the file atomically.
+
+    Raises:
+        PyorchError: It cannot be written.
+    """
     fields = {"layers": list(activations.layers), "servers": [
         {"name": name, "counts": counts.tolist()} for name, counts in zip(activations.servers, activations.counts)
     ]}
@@ -99,7 +112,11 @@ def write_counts(path: str | os.PathLike[str], activations: Activations, model_m
 
 
 def read_counts(path: str | os.PathLike[str], model_map: ModelMap) -> Activations:
-    """Raises FormatError: no such file, no counts, of another version or model, or damaged."""
+    """Reads the file.
+
+    Raises:
+        FormatError: It is missing, damaged, no file of counts, or of another version or model.
+    """
     value = json_file.read(path, KIND, VERSION, model_map, command="place --save-counts")
     layers = model_map.decoded_layers
     n_experts = np.array([layer.n_expert for layer in layers])

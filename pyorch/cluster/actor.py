@@ -1,7 +1,7 @@
-"""A server of a cluster, as a Ray actor: it owns the process that serves, and speaks for it.
+"""A server of a cluster as a Ray actor. It owns the serving process and answers for it.
 
-It dies with that process, and the process with it: then Ray starts it anew, and it starts another one. Ray notices, and
-Ray restarts; nothing here does.
+If either of the two processes dies, the other one ends. Then Ray starts the actor again, which starts a new serving
+process. Only Ray detects failures and restarts; this module does neither.
 """
 
 from __future__ import annotations
@@ -31,26 +31,25 @@ from pyorch.errors import PyorchError
 from pyorch.processes import started
 from pyorch.runtime.model_map import ModelMap
 
-_ANSWER_SECONDS = 1.5  # that a status waits for the serving process
-_ACTIVITY_SECONDS = 5.0  # that the scheduler does, and who measures
-_PLAN_SECONDS = 600.0  # for experts to be read
-_MEET_SECONDS = 10.0  # for the others to answer one that comes; who is late is met later
-_DISK_SECONDS = 60.0  # for two seconds' work, beside requests
-_HOLD_SECONDS = 65.0  # for experts to arrive, which the serving process gives up before
-_STOP_SECONDS = 10.0  # for a serving process that was asked to end: it writes down what it learned
-_KEPT_LINES = 20  # of what it said last
-_RESTARTS = 100  # of one server, by Ray
+_ANSWER_SECONDS = 1.5  # a status waits so long for the serving process
+_ACTIVITY_SECONDS = 5.0  # the scheduler and measurements wait longer
+_PLAN_SECONDS = 600.0  # includes the reads of experts
+_MEET_SECONDS = 10.0  # for the others to answer a new server; it meets late ones later
+_DISK_SECONDS = 60.0  # for two seconds' work besides requests
+_HOLD_SECONDS = 65.0  # for experts to arrive; longer than the serving process waits
+_STOP_SECONDS = 10.0  # for the serving process to end and write its learned data
+_KEPT_LINES = 20  # of its last output
+_RESTARTS = 100  # of one server by Ray
 
 
 class NoAnswer(PyorchError):
-    """The serving process has ended, or hangs."""
+    """The serving process has ended or hangs."""
 
 
 class Server:
-    """A member. Its methods are called through Ray, several at once. They raise PyorchError for what cannot be done.
+    """A server of a cluster. Ray calls its methods, several at once. They raise PyorchError if they fail.
 
-    What it is given is the same for each of its lives. The plan is not: a server that was restarted asks the others for
-    the one that they follow.
+    Its job is the same for each life of the actor, but not its plan: a restarted server asks the others for theirs.
     """
 
     def __init__(self, job: Job) -> None:
@@ -58,9 +57,9 @@ class Server:
         self._state, self._url, self._reason = STARTING, "", ""
         self._peers: set[str] = set()
         self._plan = None if job.placement is None else Plan(job.placement)
-        self._planning = threading.Lock()  # who changes the plan here and in the serving process
+        self._planning = threading.Lock()  # held while the plan changes here and in the serving process
         self._memo: Any = None
-        self._model_map: ModelMap | None = None  # of experts that others ask for
+        self._model_map: ModelMap | None = None  # to read experts for other servers
         self._reading = threading.Lock()
         self._n_fetched = 0
         self._listening = False
@@ -68,14 +67,14 @@ class Server:
         self._ending = False
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
         self._sending = threading.Lock()
-        self._answers: dict[int, Future] = {}  # by number, of what somebody waits for
+        self._answers: dict[int, Future] = {}  # of pending requests, by number
         self._numbers = itertools.count()
         self._process, self._connection = self._start()
         threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._forward, daemon=True).start()
 
     def status(self) -> Status:
-        """How this server does, now. Takes two seconds at most, whatever the serving process does."""
+        """Returns the server's state, in two seconds at most, even if the serving process hangs."""
         counters, state, reason = None, self._state, self._reason
         if state == SERVING:
             try:
@@ -89,21 +88,21 @@ class Server:
         )
 
     def plan(self) -> Plan | None:
-        """That this server follows; None where it has none."""
+        """Returns the plan that this server follows, None if it has none."""
         return self._plan
 
     def activity(self) -> Activity:
-        """What it did and holds."""
+        """Returns the server's work and plan."""
         if self._state != SERVING:
             raise PyorchError(self._reason or "it starts")
         return Activity(self._ask("work", seconds=_ACTIVITY_SECONDS), self._plan, self._memo)
 
     def remember(self, memo: Any) -> None:
-        """Keeps something for the scheduler, until the next."""
+        """Keeps a memo of the scheduler, which replaces the last one."""
         self._memo = memo
 
     def follow(self, plan: Plan) -> None:
-        """Goes by this plan from now on, unless it is older than its own."""
+        """Follows a plan from now on, unless its own is newer."""
         with self._planning:
             number = self._plan.number if self._plan is not None else 0
             if plan.number < number:
@@ -111,7 +110,7 @@ class Server:
             self._change(plan, "follow", placement=plan.placement)
 
     def move(self, number: int, moves: list[Move]) -> None:
-        """Goes by its plan with these moves, which are plan `number`, from now on."""
+        """Changes the plan by these moves, which make it plan `number`."""
         with self._planning:
             before = self._plan.number if self._plan is not None else None
             if before != number - 1:
@@ -119,55 +118,64 @@ class Server:
             self._change(Plan(self._plan.placement.changed(moves), number), "move", moves=moves)
 
     def expert(self, layer: int, expert: int) -> bytes:
-        """The bytes of an expert, layer (an index of the plan) and number, as the model's file has them."""
+        """Returns the bytes of an expert in the model's file. layer: an index of the plan."""
         with self._reading:
             if self._model_map is None:
                 self._model_map = ModelMap(self._job.model)
             return self._model_map.read_expert(self._plan.placement.layers[layer], expert)
 
     def hold(self, take: list[tuple[int, int]], drop: list[tuple[int, int]], source: str) -> None:
-        """Keeps experts in memory, layer (an index) and number, and others no longer. When it returns they are there.
+        """Pins and unpins experts, given as layer (an index) and number. Returns when the pinned ones are in memory.
 
-        source: the server whose disk those to take are to come from; "": the own one. An expert for which its budget
-        has no room is read when it is used.
+        If the budget has no room for an expert, it is read when it is used.
+
+        Args:
+            take: Experts to pin.
+            drop: Experts to unpin.
+            source: The server from whose disk to read the experts, "" for its own.
         """
         for layer, expert in self._ask("lacking", experts=take) if source else ():
             self._fetch(layer, expert, source)
         self._ask("hold", seconds=_HOLD_SECONDS, take=take, drop=drop)
 
     def settle(self) -> None:
-        """Keeps of its share of the plan what there is room for, after moves."""
+        """Pins as much of its share of the plan as fits, after moves."""
         n_pinned, reason = self._ask("pin", seconds=_PLAN_SECONDS)
         self._reason = reason and f"{n_pinned} experts of the plan stay in memory: {reason}"
 
     def introduce(self, name: str) -> bool:
-        """Another server presents itself, which computes for others already, if it has a plan. Returns whether this
-        server does, too. That both know the token and have the same model, their engines prove to each other."""
+        """Receives the introduction of another server, which computes for others if it has a plan.
+
+        The engines prove to each other that they know the token and have the same model.
+
+        Returns:
+            Whether this server computes for others, too.
+        """
         self._take_in(name, self._listening)
         return self._listening
 
     def open_link(self) -> tuple[str, int]:
-        """Lets other servers measure how fast they reach this one, at the address and port that it returns."""
-        self.close_link()  # of a command that was interrupted
+        """Starts an Echo, so that other servers can measure their links to this one. Returns its address and port."""
+        self.close_link()  # an interrupted command may have left one
         self._echo = Echo(self._job.address, self._job.token)
         return self._job.address, self._echo.port
 
     def close_link(self) -> None:
-        """Ends that."""
+        """Stops the Echo."""
         if self._echo is not None:
             self._echo.close()
             self._echo = None
 
     def measure_link(self, address: str, port: int) -> Measured:
-        """How fast a server is reached that has opened a link."""
+        """Measures the link to a server with an Echo."""
         return measure_link(address, port, self._job.token)
 
     def measure_disk(self) -> float:
-        """Bytes per second."""
+        """Returns the disk's bytes per second."""
         return self._ask("disk_bytes_per_second", seconds=_DISK_SECONDS)
 
     def stop(self) -> None:
-        """Ends the serving process in order. The actor stays, until Ray ends it."""
+        """Ends the serving process in order. The actor stays until Ray ends it."""
         self._ending = True
         self._process.terminate()
         try:
@@ -184,7 +192,7 @@ class Server:
         return process, connection
 
     def _listen(self) -> None:
-        """Takes what the serving process says, until it ends; then this actor ends, too, unless that would not help."""
+        """Receives messages until the serving process ends. Then ends this actor, too, unless a restart cannot help."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 kind, *said = self._connection.recv()
@@ -203,24 +211,24 @@ class Server:
             self._state = REFUSED
             return
         print(f"the process that serves ended with status {status}: {self._last_words()}", file=sys.stderr, flush=True)
-        os._exit(1)  # not an exit that Ray would take for intended
+        os._exit(1)  # Ray must not take this for an intended exit
 
     def _forward(self) -> None:
-        """What the serving process prints goes to Ray's log of this actor."""
+        """Copies the output of the serving process to Ray's log of this actor."""
         for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip()
             self._said.append(text)
             print(text, file=sys.stderr, flush=True)
 
     def _change(self, plan: Plan, what: str, **arguments: Any) -> None:
-        """REQUIRES: self._planning."""
+        """Changes the plan. REQUIRES: self._planning is held."""
         if not self._listening:
             raise PyorchError("it starts")
         self._ask(what, seconds=_PLAN_SECONDS, **arguments)
         self._plan = plan
 
     def _fetch(self, layer: int, expert: int, source: str) -> None:
-        """Has another server send an expert. Where it does not, the own disk has it, too."""
+        """Asks another server for an expert. If that fails, it is read from the own disk."""
         ray = ray_library()
         with contextlib.suppress(ValueError, ray.exceptions.RayError, ray.exceptions.GetTimeoutError, PyorchError):
             matrices = ray.get(ray.get_actor(source).expert.remote(layer, expert), timeout=_DISK_SECONDS)
@@ -228,7 +236,7 @@ class Server:
             self._n_fetched += 1
 
     def _placed(self) -> tuple[str, int]:
-        """The plan's digest, and how many experts it gives this server."""
+        """Returns the plan's digest, and the number of experts that it gives this server."""
         if self._plan is None:
             return "", 0
         plan = self._plan.placement
@@ -236,7 +244,7 @@ class Server:
         return hashlib.sha256(fields.encode()).hexdigest(), int(plan.held[plan.servers.index(self._job.name)].sum())
 
     def _catch_up(self) -> None:
-        """Experts may have moved while this server was away: the plan is that of the others."""
+        """Takes the plan of the others: experts may have moved while this server was dead."""
         answers, _ = ask_all(ray_library(), self._job.peers, "plan", seconds=_MEET_SECONDS)
         for plan in answers.values():
             if isinstance(plan, Plan) and plan.number > self._plan.number:
@@ -244,17 +252,17 @@ class Server:
                     self.follow(plan)
 
     def _join(self) -> None:
-        """The model is loaded: this server goes by the plan, and presents itself to the others."""
+        """Follows the plan and introduces itself, once the model is loaded."""
         try:
             if self._job.placement is not None:
                 self._ask("listen", seconds=_PLAN_SECONDS)
                 self._listening = True
                 if _was_restarted():
                     self._catch_up()
-            self._present()  # first: a share answers nobody without the others
+            self._present()  # first, because a server with a share can answer nothing without the others
             if self._job.placement is not None:
                 self.settle()
-        except NoAnswer as error:  # it ends, or hangs: status says so
+        except NoAnswer as error:  # status reports it
             self._reason = str(error)
         except PyorchError as error:
             self._reason, self._state = str(error), REFUSED
@@ -263,13 +271,13 @@ class Server:
         self._state = SERVING
 
     def _present(self) -> None:
-        """To all others that are there; the rest presents itself when it comes."""
+        """Introduces this server to all running ones. Others introduce themselves when they start."""
         answers, late = ask_all(ray_library(), self._job.peers, "introduce", lambda name: (self._job.name,),
                                 _MEET_SECONDS)
         for name, listening in answers.items():
-            if not isinstance(listening, Exception):  # it died meanwhile
+            if not isinstance(listening, Exception):  # otherwise it died meanwhile
                 self._take_in(name, listening)
-        for name, answer in late.items():  # it is busy
+        for name, answer in late.items():  # busy servers
             threading.Thread(target=self._wait_for, args=(name, answer), daemon=True).start()
 
     def _wait_for(self, name: str, answer: Any) -> None:
@@ -279,12 +287,17 @@ class Server:
 
     def _take_in(self, name: str, both_listen: bool) -> None:
         self._peers.add(name)
-        if both_listen:  # usually that is done when this returns, and else the serving process goes on with it
+        if both_listen:  # usually connected when this returns; otherwise the serving process repeats
             with contextlib.suppress(PyorchError):
                 self._ask("connect", name=name)
 
     def _ask(self, what: str, seconds: float = _ANSWER_SECONDS, **arguments: Any) -> Any:
-        """One thing of the serving process. NoAnswer where it does not answer, PyorchError where it refuses."""
+        """Sends a request to the serving process.
+
+        Raises:
+            NoAnswer: It does not answer.
+            PyorchError: It refuses.
+        """
         number, future = next(self._numbers), Future()
         self._answers[number] = future
         try:
@@ -302,13 +315,13 @@ class Server:
         return answer
 
     def _last_words(self) -> str:
-        time.sleep(0.05)  # what it said last is on its way
+        time.sleep(0.05)  # its last output may be on its way
         words = [line for line in self._said if line]
         return words[-1].removeprefix("pyorch: ").removeprefix("error: ") if words else "it said nothing"
 
 
 def start_server(ray: ModuleType, job: Job, node: str = "") -> Any:
-    """The actor of a server, which goes on when this process ends. node: the address of a Ray node, "" for any."""
+    """Starts the actor of a server, which outlives this process. node: the address of a Ray node, "" for any."""
     resources = {f"node:{node}": 0.001} if node else {}
     return ray.remote(Server).options(
         name=job.name, lifetime="detached", num_cpus=0, max_restarts=_RESTARTS, max_concurrency=8, resources=resources,
@@ -316,7 +329,7 @@ def start_server(ray: ModuleType, job: Job, node: str = "") -> Any:
 
 
 def stop_servers(ray: ModuleType, running: Running) -> None:
-    """Ends the servers of a cluster, each in order as far as it answers, and its scheduler."""
+    """Ends the scheduler and the servers of a cluster, in order if they answer."""
     servers = []
     for entry in ray.util.list_named_actors(all_namespaces=True):
         if entry["namespace"] == running.namespace:

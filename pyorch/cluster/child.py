@@ -1,7 +1,7 @@
-"""The process that serves a model for a server of a cluster: `pyorch serve`, and a thread that obeys the actor.
+"""The process that serves a model for a server of a cluster: `pyorch serve` with a thread that obeys the actor.
 
-Its argument is the descriptor of its end of a connection, on which the actor first says what to serve. When the
-connection ends, the actor is gone, and this process with it.
+Its argument is the descriptor of a connection, on which the actor first sends the job. When the connection ends, the
+actor is dead, and this process ends too.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ from pyorch.sidecars import packs
 from pyorch.sidecars.container import fingerprint
 from pyorch.sizes import format_bytes
 
-_METRICS = {  # of llama-server, and what they are called here
+_METRICS = {  # llama-server's metrics, and the names in Counters
     "requests_processing": "requests_running", "requests_deferred": "requests_waiting",
     "prompt_tokens_total": "prompt_tokens", "prompt_seconds_total": "prompt_seconds",
     "tokens_predicted_total": "generated_tokens", "tokens_predicted_seconds_total": "generated_seconds",
 }
-_END_SECONDS = 10.0  # for the end of a server whose actor is gone
-_GRACE_SECONDS = 4.0  # for requests that run when it is told to end: less than the actor waits before it kills
+_END_SECONDS = 10.0  # for the end of a server without an actor
+_GRACE_SECONDS = 4.0  # for running requests at the end; the actor waits longer before it kills this process
 _CONNECT_PAUSES = 0.25, 8.0  # seconds between attempts to reach another server
-_ARRIVE_SECONDS = 60.0  # for experts that move
-_LOOK_SECONDS = 0.005  # between two looks whether they have arrived
-_PORT_SECONDS = 30.0  # in which the port of a process that was killed becomes free
+_ARRIVE_SECONDS = 60.0  # for moving experts
+_LOOK_SECONDS = 0.005  # between two checks for them
+_PORT_SECONDS = 30.0  # until the port of a killed process is free
 
 
 class Serving:
-    """What the actor can ask of a process that serves: methods by their names. connection: with the actor.
+    """The requests of an actor to its serving process, as methods.
 
-    An answer is "answer" or "refused", the question's number, and what is answered, or a sentence.
+    An answer is "answer" or "refused", the number of the request, and the result or a message.
     """
 
-    SLOW = ("connect", "disk_bytes_per_second", "hold")  # others are answered meanwhile
+    SLOW = ("connect", "disk_bytes_per_second", "hold")  # run in their own threads
 
     def __init__(self, connection: Connection, job: Job | None) -> None:
         self._connection = connection
@@ -68,16 +68,16 @@ class Serving:
         self._peers: Peers | None = None
         self._engine: Engine | None = None
         self._address: Address | None = None
-        self._key = ""  # of the endpoint
+        self._key = ""  # the endpoint's API key
         self._pinned: set[tuple[int, int]] = set()  # il and expert
-        self._unmet: dict[str, str] = {}  # who does not compute for this server yet, and why not
+        self._unmet: dict[str, str] = {}  # servers that do not compute for this one yet, with the reason
         self._ending = threading.Event()
-        self._n_using = 0  # the engine, which the end of the server takes away
+        self._n_using = 0  # threads that use the engine, which is closed when the server ends
         self._used = threading.Condition()
 
     @contextlib.contextmanager
     def attached(self, engine: Engine | None, address: Address) -> Iterator[None]:
-        """While the server answers requests. engine: None of a model without experts."""
+        """Holds the engine while the server answers requests. engine: None for a model without experts."""
         self._engine, self._address = engine, address
         self.say("ready", address.url if not self._job.https else
                  Address(self._job.address, self._job.port, address.prefix, "https").url)
@@ -90,11 +90,11 @@ class Serving:
                 self._engine = None
 
     def set_key(self, key: str) -> None:
-        """Of the endpoint, by which this process asks it how it does."""
+        """Sets the endpoint's API key, for requests of metrics."""
         self._key = key
 
     def obey(self) -> None:
-        """Until the connection ends, with the actor. Then this process does, in order if that is soon done."""
+        """Answers the actor until the connection ends. Then ends this process, in order if that takes not too long."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 question = self._connection.recv()
@@ -113,7 +113,7 @@ class Serving:
             answer = "answer", number, getattr(self, what)(**arguments)
         except PyorchError as error:
             answer = "refused", number, str(error)
-        except Exception as error:  # else the thread that answers ends, and the process outlives its actor
+        except Exception as error:  # otherwise this thread would end, and the process would outlive its actor
             traceback.print_exc()
             answer = "refused", number, f"{type(error).__name__}: {error}"
         finally:
@@ -127,7 +127,7 @@ class Serving:
             self._connection.send(message)
 
     def counters(self) -> tuple[Counters, list[str]]:
-        """And sentences: which servers do not compute for this one yet."""
+        """Returns the counters, and a sentence for each server that does not compute for this one yet."""
         import psutil
 
         found: dict[str, Any] = {"pinned": len(self._pinned), **self._metrics()}
@@ -161,10 +161,11 @@ class Serving:
         )
 
     def pin(self) -> tuple[int, str]:
-        """Keeps the experts of the plan in memory, of each layer alike many, as many as the budget lets.
+        """Pins the plan's experts, equally many of each layer, as far as the budget allows.
 
-        Returns how many are kept, and why not all: a sentence, or "", also where only what a layer needs at once is
-        not left for the plan.
+        Returns:
+            The number of pinned experts, and why some are missing. The reason is "" if none is missing, or if only the
+            room is missing that a layer needs at once.
         """
         placement = self._following().placement
         own = [np.flatnonzero(row).tolist() for row in placement.held[placement.servers.index(self._job.name)]]
@@ -174,21 +175,24 @@ class Serving:
         return len(self._pinned), reason
 
     def lacking(self, experts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Those of these experts, layer (an index) and number, whose bytes would be taken: none that are in memory, or
-        in a pack, which has others."""
+        """Returns the experts for which this server accepts bytes, as layer (an index) and number.
+
+        It accepts none for a resident expert, and none with a pack, which has other bytes.
+        """
         layers = self._following().placement.layers
         return [] if self._engine.has_pack else [
             (layer, expert) for layer, expert in experts
             if not self._engine.residency(layers[layer]).resident[expert]]
 
     def offer(self, layer: int, expert: int, matrices: bytes) -> None:
-        """The bytes of an expert, layer (an index) and number: they need not be read."""
+        """Accepts the bytes of an expert (layer index and number), so that it need not be read."""
         self._engine.offer(self._following().placement.layers[layer], expert, matrices)
 
     def hold(self, take: list[tuple[int, int]], drop: list[tuple[int, int]]) -> str:
-        """Experts, layer (an index) and number, that are kept in memory from now on, and those that need not be.
+        """Pins and unpins experts, given as layer (an index) and number. Returns when the pinned ones are resident.
 
-        When it returns they are there. Returns why not all of them stay, or "".
+        Returns:
+            Why some cannot stay, or "".
         """
         layers = self._following().placement.layers
         for layer, expert in drop:
@@ -200,16 +204,16 @@ class Serving:
                   for layer, expert in take):
             if time.monotonic() > deadline:
                 raise PyorchError("experts of the new plan do not arrive in its memory")
-            if self._ending.wait(_LOOK_SECONDS):  # which waits for this
+            if self._ending.wait(_LOOK_SECONDS):  # the end of the server waits for this method
                 raise PyorchError("it ends")
         return reason
 
     def listen(self) -> None:
-        """Computes for other servers from now on; and those that are met do for this one, as the plan says."""
+        """Starts to compute for other servers. Servers that are met compute for this one, as the plan says."""
         job = self._job
         if self._engine is None:
             raise PyorchError("a model without experts has none to place")
-        with packs.open_model(job.model, share=True) as model_map:  # another one than `up` saw, perhaps
+        with packs.open_model(job.model, share=True) as model_map:  # the file may have changed since `up`
             refuse_lacking(packs.share_of(model_map), job.placement, job.name)
         peers = Peers(self._engine, job.name, job.token, job.fingerprint, job.tls, job.rows)
         self._engine.allow_reads(job.reads)
@@ -218,15 +222,15 @@ class Serving:
         self._peers = peers
 
     def follow(self, placement: Placement) -> None:
-        """Another plan, from now on."""
+        """Follows another plan from now on."""
         self._following().follow(placement)
 
     def move(self, moves: list[Move]) -> None:
-        """The plan, but for these experts, from now on."""
+        """Changes the plan by these moves from now on."""
         self._following().move(moves)
 
     def connect(self, name: str) -> None:
-        """Another server is there, and listens. Until it computes for this one it is asked again."""
+        """Connects to another server, which listens. Repeats until that server computes for this one."""
         if name in self._unmet:
             return
         self._unmet[name], pause = "", _CONNECT_PAUSES[0]
@@ -242,7 +246,7 @@ class Serving:
             del self._unmet[name]
 
     def disk_bytes_per_second(self) -> float:
-        """That experts are read with, around the page cache, by as many requests at once as that takes."""
+        """Measures the disk: reads experts past the page cache, with as many requests at once as it needs."""
         with packs.open_model(self._job.model, share=True) as model_map:
             return measure_bandwidth(model_map, 2 * MEASURE_SECONDS).bytes_per_second
 
@@ -252,11 +256,11 @@ class Serving:
         return self._peers
 
     def _activations(self) -> list[np.ndarray]:
-        """Of each layer of the plan, in its order."""
+        """Returns the activations of each layer of the plan, in its order."""
         return [self._engine.activations(il) for il in self._peers.placement.layers]
 
     def _keep(self, experts: Iterable[Sequence[int]]) -> str:
-        """As many of these in memory as there is room for, layer (an index) and number. Returns why not all, or ""."""
+        """Pins experts (layer index and number) until memory is full. Returns why some are missing, or ""."""
         layers = self._peers.placement.layers
         for layer, expert in experts:
             try:
@@ -269,17 +273,17 @@ class Serving:
         return ""
 
     def _excess(self) -> str:
-        """By how much the plan is more than the memory, or ""."""
+        """Returns by how much the plan exceeds the memory, or ""."""
         placement, budget = self._peers.placement, self._engine.stats().budget_bytes
         n_held = placement.held[placement.servers.index(self._job.name)].sum(axis=1)
         with ModelMap(self._job.model) as model_map:
             wanted = sum(int(n) * model_map.layer(il).expert_bytes for il, n in zip(placement.layers, n_held))
         return "" if wanted <= budget else (
             f"its experts of the plan take {format_bytes(wanted, round_up=True)}, and its memory is "
-            f"{format_bytes(budget)}: those that do not stay are read when they are used")
+            f"{format_bytes(budget)}: experts that do not stay are read when they are used")
 
     def _metrics(self) -> dict[str, Any]:
-        """Of llama-server, by the names of Counters; nothing where it does not answer soon."""
+        """Returns llama-server's metrics by the names in Counters; empty if it does not answer soon."""
         text = (self._address.get("/metrics", self._key) if self._address is not None else None) or ""
         found = dict(re.findall(r"^llamacpp:(\w+) ([0-9.e+-]+)$", text, re.MULTILINE))
         return {
@@ -289,7 +293,7 @@ class Serving:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command in the foreground
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the foreground command
     connection = Connection(int(sys.argv[1]))
     try:
         job, restarted = connection.recv()
@@ -307,7 +311,7 @@ def main() -> int:
             for port in (job.port, job.peer_port):
                 _wait_for_port(job.address, port)
         flags = ["--metrics", *job.flags]
-        if job.keys is not None:  # which may have become another file since it was looked at
+        if job.keys is not None:  # the file may have changed since it was checked
             check_keys(job.keys)
             flags += ["--api-key-file", job.keys]
         serving.set_key(_first_key(flags))
@@ -330,9 +334,12 @@ def _first_key(flags: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _secured(job: Job) -> Iterator[str]:
-    """Users speak HTTPS to the address of a server. Gives the socket at which it is to listen, which nobody else can
-    reach. The process that speaks TLS is another one than that for servers: users cannot fill it up for these."""
-    # Here, where Ray is the cluster's own, `down` also removes what a killed server leaves. Paths of sockets are short.
+    """Serves HTTPS to users at a server's address. Yields the socket for llama-server, which only this user can reach.
+
+    TLS for users has its own process, so that users cannot block the connections between servers.
+    """
+    # In the current directory, from which `down` removes the remains of a killed server, if Ray is the cluster's own.
+    # A socket's path must be short.
     here = os.curdir if os.access(os.curdir, os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=here) as directory, contextlib.closing(Tunnel(job.tls)) as tunnel:
         inner = os.path.relpath(os.path.join(directory, "endpoint.sock")) if here else f"{directory}/endpoint.sock"
@@ -341,7 +348,7 @@ def _secured(job: Job) -> Iterator[str]:
 
 
 def _wait_for_port(host: str, port: int) -> None:
-    """The process that had it before is dying, which takes a while with gigabytes. serve() says it if it does not."""
+    """Waits for a port of a dying process: with gigabytes of memory that takes a while. serve() reports a failure."""
     deadline = time.monotonic() + _PORT_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), ports.held(host, port):

@@ -1,6 +1,6 @@
-"""cluster.toml: the servers of a cluster, what each of them can hold, and the network between them.
+"""Reads cluster.toml: the servers of a cluster, their memory, and the network between them.
 
-docs/reference/cluster.md shows all keys of the file, with their defaults. Relative paths begin at the file's directory.
+docs/reference/cluster.md lists all keys with their defaults. Relative paths start at the file's directory.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from pyorch.sizes import Amount
 
 READS = ("faster", "last")
 
-MAX_DEVICES = 4096  # of a cluster
+MAX_DEVICES = 4096  # in a cluster
 
-# Of a device: so the bytes of all devices are a number of 64 bits.
+# The limit of a device, so that the bytes of all devices fit into 64 bits.
 MAX_BYTES = 1 << 50
 MAX_SHARE = 100.0
 
-SHORTEST_INTERVAL = 1.0  # seconds: looking costs each server some milliseconds
+SHORTEST_INTERVAL = 1.0  # seconds: a look costs each server some milliseconds
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between two servers, in each direction. latency: seconds, one way."""
+    """The link between two servers, alike in both directions. latency: seconds, one way."""
 
     bytes_per_second: float = 125e6
     latency: float = 0.2e-3
@@ -45,8 +45,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Server:
-    """memory: for experts, of each device. port: of the OpenAI endpoint; peer_port: for other servers; 0: any free.
-    model: where it has the model, None: where the cluster says. tls: what it speaks to other servers; None: plain TCP.
+    """One server.
+
+    Attributes:
+        name: Its name.
+        memory: The memory for experts of each device.
+        address: Its address.
+        port: The port of the OpenAI endpoint, 0 for any free one.
+        peer_port: The port for other servers, 0 for any free one.
+        model: Its file of the model; None: the cluster's path.
+        tls: Certificates for connections to other servers; None: plain TCP.
     """
 
     name: str
@@ -62,14 +70,20 @@ class Server:
         return len(self.memory)
 
     def device_bytes(self, experts_bytes: int) -> tuple[int, ...]:
-        """Bytes for experts of each device, where all experts of the model need so many."""
+        """Returns the bytes for experts of each device. experts_bytes: the size of all experts of the model."""
         return tuple(amount.of(experts_bytes) for amount in self.memory)
 
 
 @dataclass(frozen=True)
 class Scheduler:
-    """Of a running cluster. interval: seconds. costs: what pyorch cluster measure wrote; None: links are as the
-    cluster.toml has them, and the rest as pyorch.cluster.costs."""
+    """The scheduler's settings.
+
+    Attributes:
+        enabled: Whether the cluster has a scheduler.
+        interval: Seconds between decisions.
+        costs: The file that `pyorch cluster measure` wrote. None: links are as in the cluster.toml, other costs are the
+            defaults of pyorch.cluster.costs.
+    """
 
     enabled: bool = True
     interval: float = 300.0
@@ -78,8 +92,12 @@ class Scheduler:
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Of users. keys: a file of API keys, a line each, of which who asks must know one; None: anybody may ask. tls:
-    they speak HTTPS, with the certificates of their servers."""
+    """The settings of users' endpoints.
+
+    Attributes:
+        keys: A file of API keys, one on each line; None: requests need no key.
+        tls: Whether users connect with HTTPS, with the servers' certificates.
+    """
 
     keys: Path | None = None
     tls: bool = False
@@ -87,9 +105,20 @@ class Endpoints:
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a cluster.toml says. links: those that differ from the network, by two names in alphabetical order.
-    plain: what servers send each other may be read by whoever is between them. reads: servers read experts that others
-    have where that is faster than to ask. rows: what the numbers of rows travel as."""
+    """The content of a cluster.toml.
+
+    Attributes:
+        path: The file.
+        servers: The servers.
+        model: The model's file, unless a server has another path.
+        network: The usual link.
+        links: Other links, by two names in alphabetical order.
+        scheduler: The scheduler's settings.
+        plain: The user allows unencrypted connections between machines.
+        reads: Servers read experts of others if that is faster than a request.
+        rows: The type of numbers in messages.
+        endpoints: The settings of users' endpoints.
+    """
 
     path: Path
     servers: tuple[Server, ...]
@@ -107,57 +136,76 @@ class Cluster:
         return tuple(server.name for server in self.servers)
 
     def index(self, name: str) -> int:
-        """Of a server. PyorchError where there is none of that name."""
+        """Returns the index of a server.
+
+        Raises:
+            PyorchError: No server has that name.
+        """
         if name not in self.names:
             raise PyorchError(f'{self.path} has no server "{name}": it has {", ".join(self.names)}')
         return self.names.index(name)
 
     def link(self, one: str, other: str) -> Link:
-        """Between two servers of these names."""
+        """Returns the link between two servers."""
         return self.links.get(_pair(one, other), self.network)
 
     @property
     def bandwidths(self) -> np.ndarray:
-        """Bytes per second between any two servers, float64[n, n]; infinite within one."""
+        """Bytes per second between two servers, float64[n, n]; infinite within a server."""
         return np.array([[np.inf if a == b else self.link(a, b).bytes_per_second for b in self.names]
                          for a in self.names])
 
     @property
     def latencies(self) -> np.ndarray:
-        """Seconds one way between any two servers, float64[n, n]; zero within one."""
+        """Seconds one way between two servers, float64[n, n]; zero within a server."""
         return np.array([[0.0 if a == b else self.link(a, b).latency for b in self.names] for a in self.names])
 
     @property
     def required_model(self) -> Path:
-        """The model. PyorchError where the file names none."""
+        """The model.
+
+        Raises:
+            PyorchError: The file names none.
+        """
         if self.model is None:
             raise PyorchError(f'{self.path} names no model: a line such as model = "olmoe.gguf" at its top does')
         return self.model
 
     def model_of(self, server: Server) -> Path:
-        """Where a server has the model. PyorchError where the file says it nowhere."""
+        """Returns a server's file of the model.
+
+        Raises:
+            PyorchError: The cluster.toml names none.
+        """
         return server.model or self.required_model
 
     @property
     def open_to_anybody(self) -> tuple[str, ...]:
-        """The servers that other machines reach, where nobody need know a key."""
+        """The servers that other machines reach without an API key."""
         return () if self.endpoints.keys is not None else tuple(
             server.name for server in self.servers if not _is_loopback(server.address))
 
     def check_privacy(self) -> None:
-        """PyorchError where servers of several machines would speak to each other without TLS, and nobody has said that
-        they may."""
+        """Checks that servers of several machines use TLS, unless the user allows plain connections.
+
+        Raises:
+            PyorchError: They would use plain connections.
+        """
         for server in self.servers:
             if server.tls is None and not self.plain and not _is_loopback(server.address):
                 raise PyorchError(
-                    f"{self.path}: server {server.name} is at {server.address}, and what servers send each other, the "
-                    "cluster's token too, could be read on the way: name certificates under [tls], or say "
-                    "`plain = true` under [network] where nobody else listens"
+                    f"{self.path}: server {server.name} is at {server.address}, and the servers' traffic, with the "
+                    "cluster's token, could be read on the way: name certificates under [tls], or say `plain = true` "
+                    "under [network] if the network is private"
                 )
 
 
 def read_cluster(path: str | os.PathLike[str]) -> Cluster:
-    """Reads a cluster.toml. FormatError, with the place in the file, for what is missing or cannot be."""
+    """Reads a cluster.toml.
+
+    Raises:
+        FormatError: A key is missing or wrong; the message names the place in the file.
+    """
     path = Path(path)
     top = _Table(read_toml(path), str(path))
     model = top.take("model", str, None)
@@ -185,7 +233,7 @@ def read_cluster(path: str | os.PathLike[str]) -> Cluster:
 
 
 class _Table:
-    """A table of the file, whose keys are taken one by one; finish() refuses what nobody took."""
+    """A table of the file. take() removes one key after another; finish() refuses the remaining ones."""
 
     def __init__(self, values: Any, where: str) -> None:
         if not isinstance(values, dict):
@@ -194,7 +242,7 @@ class _Table:
         self._known: list[str] = []
 
     def take(self, key: str, kinds: type | tuple[type, ...], *default: Any) -> Any:
-        """The value of a key, or the default where there is one."""
+        """Returns the value of a key, or the default if there is one."""
         self._known.append(key)
         if key not in self._left:
             if not default:
@@ -209,7 +257,7 @@ class _Table:
         return value
 
     def take_whole(self, key: str, low: int, high: int, default: int) -> int:
-        """A whole number within bounds."""
+        """Returns a whole number within bounds."""
         value = self.take(key, int, default)
         if not low <= value <= high:
             raise FormatError(f"{self.where}: {key} is {_show(value)}, not a whole number from {low} to {high}")
@@ -258,7 +306,7 @@ def _tls(files: Mapping[str, Path], where: str) -> Tls | None:
 
 
 def _memory(table: _Table) -> tuple[Amount, ...]:
-    """Of each device."""
+    """Reads the memory of each device."""
     value = table.take("memory", (str, int, list))
     if isinstance(value, list):
         n = table.take_whole("devices", 1, MAX_DEVICES, max(1, len(value)))
@@ -326,8 +374,8 @@ def _endpoints(table: _Table, directory: Path) -> Endpoints:
     keys, tls = table.take("keys", str, None), table.take("tls", bool, False)
     table.finish()
     if tls and keys is None:
-        raise FormatError(f"{table.where}: tls = true needs keys, a file of API keys: without them whoever asks on a "
-                          "server's own machine may change its settings, and behind TLS all would seem to")
+        raise FormatError(f"{table.where}: tls = true needs keys, a file of API keys: without keys, programs on a "
+                          "server's own machine may change its settings, and behind TLS every client looks like one")
     return Endpoints(None if keys is None else (directory / keys).absolute(), tls)
 
 
@@ -368,7 +416,7 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def _rate(text: str, where: str) -> float:
-    """Bytes per second."""
+    """Returns bytes per second."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kKMGT]i?|)(bit|b|B)(?:/s|ps)\s*", text, re.ASCII)
     rate = 0.0 if match is None else float(match[1]) * _SCALES[match[2]] / (1 if match[3] == "B" else 8)
     if not 0 < rate < 1e18:
@@ -385,10 +433,10 @@ def _seconds(text: str, where: str, like: str) -> float:
 
 
 def _show(value: Any) -> str:
-    """A value of the file, in a line."""
+    """Formats a value of the file in one line."""
     try:
         text = f'"{value}"' if isinstance(value, str) else str(value)
-    except ValueError:  # of whole numbers Python shows no more digits
+    except ValueError:  # a whole number with too many digits for Python
         return f"of more than {sys.get_int_max_str_digits()} digits"
     text = text.encode("unicode_escape").decode() if not text.isprintable() else text
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,9 +1,9 @@
-"""What a step of a cluster takes: seconds that are linear in layers, tokens, experts, rows and bytes.
+"""The costs of a cluster's steps: seconds that are linear in layers, tokens, experts, rows and bytes.
 
-A row is what one expert makes of one token. A server computes the dense part of a layer, then the experts that it has,
-one job after another; peers are asked for the rest, in one message each. The coefficients lie in a JSON file, of the
-whole server with all its devices (scripts/papers/dancemoe/README.md); only what differs from the defaults need stand
-there. Links that are not named there are those of the cluster.toml.
+A row is the output of one expert for one token. A server computes the dense part of a layer, then its own experts, one
+job after another. It requests the other experts' rows from peers, with one message to each. The coefficients are those
+of a whole server with all its devices (scripts/papers/dancemoe/README.md). They are in a JSON file, which needs only
+the values that differ from the defaults. Links that are missing there are those in the cluster.toml.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ SIMULATED = ("expert_bytes", "request_bytes", "reply_bytes", "message_bytes", "m
 
 @dataclass(frozen=True)
 class ServerCosts:
-    """Of one server, in seconds.
+    """The costs of one server, in seconds.
 
-    step: of a step, outside the layers with experts. layer: of the dense part of a layer in a step; token: and of each
-    token in it. expert: of each different expert of a layer in a step, or in a message; row: and of each row.
-    message: to take a message from a peer and to answer it. disk_latency: of one read of an expert;
-    disk_bytes_per_second: 0 where experts are not read from a disk.
+    Attributes:
+        step: A step, without the layers with experts.
+        layer: The dense part of a layer in a step.
+        token: Each token in that part.
+        expert: Each different expert of a layer in a step or a message.
+        row: Each row of an expert.
+        message: Receiving and answering a peer's message.
+        disk_latency: One read of an expert.
+        disk_bytes_per_second: The disk's bandwidth, 0 if experts are not read from a disk.
     """
 
     step: float = 1e-3
@@ -47,12 +52,17 @@ class ServerCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a cluster, for computing with.
+    """The costs of a cluster, as arrays.
 
-    step ... message, disk_latency, disk_bytes_per_second: float64[n_servers], as ServerCosts has them.
-    latency, bytes_per_second: float64[n_servers, n_servers], from a server to a server; latency in seconds, one way.
-    expert_bytes: float64[n_layers], of one expert of each layer. request_bytes: of a token's input, which a peer gets
-    once for all its experts; reply_bytes: of a row; message_bytes: of a message beside these.
+    Attributes:
+        step, layer, token, expert, row, message, disk_latency, disk_bytes_per_second: float64[n_servers], as in
+            ServerCosts.
+        latency: Seconds one way from a server to a server, float64[n_servers, n_servers].
+        bytes_per_second: The bandwidth, of the same shape.
+        expert_bytes: The size of one expert of each layer, float64[n_layers].
+        request_bytes: A token's input, which a peer receives once for all its experts.
+        reply_bytes: A row.
+        message_bytes: The overhead of a message.
     """
 
     step: np.ndarray
@@ -75,7 +85,7 @@ class Costs:
         cls, servers: Sequence[ServerCosts], latency: np.ndarray, bytes_per_second: np.ndarray,
         expert_bytes: np.ndarray, row_bytes: float,
     ) -> Costs:
-        """row_bytes: of a token's input, and of a row."""
+        """Combines the costs of servers. row_bytes: the size of a token's input, and of a row."""
         columns = {one.name: np.array([getattr(server, one.name) for server in servers], np.float64)
                    for one in fields(ServerCosts)}
         return cls(**columns, latency=np.asarray(latency, np.float64),
@@ -84,15 +94,21 @@ class Costs:
 
     @property
     def disk_seconds(self) -> np.ndarray:
-        """To read one expert: float64[n_servers, n_layers], infinite without a disk."""
+        """Seconds to read one expert: float64[n_servers, n_layers], infinite without a disk."""
         with np.errstate(divide="ignore"):
             return self.disk_latency[:, None] + self.expert_bytes / self.disk_bytes_per_second[:, None]
 
 
 @dataclass(frozen=True)
 class CostsFile:
-    """What stands in such a file. servers: by name; links: (bytes per second, seconds one way) by two names. simulated:
-    what only simulations know, by SIMULATED, as it stands there."""
+    """The content of a file of costs.
+
+    Attributes:
+        server: The default for all servers.
+        servers: Costs by the server's name.
+        links: Bytes per second and seconds one way, by two names.
+        simulated: Values for simulations only, by the names in SIMULATED.
+    """
 
     server: ServerCosts = ServerCosts()
     servers: Mapping[str, ServerCosts] = field(default_factory=dict)
@@ -100,7 +116,11 @@ class CostsFile:
     simulated: Mapping[str, Any] = field(default_factory=dict)
 
     def check_names(self, names: Sequence[str]) -> None:
-        """PyorchError where the file has costs of a server that is not among these."""
+        """Checks that all servers in the file are among these.
+
+        Raises:
+            PyorchError: The file has another server.
+        """
         for name in [*self.servers, *(end for pair in self.links for end in pair)]:
             if name not in names:
                 raise PyorchError(f'there are costs of a server "{name}": the cluster has {", ".join(names)}')
@@ -109,7 +129,7 @@ class CostsFile:
         self, names: Sequence[str], latency: np.ndarray, bytes_per_second: np.ndarray, expert_bytes: np.ndarray,
         row_bytes: float,
     ) -> Costs:
-        """For servers of these names, with links that are these where this file has no others, as Costs.of()."""
+        """Returns the costs of these servers. The file's links replace `latency` and `bytes_per_second`."""
         latency, rate = latency.copy(), bytes_per_second.copy()
         for i, one in enumerate(names):
             for j, other in enumerate(names):
@@ -119,7 +139,11 @@ class CostsFile:
 
 
 def read_costs(path: str | os.PathLike[str]) -> CostsFile:
-    """Raises FormatError, with the field, for a file that is none or has what cannot be."""
+    """Reads a file of costs.
+
+    Raises:
+        FormatError: The file is damaged or no file of costs; the message names the field.
+    """
     value = json_file.read_any(path, KIND, VERSION, command="cluster measure")
     for name in sorted(value.keys() - {"kind", "version", "server", "servers", "links", *SIMULATED}):
         raise FormatError(f'{path}: "{name}" is not known')
@@ -132,7 +156,11 @@ def read_costs(path: str | os.PathLike[str]) -> CostsFile:
 
 
 def write_costs(path: str | os.PathLike[str], costs: CostsFile) -> None:
-    """Writes it, whole or not at all. PyorchError where it cannot."""
+    """Writes the file atomically.
+
+    Raises:
+        PyorchError: It cannot be written.
+    """
     links = [{"from": one, "to": other, "bytes_per_second": rate, "latency": latency}
              for (one, other), (rate, latency) in costs.links.items()]
     value = {"kind": KIND, "version": VERSION, **costs.simulated, "server": asdict(costs.server),

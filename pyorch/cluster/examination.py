@@ -1,4 +1,4 @@
-"""What each server of a cluster finds where it is to run, before any of them starts."""
+"""Checks the machine of each server of a cluster, before any server starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PORTS_TRIED = 3
 
 @dataclass(frozen=True)
 class Examined:
-    """What a server finds where it is to run. has_share: of the experts, not all."""
+    """The facts about a server's machine. has_share: whether the model has only a share of the experts."""
 
     fingerprint: str
     port: int
@@ -34,10 +34,13 @@ class Examined:
 
 
 def here(cluster: Cluster, placement: Placement | None) -> dict[str, Examined]:
-    """By server, all of which are to run on this machine.
+    """Checks servers that run on this machine.
+
+    Returns:
+        The facts, by server.
 
     Raises:
-        PyorchError: A server cannot run, or two of them cannot beside one another.
+        PyorchError: A server cannot run, or two of them need the same port.
     """
     return _examined(cluster, lambda server: _examine(model_of(cluster, server), server, keys_of(cluster), placement))
 
@@ -45,16 +48,27 @@ def here(cluster: Cluster, placement: Placement | None) -> dict[str, Examined]:
 def there(
     ray: ModuleType, cluster: Cluster, nodes: Mapping[str, str], placement: Placement | None
 ) -> dict[str, Examined]:
-    """The same on the nodes of Ray that servers run on, as nodes_of() has them. Raises PyorchError likewise."""
+    """Checks servers on their Ray nodes, as nodes_of() returns them.
+
+    Returns:
+        The facts, by server.
+
+    Raises:
+        PyorchError: A server cannot run, or two of them need the same port.
+    """
     return _examined(cluster, lambda server: _examine_there(ray, cluster, server, nodes[server.name], placement))
 
 
 def check_ubatch(found: Mapping[str, Examined], settings: Mapping[str, Any], flags: Sequence[str]) -> None:
-    """PyorchError where a server with a share is to compute more tokens at once than the others take of it."""
+    """Checks that no server with a share computes more tokens at once than the others accept.
+
+    Raises:
+        PyorchError: The ubatch is too large.
+    """
     shares = [name for name, one in found.items() if one.has_share]
     if not shares:
         return
-    from pyorch.llama.context_plan import MAX_SHARE_UBATCH  # of llama.cpp, which takes its time
+    from pyorch.llama.context_plan import MAX_SHARE_UBATCH  # loads llama.cpp, which is slow
     from pyorch.serve.llama_server import UBATCH, Flags
 
     n_ubatch = Flags([*flags, *(("-ub", settings["n_ubatch"]) if settings.get("n_ubatch") else ())]).number(UBATCH, 512)
@@ -64,7 +78,7 @@ def check_ubatch(found: Mapping[str, Examined], settings: Mapping[str, Any], fla
 
 
 def nodes_of(ray: ModuleType, cluster: Cluster) -> dict[str, str]:
-    """By server, the address of the Ray node that it runs on."""
+    """Returns the address of each server's Ray node."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     here = ray.util.get_node_ip_address()
     nodes = {}
@@ -95,7 +109,7 @@ def model_of(cluster: Cluster, server: Server) -> str:
 def _examine(
     model: str, server: Server, keys: str | None = None, placement: Placement | None = None
 ) -> Examined | str:
-    """Looks whether a server could run here with a model, a file of API keys, and a plan: a sentence says why not."""
+    """Checks if a server could run here, with a file of API keys and a plan. Returns the facts or the reason."""
     try:
         if keys is not None:
             check_keys(keys)
@@ -106,7 +120,7 @@ def _examine(
             refuse_lacking(share, placement, server.name)
             budget = sum(server.device_bytes(info.slots_bytes))
             if model_map.layers and budget < info.floor_bytes:
-                return (f"its memory of {format_bytes(budget)} is below what the model needs at once, "
+                return (f"its memory of {format_bytes(budget)} is below the model's least memory, "
                         f"{format_bytes(info.floor_bytes, round_up=True)} (twice the experts of a token, and one)")
             found = _free_ports(server.address, server.port, server.peer_port)
             return Examined(fingerprint(model_map), *found, budget, share is not None)
@@ -115,11 +129,15 @@ def _examine(
 
 
 def _examined(cluster: Cluster, examine: Callable[[Server], Examined | str]) -> dict[str, Examined]:
-    """What each server finds. PyorchError where one cannot run, or two of them cannot beside one another."""
+    """Checks each server.
+
+    Raises:
+        PyorchError: A server cannot run, or two of them need the same port.
+    """
     found: dict[str, Examined] = {}
     taken: dict[tuple[str, int], str] = {}
     for server in cluster.servers:
-        for _ in range(PORTS_TRIED):  # free ports of two servers are the same now and then
+        for _ in range(PORTS_TRIED):  # two servers sometimes get the same free port
             one = examine(server)
             if isinstance(one, str):
                 raise PyorchError(f"server {server.name}: {one}")
@@ -139,7 +157,7 @@ def _examined(cluster: Cluster, examine: Callable[[Server], Examined | str]) -> 
 def _examine_there(
     ray: ModuleType, cluster: Cluster, server: Server, node: str, placement: Placement | None
 ) -> Examined | str:
-    """On the machine of a server."""
+    """Checks a server on its machine."""
     remote = ray.remote(_examine).options(num_cpus=0, max_retries=0, resources={f"node:{node}": 0.001})
     try:
         return ray.get(remote.remote(model_of(cluster, server), server, keys_of(cluster), placement))
@@ -149,7 +167,11 @@ def _examine_there(
 
 
 def _check_same(cluster: Cluster, found: Mapping[str, Examined]) -> None:
-    """PyorchError where servers have different models."""
+    """Checks that all servers have the same model.
+
+    Raises:
+        PyorchError: Two servers have different models.
+    """
     first, *others = cluster.names
     for name in others:
         if found[name].fingerprint != found[first].fingerprint:
@@ -158,14 +180,18 @@ def _check_same(cluster: Cluster, found: Mapping[str, Examined]) -> None:
 
 
 def _addresses(host: str) -> set[str]:
-    """A host's name stands for several."""
+    """Returns the addresses of a host's name."""
     with contextlib.suppress(OSError):
         return {host, *(str(entry[4][0]) for entry in socket.getaddrinfo(host, None))}
     return {host}
 
 
 def _free_ports(host: str, *wanted: int) -> list[int]:
-    """The ports, any that is free for 0. PyorchError where nothing can be listened on there."""
+    """Returns the ports, with a free port for each 0.
+
+    Raises:
+        PyorchError: A port cannot be used.
+    """
     found: list[int] = []
     with contextlib.ExitStack() as stack:
         try:

@@ -1,4 +1,4 @@
-"""How fast one server reaches another, over a TCP connection for which both prove that they know the token."""
+"""Measures the link between two servers, over a TCP connection on which both prove that they have the token."""
 
 from __future__ import annotations
 
@@ -16,26 +16,27 @@ from multiprocessing.connection import Client, Connection, answer_challenge, del
 from pyorch.errors import PyorchError
 from pyorch.sizes import MiB
 
-_SMALL = bytes(64)  # there and back, for the latency
-_LARGE = bytes(4 * MiB)  # there, for the bandwidth; few enough not to be a burden on a slow network
+_SMALL = bytes(64)  # sent to and fro to measure latency
+_LARGE = bytes(4 * MiB)  # sent to measure bandwidth; small enough for a slow network
 _ROUND_TRIPS, _TRANSFERS = 50, 5
 
 
 @dataclass(frozen=True)
 class Measured:
-    """latency: seconds, one way."""
+    """A measured link. latency: seconds, one way."""
 
     bytes_per_second: float
     latency: float
 
 
 class Echo(socketserver.ThreadingTCPServer):
-    """Answers those who measure, until it is closed: to any message, with 64 bytes.
+    """Answers each message with 64 bytes, until it is closed.
 
-    port: that it listens on, a free one of the address.
+    Attributes:
+        port: A free port of the address, on which it listens.
     """
 
-    daemon_threads = True  # whoever is connected is answered until they go
+    daemon_threads = True  # closing does not wait for connected clients
 
     def __init__(self, address: str, token: str) -> None:
         super().__init__((address, 0), socketserver.BaseRequestHandler)
@@ -48,9 +49,9 @@ class Echo(socketserver.ThreadingTCPServer):
         self.server_close()
 
     def finish_request(self, request: socket.socket, client_address: object) -> None:
-        """In a thread for each connection."""
+        """Answers one connection, in its thread."""
         _send_at_once(request)
-        # A stranger sends anything.
+        # Strangers may send anything.
         with Connection(request.detach()) as connection, contextlib.suppress(AuthenticationError, OSError, EOFError):
             deliver_challenge(connection, self._token)
             answer_challenge(connection, self._token)
@@ -60,19 +61,23 @@ class Echo(socketserver.ThreadingTCPServer):
 
 
 def measure_link(address: str, port: int, token: str) -> Measured:
-    """From here to an Echo. PyorchError where it cannot be reached, or has another token."""
+    """Measures the link from here to an Echo.
+
+    Raises:
+        PyorchError: It cannot be reached, or has another token.
+    """
     try:
         with Client((address, port), authkey=token.encode()) as connection:
             with socket.socket(fileno=os.dup(connection.fileno())) as same:
                 _send_at_once(same)
-            _seconds(connection, _SMALL)  # the first one waits for the other's thread
+            _seconds(connection, _SMALL)  # not measured: it includes the start of the other side's thread
             small = statistics.median(_seconds(connection, _SMALL) for _ in range(_ROUND_TRIPS))
             large = statistics.median(_seconds(connection, _LARGE) for _ in range(_TRANSFERS))
     except AuthenticationError:
         raise PyorchError(f"{address} port {port} has another token") from None
     except (OSError, EOFError) as error:
         raise PyorchError(f"{address} port {port} cannot be reached: {error}") from None
-    # What is more than a round trip is the transfer. On a very fast link that may be within the noise.
+    # The transfer takes the time beyond a round trip, which may be within the noise on a very fast link.
     return Measured(len(_LARGE) / max(large - small, 1e-6), small / 2)
 
 
@@ -84,5 +89,5 @@ def _seconds(connection: Connection, message: bytes) -> float:
 
 
 def _send_at_once(connection: socket.socket) -> None:
-    """Not only when there is more to send, or an answer to what was sent before (Nagle's algorithm)."""
+    """Turns off Nagle's algorithm, which would delay small messages."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""Ray, imported when it is needed; and a Ray of our own on this machine, as small as it can be."""
+"""Imports Ray when it is needed, and runs a minimal Ray for a cluster on this machine."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from pyorch.cluster.state import Running, remember
 from pyorch.errors import PyorchError
 from pyorch.sizes import MiB
 
-MARK = "PYORCH_CLUSTER"  # the environment variable that marks processes of a cluster
+MARK = "PYORCH_CLUSTER"  # environment variable that marks processes of a cluster
 CHILD = "pyorch.cluster.child"  # the module that a serving process runs
-_TEMPORARY = "/tmp"  # paths of sockets have 107 bytes at most, and Ray appends 72: not wherever TMPDIR is
-_ANSWER_SECONDS = 10.0  # for Ray's first word
-_SECONDS_TO_END = 15.0  # for servers whose Ray is gone: they write down what they learned; then they are killed
+_TEMPORARY = "/tmp"  # not TMPDIR: a socket's path has at most 107 bytes, and Ray appends 72
+_ANSWER_SECONDS = 10.0  # for Ray's first bytes
+_SECONDS_TO_END = 15.0  # for servers without Ray to write their learned data; then they are killed
 
-# No statistics are sent anywhere, no device is hidden from actors that claim none, and nobody who does not answer is
-# asked for minutes.
+# Ray sends no usage statistics, hides no device from actors that claim none, and gives up soon if a server does not
+# answer.
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_NUM_REDIS_GET_RETRIES": "2",  # attempts to connect, of 41 seconds each
-    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # which would make a crash of SIGTERM
+    "RAY_DISABLE_FAILURE_SIGNAL_HANDLER": "1",  # which would turn SIGTERM into a crash
 }
 
-# As little of Ray as there can be: nothing is kept in its object store, of which this is the least; servers claim no
-# processor, no worker waits for tasks, and none gives way to other processes. What uses too much memory is for the
-# machine's rules, not for Ray's: a budget fills memory on purpose. A process that is gone is noticed within three
-# seconds; one that is slow, as all are on a busy machine, may be so for fifteen.
+# The minimum of Ray. It keeps nothing in its object store, which has the smallest size. Servers claim no processor, no
+# worker waits for tasks, and no process is niced. Ray's memory monitor is off, because a budget fills memory on
+# purpose; the machine's limits apply. Ray notices a dead process within 3 seconds, and allows a process of a busy
+# machine to be silent for 15.
 _START = (
     "--head", "--block", "--port=0", "--dashboard-agent-listen-port=0", "--num-cpus=0", "--num-gpus=0",
     f"--object-store-memory={80 * MiB}", "--include-dashboard=false", "--include-log-monitor=false", "--no-monitor",
@@ -50,16 +50,19 @@ _START = (
 )
 
 
-# Either end of a connection of HTTP/2 says first which settings it has, in a frame whose fourth byte is its kind.
+# Both ends of an HTTP/2 connection first send their settings, in a frame with its kind in the fourth byte.
 _SETTINGS, _KIND = b"\x04", 3
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + _SETTINGS + bytes(5)
 
 
 def ray_library() -> ModuleType:
-    """The module ray. PyorchError where it is not installed.
+    """Imports the module ray.
 
-    Not imported before: it takes half a second, commands that need no cluster never see it, and it reads its
+    Not imported at the top: it takes half a second, commands without a cluster do not need it, and it reads its
     environment when it is imported.
+
+    Raises:
+        PyorchError: Ray is not installed.
     """
     check_installed()
     os.environ.update(_QUIET)
@@ -69,7 +72,11 @@ def ray_library() -> ModuleType:
 
 
 def check_installed() -> None:
-    """PyorchError where Ray is not installed."""
+    """Checks that Ray is installed.
+
+    Raises:
+        PyorchError: It is not.
+    """
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("psutil") is None:
         raise PyorchError("a cluster needs Ray, which is not installed: pip install 'pyorch[cluster]'")
 
@@ -80,12 +87,12 @@ def ask_all(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Calls a method of the actors with these names that Ray knows.
 
-    Returns by name what they answered, what they raised, the RayError of one that died; and the references of answers
-    that are late.
+    Returns:
+        By name: results or exceptions (RayError for an actor that died); and the references of late results.
     """
     calls: dict[Any, str] = {}
     for name in names:
-        with contextlib.suppress(ValueError):  # Ray knows it not, or no longer
+        with contextlib.suppress(ValueError):  # Ray has no such actor (any more)
             calls[getattr(ray.get_actor(name), method).remote(*arguments(name))] = name
     ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=seconds) if calls else ([], [])
     answers: dict[str, Any] = {}
@@ -100,17 +107,17 @@ def ask_all(
 
 
 def start(running: Running) -> Running:
-    """Starts Ray for a cluster, on the loopback interface. Returns where it is.
+    """Starts Ray for a cluster, on the loopback interface. Returns the cluster with Ray's address.
 
-    Its processes end with the first of them, the keeper, which outlives this process. Before anything is started the
-    cluster is remembered, so that end() can remove whatever is left behind.
+    Its processes end with the first one, the keeper, which outlives this process. The cluster is remembered before
+    anything starts, so that end() can remove all remains.
     """
     check_installed()
     directory = os.path.realpath(tempfile.mkdtemp(prefix="pyorch-ray-", dir=_TEMPORARY))
     running = remember(running, directory=directory)
-    inner = os.path.join(directory, "r")  # Ray opens it to everybody, with logs and sockets: it lies in a private one
+    inner = os.path.join(directory, "r")  # Ray makes it public, with logs and sockets, so its parent is private
     log = os.path.join(directory, "ray.log")
-    client = ports.free()  # for all else Ray asks the system, and keeps what it gets
+    client = ports.free()  # Ray gets its other ports from the system
     with open(log, "wb") as output:
         keeper = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", "start", *_START, f"--temp-dir={inner}",
@@ -119,7 +126,7 @@ def start(running: Running) -> Running:
             env=os.environ | _environment(running), start_new_session=True,
         )
     running = remember(running, keeper=keeper.pid)
-    # The file is there when all of Ray is.
+    # Ray writes this file when all its parts run.
     while not (address := _read(os.path.join(inner, "ray_current_cluster"))):
         if keeper.poll() is not None:
             raise PyorchError(f"Ray did not start: {_last_line(log)}")
@@ -129,15 +136,19 @@ def start(running: Running) -> Running:
 
 @contextlib.contextmanager
 def connected(running: Running) -> Iterator[ModuleType]:
-    """The module ray, connected to a cluster's Ray. PyorchError where nobody answers there."""
+    """Yields the module ray, connected to a cluster's Ray.
+
+    Raises:
+        PyorchError: Ray does not answer.
+    """
     if running.has_own_ray:
         os.environ.update(_environment(running))
     ray = ray_library()
     _check_answers(running)
-    handler = signal.getsignal(signal.SIGTERM)  # Ray takes it for itself
+    handler = signal.getsignal(signal.SIGTERM)  # Ray replaces it
     try:
         ray.init(address=running.ray, namespace=running.namespace, log_to_driver=False, logging_level="ERROR")
-    except Exception as error:  # whatever Ray has for it, down to RuntimeError
+    except Exception as error:  # Ray raises several kinds, also RuntimeError
         raise PyorchError(f"Ray at {running.ray} refused the connection: {_first_line(error)}") from None
     finally:
         signal.signal(signal.SIGTERM, handler)
@@ -148,13 +159,13 @@ def connected(running: Running) -> Iterator[ModuleType]:
 
 
 def end(running: Running) -> None:
-    """Ends every process of a cluster with a Ray of its own, and removes its directory.
+    """Ends all processes of a cluster with its own Ray, and deletes its directory.
 
-    Whatever state they are in; also where this was interrupted before. A serving process ends in order when its actor
-    is gone, as far as it can.
+    Works in any state, also after an interrupted call. When its actor is gone, a serving process ends in order, if it
+    can.
     """
     begin = time.monotonic()
-    # The keeper first: the kernel ends Ray's processes with it, none of which starts another one then.
+    # The keeper first. Then the kernel ends Ray's processes, and none of them starts another one.
     while processes := sorted(_processes(running), key=lambda process: process.pid != running.keeper):
         patient = time.monotonic() < begin + _SECONDS_TO_END
         for process in processes:
@@ -168,7 +179,7 @@ def end(running: Running) -> None:
 
 
 def is_alive(running: Running) -> bool:
-    """Whether a cluster's Ray answers, and the keeper of one of its own is there."""
+    """Checks that a cluster's Ray answers, and that the keeper of its own Ray runs."""
     import psutil
 
     try:
@@ -181,15 +192,15 @@ def is_alive(running: Running) -> bool:
 
 def _check_answers(running: Running) -> None:
     if not running.ray:
-        raise PyorchError("the cluster is starting; or who started it was interrupted, and `pyorch cluster down` "
-                          "removes what is left of it")
+        raise PyorchError("the cluster is starting; or its start was interrupted, and `pyorch cluster down` removes "
+                          "the rest of it")
     if not answers(running):
-        ended = ": it has ended; `pyorch cluster down` removes what is left of it" if running.has_own_ray else ""
+        ended = ": it has ended; `pyorch cluster down` removes the rest of it" if running.has_own_ray else ""
         raise PyorchError(f"no Ray answers at {running.ray}{ended}")
 
 
 def answers(running: Running) -> bool:
-    """Whether somebody speaks HTTP/2 where its Ray is, as Ray does. Ray itself would ask another one for minutes."""
+    """Returns whether an HTTP/2 server answers at Ray's address. Ray itself would try for minutes."""
     host, _, port = running.ray.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_SECONDS) as connection:
@@ -205,17 +216,17 @@ def answers(running: Running) -> bool:
 
 
 def _environment(running: Running) -> dict[str, str]:
-    """Of the processes of a cluster with a Ray of its own. Ray asks for the token at its ports, too."""
+    """Returns the environment of a cluster's processes with its own Ray, which checks the token at its ports, too."""
     return {
         MARK: running.mark, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": running.token,
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on the loopback interface, as there: no cluster across machines
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # no cluster across machines: only the loopback interface
     }
 
 
 def _processes(running: Running) -> list:
-    """Of a cluster, on this machine.
+    """Returns the processes of a cluster on this machine.
 
-    They have the cluster's mark in their environment. Some of Ray's write their title over that; they are in its
+    They have the cluster's mark in their environment. Some of Ray's overwrite that with their title, but run in its
     directory.
     """
     import psutil
@@ -232,7 +243,7 @@ def _belongs(process, running: Running) -> bool:
         if process.environ().get(MARK) == running.mark:
             return True
         return bool(running.directory) and process.cwd() == running.directory and process.name().startswith("ray::")
-    except (psutil.Error, OSError):  # it is gone
+    except (psutil.Error, OSError):  # the process has ended
         return False
 
 
@@ -249,7 +260,7 @@ def _kill(process) -> None:
     import psutil
 
     with contextlib.suppress(psutil.Error):
-        process.kill()  # psutil looks whether the number still is that process's
+        process.kill()  # psutil checks that the pid still belongs to this process
 
 
 def _read(path: str) -> str:

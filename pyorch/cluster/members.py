@@ -1,4 +1,4 @@
-"""What the parts of a running cluster tell each other: plain data."""
+"""Messages between the parts of a running cluster: plain data."""
 
 from __future__ import annotations
 
@@ -11,20 +11,33 @@ import numpy as np
 from pyorch.cluster.placement.placement import Placement
 from pyorch.cluster.tls import Tls
 
-# Of a server: it loads its model; it answers; it does not answer (it died and Ray restarts it, or it hangs); it cannot
-# serve, and a restart would not change that.
+# States of a server: it loads its model; it serves; it does not answer, because it hangs, or died and Ray restarts it;
+# it cannot serve, and a restart would not help.
 STARTING, SERVING, ABSENT, REFUSED = ("starting", "serving", "no answer", "refused")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one server does, the same after each restart.
+    """The task of one server, the same after each restart.
 
-    name, address, port: of its endpoint; the port is not 0. peer_port: where it computes for other servers.
-    fingerprint: of the model. token: made by `up`, never shown. peers: where others compute for it, address and port by
-    name. settings: texts, as pyorch.serve takes them. flags: of llama-server. placement: the plan that it begins with.
-    tls: what it speaks to the others; None: plain TCP. reads: it reads experts that others have where that is faster
-    than to ask. rows: what numbers travel as. keys: a file of API keys; None: none is asked for. https: users speak it.
+    Attributes:
+        name: The server's name.
+        model: The model's file.
+        address: The address of its endpoint.
+        port: The port of its endpoint, not 0.
+        peer_port: The port at which it computes for other servers.
+        budget: The memory for experts.
+        fingerprint: The model's fingerprint.
+        token: The cluster's secret. `up` makes it; it is never shown.
+        peers: Addresses and ports at which other servers compute for it, by name.
+        settings: Settings of pyorch.serve, as texts.
+        flags: Flags of llama-server.
+        placement: The first plan.
+        tls: Certificates for connections to the others; None: plain TCP.
+        reads: Whether it reads experts of others if that is faster than a request.
+        rows: The type of numbers in messages.
+        keys: A file of API keys; None: requests need none.
+        https: Whether users connect with HTTPS.
     """
 
     name: str
@@ -48,7 +61,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """A placement, and which of those it is that followed one another, from 0."""
+    """A placement and its number in the sequence of plans, from 0."""
 
     placement: Placement
     number: int = 0
@@ -56,13 +69,22 @@ class Plan:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What a server did since it started.
+    """The work of a server since it started.
 
-    life: of the process that serves, another one after a restart. activations: float64[n_layers, n_expert], how often
-    its routers selected each expert, as pyorch_get_activations. sent: rows times experts that were sent, in so many
-    messages of so many bytes. computed: rows times experts that were computed here, and uses: of an expert, by any
-    number of rows at once. served: rows times experts that were computed for others, in served_ns. read: that could
-    have been sent, and whose experts were read instead.
+    Rows are counted for each expert that computes them.
+
+    Attributes:
+        life: Identifies the serving process; another one after a restart.
+        activations: float64[n_layers, n_expert]: how often its routers selected each expert, as in
+            pyorch_get_activations.
+        sent: Rows sent to peers.
+        messages: Messages with these rows.
+        sent_bytes: Bytes of these messages.
+        computed: Rows computed here.
+        uses: Uses of an expert here, by any number of rows at once.
+        served: Rows computed for others.
+        served_ns: The time for these.
+        read: Rows that could have been sent, but for which experts were read.
     """
 
     life: str
@@ -77,7 +99,7 @@ class Work:
     read: int = 0
 
     def since(self, before: Work) -> Work:
-        """What came after `before`; all of it where the server was restarted since."""
+        """Returns the work after `before`; all work if the server has restarted since."""
         if before.life != self.life:
             return self
         return Work(self.life, *(np.maximum(getattr(self, one.name) - getattr(before, one.name), 0)
@@ -86,7 +108,7 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Activity:
-    """What a server did, and the plan that it follows; for the scheduler. memo: what that gave it last."""
+    """A server's work and plan, for the scheduler. memo: the scheduler's last memo."""
 
     work: Work
     plan: Plan
@@ -95,14 +117,27 @@ class Activity:
 
 @dataclass(frozen=True)
 class Counters:
-    """Of a serving process. Bytes of memory; requests as llama-server counts them, None while it is too busy to say.
+    """The counters of a serving process.
 
-    pid: of the process with the model. pinned: experts of the plan that stay in memory. activations: rows times experts
-    that its routers selected, wherever they were computed. sent: of them, those that other servers were asked for;
-    fallback: of them, those that no server answered; waited_ns: for answers, when its own
-    experts were done; read: that none was asked for, because reading their experts was estimated to be faster. served:
-    rows times experts that it computed for others, in so many messages and so long; stalled_ns: that its own layers
-    waited for reads. met: other servers that compute for it now.
+    Rows are counted for each expert that computes them. Values of llama-server are None while it is too busy to answer.
+
+    Attributes:
+        pid: The process with the model.
+        memory_bytes: Its memory.
+        budget_bytes, used_bytes, hits, misses, bytes_read, failures: As in pyorch.runtime.statistics.Stats.
+        pinned: Experts of the plan that stay in memory.
+        activations: Rows that its routers selected, on any server.
+        sent: Rows requested from other servers.
+        fallback: Requested rows that no server answered.
+        waited_ns: The time of waiting for answers, after its own experts.
+        read: Rows that were not requested, because reading their experts was estimated to be faster.
+        served: Rows computed for others.
+        served_messages: Messages with these rows.
+        served_ns: The time for these.
+        stalled_ns: The time that its own layers waited for reads.
+        met: Other servers that now compute for it.
+        requests_running, requests_waiting: Requests of llama-server.
+        prompt_tokens, prompt_seconds, generated_tokens, generated_seconds: Its totals.
     """
 
     pid: int
@@ -134,12 +169,20 @@ class Counters:
 
 @dataclass(frozen=True)
 class Status:
-    """Of one server.
+    """The state of one server.
 
-    url: of its endpoint. reason: a sentence where it does not serve, or not all of the plan's experts stay in memory.
-    restarted: by Ray, at least once. actor_pid: of the Ray actor. digest: of the plan; placed: experts that it gives
-    this server. peers: servers that it knows, and that know it. fetched: experts that came from another server's disk
-    when they moved. counters: None unless it serves.
+    Attributes:
+        name: The server's name.
+        state: STARTING, SERVING, ABSENT or REFUSED.
+        url: Its endpoint.
+        reason: A sentence if it does not serve, or if some of the plan's experts do not stay in memory.
+        restarted: Whether Ray has restarted it.
+        actor_pid: The process of the Ray actor.
+        digest: The digest of the plan.
+        placed: The experts that the plan gives this server.
+        peers: Other servers that are connected in both directions.
+        fetched: Experts that moved here from another server's disk.
+        counters: None unless it serves.
     """
 
     name: str

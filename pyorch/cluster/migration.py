@@ -1,16 +1,15 @@
-"""Whether another placement of the experts pays, and how experts move to it.
+"""Decides whether another placement of the experts pays, and moves experts to it.
 
 The rule is DanceMoE's eq. 4: a placement P' is adopted when C(P') + T_mig < C(P), all in seconds.
 
-- C(P) is the expected remote time of an interval, the sum over servers: each use of an expert that its server has not
-  costs two latencies of the link, its row there and back at the link's bandwidth, and the computation at the peer. The
-  cheapest peer that has the expert counts, or reading it from the own disk where that is cheaper. What several rows
-  share (a message and its latency, the weights of an expert, the input of a token) counts for each by the mean number
-  of rows that share it.
-- T_mig is eq. 3: the bytes of each expert that a server takes in over the link to the fastest server that has it, or
-  over the server's own disk where that is faster. Experts that only leave cost nothing.
+- C(P) is the expected remote time of an interval, summed over servers. If a server lacks an expert, each use costs two
+  latencies of a link, the row's transfer in both directions, and the computation at the peer. The cheapest peer with
+  the expert counts, or reading it from the own disk if that is cheaper. Several rows share a message with its latency,
+  an expert's weights and a token's input; each row bears these costs divided by the mean number of sharing rows.
+- T_mig is eq. 3: each expert's bytes that a server loads, over the link to the fastest server with it, or over its own
+  disk if that is faster. Evicting an expert costs nothing.
 
-A placement is an array `resident`, bool[n_servers, n_layers, n_expert]; `uses` are float64 of that shape: how often the
+A placement is an array `resident`, bool[n_servers, n_layers, n_expert]. `uses` are float64 of that shape: how often the
 tokens of a server use an expert in the interval.
 """
 
@@ -23,36 +22,40 @@ import numpy as np
 from pyorch.cluster.costs import Costs
 from pyorch.errors import PyorchError
 
-DISK = -1  # in the place of a peer
+DISK = -1  # instead of a peer
 
-FADING = 0.5  # what was used an interval ago counts so much
+FADING = 0.5  # weight of the uses an interval ago
 
 
 class RecentUses:
-    """How often the tokens of each server use each expert in an interval, as it was lately."""
+    """How often each server's tokens used each expert lately, for an interval."""
 
     def __init__(self, shape: tuple[int, int, int], interval: float) -> None:
-        """shape: n_servers, n_layers, n_expert. interval: seconds."""
+        """Args: shape: n_servers, n_layers, n_expert. interval: seconds."""
         self.interval = interval
-        self.uses, self.seconds = np.zeros(shape), 0.0  # that were looked at; both fade
+        self.uses, self.seconds = np.zeros(shape), 0.0  # observed uses and time; both fade
 
     def add(self, uses: np.ndarray, seconds: float) -> None:
-        """What was used in the last so many seconds, float64 of that shape. What was known before is that much
-        older."""
+        """Adds the uses of the last `seconds`, float64 of that shape. Earlier uses fade by that time."""
         faded = FADING ** (seconds / self.interval)
         self.uses = faded * self.uses + uses
         self.seconds = faded * self.seconds + seconds
 
     @property
     def expected(self) -> np.ndarray:
-        """In an interval: float64[n_servers, n_layers, n_expert]."""
+        """Returns the uses expected in an interval: float64[n_servers, n_layers, n_expert]."""
         return self.uses * (self.interval / self.seconds) if self.seconds else self.uses
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """Of what goes to peers, in the mean, 1 or more. rows_per_input: experts of a peer that compute with a token's
-    input, which it gets once."""
+    """The mean numbers of rows that share the costs of a request to a peer, each at least 1.
+
+    Attributes:
+        rows_per_message: Rows in a message.
+        rows_per_expert: Rows of an expert in a message.
+        rows_per_input: Experts of a peer for one token, with one transfer of the input.
+    """
 
     rows_per_message: float = 1.0
     rows_per_expert: float = 1.0
@@ -61,8 +64,15 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Decision:
-    """Seconds of the interval: current is C(P), candidate C(P'), migration T_mig. n_moves, n_bytes: of experts that
-    servers would take in."""
+    """Two placements compared, in seconds of an interval.
+
+    Attributes:
+        current: C(P).
+        candidate: C(P').
+        migration: T_mig.
+        n_moves: The number of experts that servers would load.
+        n_bytes: Their size.
+    """
 
     current: float
     candidate: float
@@ -72,14 +82,14 @@ class Decision:
 
     @property
     def adopt(self) -> bool:
-        """DanceMoE's eq. 4."""
+        """Whether to adopt the candidate: DanceMoE's eq. 4."""
         return self.candidate + self.migration < self.current
 
 
 def decide(
     resident: np.ndarray, candidate: np.ndarray, uses: np.ndarray, costs: Costs, sharing: Sharing = Sharing()
 ) -> Decision:
-    """Compares a candidate with the placement that is."""
+    """Compares a candidate with the present placement."""
     arriving = candidate & ~resident
     return Decision(
         float(remote_seconds(resident, uses, costs, sharing).sum()),
@@ -93,7 +103,7 @@ def decide(
 def remote_seconds(
     resident: np.ndarray, uses: np.ndarray, costs: Costs, sharing: Sharing = Sharing()
 ) -> np.ndarray:
-    """C(P) of each server: float64[n_servers], infinite where an expert is used that it cannot get."""
+    """Returns C(P) of each server: float64[n_servers], infinite if it cannot get an expert that it uses."""
     asked = row_seconds(costs, sharing)
     read = costs.disk_seconds / sharing.rows_per_expert + (costs.expert / sharing.rows_per_expert + costs.row)[:, None]
     seconds = np.zeros(len(uses))
@@ -106,7 +116,10 @@ def remote_seconds(
 
 
 def row_seconds(costs: Costs, sharing: Sharing = Sharing()) -> np.ndarray:
-    """One row asked of a peer: float64[n_servers, n_servers], from the one that asks; infinite of itself."""
+    """Returns the seconds of a row at each peer: float64[n_servers, n_servers], from the asking server.
+
+    They are infinite from a server to itself.
+    """
     there, back = 1 / costs.bytes_per_second, 1 / costs.bytes_per_second.T
     message = (costs.latency + costs.latency.T + costs.message_bytes * (there + back)
                + costs.message[None, :]) / sharing.rows_per_message
@@ -117,7 +130,7 @@ def row_seconds(costs: Costs, sharing: Sharing = Sharing()) -> np.ndarray:
 
 
 def migration_seconds(resident: np.ndarray, candidate: np.ndarray, costs: Costs) -> np.ndarray:
-    """T_mig of each server: float64[n_servers], infinite where it can get an expert from nowhere."""
+    """Returns T_mig of each server: float64[n_servers], infinite if no source has an expert."""
     seconds = np.zeros(len(resident))
     for n, arriving in enumerate(candidate & ~resident):
         if arriving.any():
@@ -127,10 +140,18 @@ def migration_seconds(resident: np.ndarray, candidate: np.ndarray, costs: Costs)
 
 
 def _cheapest(resident: np.ndarray, fixed: np.ndarray, per_byte: np.ndarray, n_bytes: np.ndarray) -> np.ndarray:
-    """Least of fixed + per_byte * n_bytes over those that have an expert: float64[n_layers, n_expert].
+    """Returns the least fixed + per_byte * n_bytes of all servers with an expert: float64[n_layers, n_expert].
 
-    fixed, per_byte: [n_servers]; n_bytes: [n_layers]. Infinite where nobody has it. Servers that cost the same are
-    looked at together: of hundreds most do.
+    Servers with equal costs are processed together: of hundreds, most are equal.
+
+    Args:
+        resident: bool[n_servers, n_layers, n_expert].
+        fixed: [n_servers].
+        per_byte: [n_servers].
+        n_bytes: [n_layers].
+
+    Returns:
+        The costs, infinite if no server has the expert.
     """
     kinds, kind_of = np.unique(np.stack([fixed, per_byte], axis=1), axis=0, return_inverse=True)
     cheapest = np.full(resident.shape[1:], np.inf)
@@ -143,7 +164,7 @@ def _cheapest(resident: np.ndarray, fixed: np.ndarray, per_byte: np.ndarray, n_b
 
 @dataclass(frozen=True)
 class Load:
-    """An expert that a server takes in. source: the server that has it, or DISK."""
+    """An expert that a server loads. source: a server with the expert, or DISK."""
 
     server: int
     layer: int
@@ -152,30 +173,34 @@ class Load:
 
 
 class Migration:
-    """From one placement to another, make before break: no expert that a server had is gone before it has a place.
+    """Moves experts from one placement to another. A server never loses an expert before the expert has another place.
 
-    Each server takes in one expert after another, those used most first. For that it needs memory for one expert beyond
-    the larger of its two shares. An expert leaves when its room is needed, those used least first, and only while
-    another server has it or the new placement has it nowhere; the rest leave in the end.
+    Each server loads one expert after another, the most used first. It needs memory for one expert more than the larger
+    of its two shares. It evicts an expert when it needs the room, the least used first. It may evict an expert only if
+    another server has it, or if no server has it in the new placement. The others are evicted at the end.
 
-    That ends, in whatever order loads finish. Suppose that every server with something left to take in had no room, and
-    nothing that may leave. Its share of the new placement fits, so each of them holds more bytes that are to leave than
-    bytes that are to come. Each expert to leave is then the only copy, and its new places are among these servers: so
-    the bytes to come are at least those to leave. Both cannot be.
+    This ends, in any order of loads. Suppose that all servers with experts left to load had no room and
+    nothing that they may evict. A server's share of the new placement fits, so each of these servers holds more bytes
+    to evict than bytes to load. Each expert to evict is then the only copy, and its new places are among these servers.
+    So the bytes to load are at least the bytes to evict, which is a contradiction.
 
-    Use: next_load(server) of every server; when a load is done, finish() it, and next_load() of that server and of
-    those that finish() names.
+    Use: call next_load() for every server. When a load is done, call finish() with it. Then call next_load() for that
+    server and for the servers that finish() returned.
     """
 
     def __init__(self, resident: np.ndarray, candidate: np.ndarray, uses: np.ndarray, costs: Costs) -> None:
-        """resident is kept up to date in place. PyorchError where a server can get an expert from nowhere."""
+        """Args: resident: updated in place.
+
+        Raises:
+            PyorchError: A server can get an expert from no source.
+        """
         if not np.isfinite(migration_seconds(resident, candidate, costs)).all():
             raise PyorchError("the new placement has experts that are on no server and on no disk")
         self.resident, self.candidate = resident, candidate
         self._costs, self._uses = costs, uses
         self._wanted_somewhere = candidate.any(axis=0)
         self._copies = resident.sum(axis=0)
-        self._read_by = np.zeros(resident.shape, np.int16)  # loads under way from that server
+        self._read_by = np.zeros(resident.shape, np.int16)  # running loads from that server
         self._n_readers = np.zeros(len(resident), np.int64)
         self._loading: dict[int, Load] = {}
         self._waiting: set[int] = set()
@@ -190,7 +215,7 @@ class Migration:
         return not self._loading and not any(self._to_load)
 
     def next_load(self, server: int) -> Load | None:
-        """What the server is to take in now; None where it has all, is at one already, or waits for room."""
+        """Returns the server's next load; None if it has all, is loading, or waits for room."""
         if not self._to_load[server] or server in self._loading:
             return None
         layer, expert = self._to_load[server][-1]
@@ -208,7 +233,7 @@ class Migration:
         return load
 
     def finish(self, load: Load) -> list[int]:
-        """The expert is there. Returns the other servers that waited for that. In the end all that is to leave does."""
+        """Marks a load as done. Returns the other servers that waited for it. The last call evicts the rest."""
         server, layer, expert = load.server, load.layer, load.expert
         del self._loading[server]
         if load.source != DISK:
@@ -224,13 +249,13 @@ class Migration:
             self.resident &= self.candidate
 
     def _by_use(self, server: int, chosen: np.ndarray) -> list[tuple[int, int]]:
-        """Layer and expert of those chosen, bool[n_layers, n_expert]: the one used most is the last."""
+        """Returns layer and expert of the chosen ones, bool[n_layers, n_expert], in ascending order of use."""
         layers, experts = np.nonzero(chosen)
         order = np.argsort(self._uses[server, layers, experts], kind="stable")
         return list(zip(layers[order].tolist(), experts[order].tolist()))
 
     def _may_leave(self, server: int) -> np.ndarray:
-        """bool[n_layers, n_expert]"""
+        """Returns the experts that the server may evict, bool[n_layers, n_expert]."""
         return (self.resident[server] & ~self.candidate[server] & (self._read_by[server] == 0)
                 & ((self._copies > 1) | ~self._wanted_somewhere))
 
@@ -251,7 +276,7 @@ class Migration:
         return missing <= 0
 
     def _source(self, server: int, layer: int, expert: int) -> int:
-        """The fastest; of equals the one that fewest read from, then the next in the circle of servers."""
+        """Returns the fastest source; of equal ones, by fewest loads, then the next in the circle of servers."""
         costs = self._costs
         disk = costs.disk_seconds[server, layer]
         holders = np.flatnonzero(self.resident[:, layer, expert])

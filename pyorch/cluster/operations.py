@@ -1,6 +1,6 @@
-"""Bringing a cluster up, asking how it does, and taking it down.
+"""Starts a cluster, reports its state, and ends it.
 
-Who belongs to it, whether they live, and that they live again after a failure, is Ray's business.
+Ray manages membership, detects failures and restarts servers.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pyorch.errors import PyorchError
 from pyorch.runtime.model_map import ModelMap
 
 MEASURE_SECONDS = 600.0  # for one link, which may be slow, or one disk
-REBALANCE_SECONDS = 120.0  # for the scheduler, which asks all servers and places again
-STATUS_SECONDS = 2.0  # for servers to answer: one that died is seen within three
+REBALANCE_SECONDS = 120.0  # for the scheduler to ask all servers and make a placement
+STATUS_SECONDS = 2.0  # for a server's answer: so the death of a server shows within three seconds
 
 
 @contextlib.contextmanager
@@ -39,19 +39,23 @@ def brought_up(
     settings: Mapping[str, Any] | None = None, flags: Sequence[str] = (),
     say: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[tuple[ModuleType, list[Status]]]:
-    """Starts every server of a cluster, and waits until all of them serve.
+    """Starts every server of a cluster, and waits until all serve.
 
-    They stay when the context is left, and when this process ends; inside, it is connected to their Ray, which it gets.
+    The servers outlive the context and this process.
 
     Args:
-        ray_address: HOST:PORT of a Ray cluster that is there; "" starts Ray on this machine, for servers here.
-        placement: of the model that is served; what servers keep in memory.
-        settings: texts, of pyorch.serve, the same for all servers.
-        flags: of llama-server, likewise.
-        say: is told what happens, a sentence each time.
+        cluster: The cluster.toml.
+        ray_address: HOST:PORT of an existing Ray cluster; "" starts Ray on this machine, for servers here.
+        placement: The experts that servers keep in memory, for the served model.
+        settings: Settings of pyorch.serve, as texts, the same for all servers.
+        flags: Flags of llama-server, the same for all servers.
+        say: Receives a sentence for each event.
+
+    Yields:
+        The module ray, connected to the cluster's Ray, and the states of the servers.
 
     Raises:
-        PyorchError: it is up already, or a server cannot start. Then nothing is left running.
+        PyorchError: The cluster is up already, or a server cannot start. Then nothing is left running.
     """
     if placement is not None:
         placement.check_servers(cluster.names)
@@ -65,10 +69,11 @@ def brought_up(
     if placement is not None:
         cluster.check_privacy()
     if placement is None and len(cluster.servers) > 1:
-        say("without a plan (--plan) servers do not compute for each other: each reads what it lacks from its own disk")
+        say("without a plan (--plan) servers do not compute for each other: each reads absent experts from its own "
+            "disk")
     if cluster.open_to_anybody and "--api-key" not in flags and "--api-key-file" not in flags:
-        say(f"whoever reaches the machine of {', '.join(cluster.open_to_anybody)} may ask there: keys under "
-            f"[endpoints] in {cluster.path} say who may")
+        say(f"server {', '.join(cluster.open_to_anybody)} answers every machine that reaches it: keys under "
+            f"[endpoints] in {cluster.path} restrict this")
     setting = None
     if placement is not None and cluster.scheduler.enabled:
         with ModelMap(cluster.model_of(cluster.servers[0])) as model_map:
@@ -82,7 +87,7 @@ def brought_up(
                 raise PyorchError(f"the cluster of {cluster.path} {what}: `pyorch cluster down --config "
                                   f"{cluster.path}` takes it down")
             running = dataclasses.replace(Running.new(cluster.path), servers=cluster.names, ray=ray_address)
-            if not ray_address:  # the servers are here: what cannot be is refused before anything starts
+            if not ray_address:  # the servers are here: check them before anything starts
                 found = examination.here(cluster, placement)
                 examination.check_ubatch(found, settings or {}, flags)
             try:
@@ -97,40 +102,47 @@ def brought_up(
                     found = examination.there(ray, cluster, nodes, placement)
                     examination.check_ubatch(found, settings or {}, flags)
                 if setting is not None and any(one.has_share for one in found.values()):
-                    say("experts stay where the plan has them: a server with a share of them cannot take in others")
+                    say("experts stay where the plan has them: a server with a share of them cannot load others")
                     setting = None
                 for job in _jobs(cluster, found, running, placement, settings or {}, flags):
                     start_server(ray, job, nodes.get(job.name, ""))
                 servers = _wait(ray, cluster.names, say)
                 if setting is not None:
                     start_scheduler(ray, setting)
-            except BaseException:  # Ctrl-C too
+            except BaseException:  # also Ctrl-C
                 connection.close()
-                left = state.find(cluster.path)  # what was started may be more than is known here
+                left = state.find(cluster.path)  # its processes may be more than this function knows
                 if left is not None:
-                    say("taking down what was started")
+                    say("ending the started servers")
                     _take_down(left)
                 raise
         yield ray, servers
 
 
 def status(config: Path) -> tuple[Running, list[Status], Report | None]:
-    """How each server does, and the scheduler, None where none answers. PyorchError where the cluster is not up, or its
-    Ray is gone."""
+    """Returns the cluster, the state of each server, and the scheduler's report (None if it does not answer).
+
+    Raises:
+        PyorchError: The cluster is not up, or its Ray is gone.
+    """
     running = _running(config)
     with connected(running) as ray:
         return running, statuses(ray, running.servers), report(ray)
 
 
 def report(ray: ModuleType) -> Report | None:
-    """What the scheduler says; None where there is none, or it does not answer in time."""
+    """Returns the scheduler's report; None if there is no scheduler, or it does not answer in time."""
     answers, _ = ask_all(ray, [SCHEDULER], "report", seconds=STATUS_SECONDS)
     found = answers.get(SCHEDULER)
-    return found if isinstance(found, Report) else None  # it died, and Ray starts it again
+    return found if isinstance(found, Report) else None  # otherwise it died, and Ray restarts it
 
 
 def rebalance(config: Path) -> Verdict:
-    """Has the scheduler decide now. PyorchError where the cluster is not up, or has none."""
+    """Makes the scheduler decide now.
+
+    Raises:
+        PyorchError: The cluster is not up, or has no scheduler.
+    """
     running = _running(config)
     with connected(running) as ray:
         answers, late = ask_all(ray, [SCHEDULER], "rebalance", seconds=REBALANCE_SECONDS)
@@ -144,9 +156,10 @@ def rebalance(config: Path) -> Verdict:
 
 
 def down(config: Path) -> bool:
-    """Ends a cluster, in order where it answers, and removes all that is left of it, also of one that crashed.
+    """Ends a cluster, in order if it answers, and removes all its remains, also after a crash.
 
-    Returns whether there was any.
+    Returns:
+        Whether there was a cluster.
     """
     with state.locked(config):
         running = state.find(config)
@@ -157,9 +170,10 @@ def down(config: Path) -> bool:
 
 
 def measure(config: Path, say: Callable[[str], None]) -> CostsFile:
-    """Latency and bandwidth from each server to each other one, and of their disks, one after another.
+    """Measures latency and bandwidth from each server to each other one, and their disks, one after another.
 
-    PyorchError where a server does not answer.
+    Raises:
+        PyorchError: A server does not answer.
     """
     running = _running(config)
     with connected(running) as ray:
@@ -196,9 +210,10 @@ def watch(
     config: Path, ray: ModuleType, servers: Sequence[Status], say: Callable[[str], None],
     ended: Callable[[float], bool],
 ) -> None:
-    """Says what changes in the state of servers, until `ended`, which waits for so many seconds, says so.
+    """Reports changes of servers' states, until `ended` (which waits for so many seconds) returns true.
 
-    PyorchError when Ray has ended: it would end this process, too, after a while.
+    Raises:
+        PyorchError: Ray has ended. After a while it would end this process, too.
     """
     known = {server.name: server.state for server in servers}
     running, n_silent = _running(config), 0
@@ -215,7 +230,7 @@ def watch(
 
 
 def statuses(ray: ModuleType, names: Sequence[str], seconds: float = STATUS_SECONDS) -> list[Status]:
-    """Of the servers with these names, in this order; those that do not answer in time are absent."""
+    """Returns the states of servers in this order; a server that does not answer in time is ABSENT."""
     answers, late = ask_all(ray, names, "status", seconds=seconds)
     found = []
     for name in names:
@@ -250,7 +265,11 @@ def _jobs(
 
 
 def _wait(ray: ModuleType, names: Sequence[str], say: Callable[[str], None]) -> list[Status]:
-    """Until all serve. PyorchError when one of them will not."""
+    """Waits until all servers serve.
+
+    Raises:
+        PyorchError: A server will not.
+    """
     told = set()
     while True:
         now = statuses(ray, names)
@@ -276,7 +295,7 @@ def _running(config: Path) -> Running:
 
 def _take_down(running: Running) -> None:
     if not running.has_own_ray:
-        # Its servers are in somebody's Ray cluster. Where that is gone, they are, too.
+        # Its servers are in the user's Ray cluster. If that is gone, so are they.
         if local_ray.answers(running):
             with connected(running) as ray:
                 stop_servers(ray, running)

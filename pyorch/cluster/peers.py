@@ -1,4 +1,4 @@
-"""What a server of a cluster computes for the others, and they for it: a placement, made true by connections."""
+"""The connections of a server to its peers, and the placement of experts on them."""
 
 from __future__ import annotations
 
@@ -25,44 +25,58 @@ class _Met:
 
 
 class Peers:
-    """What one server and its peers compute for each other. May be used by several threads.
+    """The connections of one server to its peers. May be used by several threads.
 
-    An expert that this server holds by the placement is computed here, another one by one of those servers that hold
-    it and were met. What nobody holds who is there, this server reads from its own disk.
+    The placement says which servers hold an expert. If this server holds it, it computes it here; otherwise one of the
+    met servers that hold it computes it. If none of them answers, this server reads the expert from its own disk.
 
-    Args:
-        engine: whose model has a context. name: of this server in placements.
-        token: of the cluster. model: fingerprint of the model (pyorch.sidecars.container.fingerprint).
-        tls: spoken to all others; None: plain TCP. PyorchError where a certificate cannot be used. close() ends the
-            process that speaks it; so does the end of this one.
-        rows: what numbers travel as, see Engine.connect().
+    close() ends the process that speaks TLS; so does the end of this process.
     """
 
     def __init__(
         self, engine: Engine, name: str, token: str, model: str, tls: Tls | None = None, rows: str = "f32"
     ) -> None:
+        """Args:
+            engine: The engine, with a context of its model.
+            name: This server's name in placements.
+            token: The cluster's secret.
+            model: The model's fingerprint (pyorch.sidecars.container.fingerprint).
+            tls: Certificates for connections to all others; None: plain TCP.
+            rows: The type of numbers in messages, see Engine.connect().
+
+        Raises:
+            PyorchError: A certificate cannot be used.
+        """
         self._engine, self._name, self._token, self._model, self._rows = engine, name, token, model, rows
         self.tunnel = None if tls is None else Tunnel(tls)
         self._met: dict[str, _Met] = {}
-        self.placement: Placement | None = None  # that is followed
+        self.placement: Placement | None = None  # the present one
         self._changing = threading.Lock()
 
     def listen(self, address: str = LOOPBACK, port: int = 0, n_threads: int = 1) -> int:
-        """Computes for others from now on; returns the port. n_threads: that compute for them."""
+        """Starts to compute for others, on `n_threads` threads. Returns the port."""
         if self.tunnel is None:
             return self._engine.listen(self._token, self._model, address, port, n_threads)
         return self.tunnel.listen(address, port, self._engine.listen(self._token, self._model, LOOPBACK, 0, n_threads))
 
     def close(self) -> None:
-        """Speaks TLS to nobody any more."""
+        """Ends TLS connections to all servers."""
         if self.tunnel is not None:
             self.tunnel.close()
 
     def meet(self, name: str, address: str, port: int, timeout: float = 2.0) -> None:
-        """Another server is there, from now on or at another place. PyorchError where it cannot be joined.
+        """Connects to another server, which has started or has a new address.
 
-        One that goes and comes back at the same place is joined again without this, unless it was cut off.
-        timeout: seconds. Whoever is silent for so long is lost.
+        If a server returns at the same address, it is reconnected without a call, unless its link was cut off.
+
+        Args:
+            name: The server's name.
+            address: Its address.
+            port: Its port.
+            timeout: Seconds of silence after which the connection is lost.
+
+        Raises:
+            PyorchError: The server cannot be reached, or refuses.
         """
         with self._changing:
             before = self._met.get(name)
@@ -70,7 +84,7 @@ class Peers:
                 self._engine.peer(before.number).joined
             ):
                 return
-        number = self._connect(address, port, timeout)  # which takes long where nobody answers
+        number = self._connect(address, port, timeout)  # takes long if the server does not answer
         with self._changing:
             before = self._met.get(name)
             self._met[name] = _Met(address, port, number)
@@ -79,9 +93,10 @@ class Peers:
                 self._engine.disconnect(before.number)
 
     def follow(self, placement: Placement) -> None:
-        """What the placement says is true from now on; at any time, and no request fails by it.
+        """Follows a placement from now on. It may be called at any time; no request fails because of it.
 
-        PyorchError for one that does not fit this server or its model.
+        Raises:
+            PyorchError: The placement does not fit this server or its model.
         """
         layers = dict(zip(placement.layers, placement.n_experts, strict=True))
         if self._name not in placement.servers:
@@ -94,20 +109,24 @@ class Peers:
             self._place()
 
     def move(self, moves: Sequence[Move]) -> None:
-        """The placement that is followed, but for these experts. PyorchError where none is followed."""
+        """Changes the present placement by these moves.
+
+        Raises:
+            PyorchError: There is no placement.
+        """
         with self._changing:
             if self.placement is None:
-                raise PyorchError("no placement is followed that could be changed")
+                raise PyorchError("there is no placement to change")
             self.placement = self.placement.changed(moves)
             self._place({move.layer for move in moves})
 
     def met(self) -> dict[str, bool]:
-        """The other servers by name, and whether each is joined now."""
+        """Returns for each met server, by name, whether it is connected now."""
         with self._changing:
             return {name: self._engine.peer(met.number).joined for name, met in self._met.items()}
 
     def peers(self) -> list[Peer]:
-        """What is known of those that were met."""
+        """Returns the engine's data about the met servers."""
         with self._changing:
             return [self._engine.peer(met.number) for met in self._met.values()]
 
@@ -123,7 +142,7 @@ class Peers:
             raise PyorchError(f"server {address}:{port} cannot be joined by TLS: {why}") from None
 
     def _place(self, layers: Collection[int] | None = None) -> None:
-        """layers: indices; None: all."""
+        """Tells the engine which servers hold experts. layers: indices; None: all."""
         placement = self.placement
         if placement is None:
             return

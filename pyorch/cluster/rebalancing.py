@@ -1,8 +1,7 @@
-"""What the scheduler of a running cluster decides by: what each server did since it was looked at last, and what it
-costs.
+"""The scheduler's decisions in a running cluster, from each server's recent work and its costs.
 
-Plain data in, a decision out: whether moving pays is Decision.adopt in pyorch.cluster.migration. Who asks the servers,
-and moves experts, is pyorch.cluster.scheduler.
+The functions take plain data and return a decision; Decision.adopt in pyorch.cluster.migration says if moving pays.
+pyorch.cluster.scheduler asks the servers and moves experts.
 """
 
 from __future__ import annotations
@@ -23,15 +22,17 @@ from pyorch.cluster.placement.problem import Problem
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.rows import ROW_BYTES
 
-N_EMBD = 2048  # of a model that does not say it
+N_EMBD = 2048  # default for a model without the number
 
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What stays while a cluster is up.
+    """The constants of a running cluster.
 
-    problem: servers, layers, sizes and memory; its frequencies are zero. costs: of links, disks and computing.
-    interval: seconds between two looks.
+    Attributes:
+        problem: Servers, layers, sizes and memory, with zero frequencies.
+        costs: The costs of links, disks and computing.
+        interval: Seconds between two looks.
     """
 
     problem: Problem
@@ -40,8 +41,10 @@ class Setting:
 
     @cached_property
     def moving(self) -> Costs:
-        """Of experts that move. A server has them in memory as its kernels want them, which may be another order than
-        elsewhere: so who sends one reads it from its disk before."""
+        """The costs of moving experts. Links include a read from the sender's disk.
+
+        In memory an expert may have an order for the sender's kernels, so the sender reads it from its disk.
+        """
         costs = self.costs
         with np.errstate(divide="ignore"):
             rate = 1 / (1 / costs.bytes_per_second + 1 / costs.disk_bytes_per_second[:, None])
@@ -49,7 +52,11 @@ class Setting:
 
     @classmethod
     def of(cls, cluster: Cluster, model_map: ModelMap) -> Setting:
-        """PyorchError for costs that cannot be read or are of other servers."""
+        """Reads the costs.
+
+        Raises:
+            PyorchError: The file of costs cannot be read, or names other servers.
+        """
         scheduler = cluster.scheduler
         known = CostsFile() if scheduler.costs is None else read_costs(scheduler.costs)
         known.check_names(cluster.names)
@@ -64,10 +71,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A decision of the scheduler, for people and programs. Seconds of remote time in an interval: current C(P),
-    candidate C(P'), migration T_mig (None where none were compared); reason: a sentence.
+    """A decision of the scheduler, for people and programs.
 
-    at: seconds since the epoch. n_moves, n_bytes: of experts that servers would take in.
+    Attributes:
+        at: Its time, in seconds since the epoch.
+        adopted: Whether experts move.
+        reason: A sentence.
+        current: C(P), the remote seconds of an interval; None if no placements were compared, as for the next two.
+        candidate: C(P').
+        migration: T_mig.
+        n_moves: The number of experts that servers would load.
+        n_bytes: Their size.
     """
 
     at: float
@@ -93,21 +107,21 @@ class Verdict:
 
 @dataclass
 class Recent:
-    """What was seen of all servers. seen: by name, when looked at last; at: when, in seconds since the epoch."""
+    """The recent work of all servers. seen: the last work by name; at: its time, in seconds since the epoch."""
 
     uses: RecentUses
     at: float
     seen: dict[str, Work] = field(default_factory=dict)
-    local: dict[str, float] = field(default_factory=dict)  # ratio of each server, in the window that ended then
+    local: dict[str, float] = field(default_factory=dict)  # the local ratio of each server in the last window
     sharing: Sharing = Sharing()
-    served: dict[str, tuple[float, float]] = field(default_factory=dict)  # rows for others, and seconds; both fade
+    served: dict[str, tuple[float, float]] = field(default_factory=dict)  # rows for others and their seconds; both fade
 
     @classmethod
     def begin(cls, setting: Setting, at: float) -> Recent:
         return cls(RecentUses(setting.problem.shape, setting.interval), at)
 
     def look(self, setting: Setting, now: Mapping[str, Work], at: float) -> None:
-        """Takes what these servers did since the last look; of one that is seen for the first time, nothing."""
+        """Adds the servers' work since the last look. The first look at a server adds nothing."""
         new = {name: one.since(self.seen.get(name, one)) for name, one in now.items()}
         counts = np.zeros(setting.problem.shape)
         seconds = max(0.0, at - self.at)
@@ -125,10 +139,10 @@ class Recent:
         self.sharing = _sharing(list(new.values()), setting.costs) or self.sharing
 
     def costs(self, setting: Setting) -> Costs:
-        """The setting's, but for rows as long as they took lately on servers that computed any for others.
+        """Returns the setting's costs, with the recent time of a row on servers that computed rows for others.
 
-        As in DanceMoE (section IV-A) that is the mean of all of them, so it has their experts and messages in it, and
-        what they waited for others that compute at the same time.
+        As in DanceMoE (section IV-A) this is the mean over all rows. So it includes their experts and messages, and
+        waiting for other computations at the same time.
         """
         costs = setting.costs
         found = [self.served.get(name, (0.0, 0.0)) for name in setting.problem.servers]
@@ -139,7 +153,7 @@ class Recent:
 
 
 def _sharing(windows: Sequence[Work], costs: Costs) -> Sharing | None:
-    """Of what servers sent; None where they sent nothing."""
+    """Returns the sharing in the servers' messages; None if they sent none."""
     sent, messages, computed, uses = (sum(getattr(window, name) for window in windows)
                                       for name in ("sent", "messages", "computed", "uses"))
     if not sent or not messages:
@@ -152,9 +166,9 @@ def _sharing(windows: Sequence[Work], costs: Costs) -> Sharing | None:
 def place_again(
     setting: Setting, now: Placement, recent: Recent, present: Sequence[str]
 ) -> tuple[Placement, Decision]:
-    """The placement that the algorithm makes for what was used lately, and whether it pays.
+    """Makes a placement for the recent uses, and decides if it pays.
 
-    Servers that are not present hold nothing: neither now nor then.
+    Servers that are not present hold no expert, in the present placement and in the new one.
     """
     problem, uses = setting.problem, recent.uses.expected
     there = np.isin(problem.servers, present)

@@ -1,4 +1,4 @@
-"""Which of several servers that hold an expert is asked for it, in a running cluster and in a simulated one."""
+"""Selects the server for an expert with several holders, in a running cluster and in a simulated one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import numpy as np
 
 from pyorch.library.bindings import array, check, ffi, lib
 
-FADING = 15 / 16  # of what is known, with each answer; as the engine has it
+FADING = 15 / 16  # of earlier answers, with each new one; the engine has the same
 PACE = np.dtype([(name, np.float64) for name, _ in ffi.typeof("pyorch_pace").fields])
 
 
 def in_turn(held: np.ndarray, own: int, experts: np.ndarray) -> np.ndarray:
-    """Who holds each expert, int32[n, n_servers]; -1 behind the last.
+    """Returns the holders of each expert, int32[n, n_servers]; -1 after the last.
 
-    Of equals the first is asked. So that not all ask the same one, each server begins at another place of the list, and
-    elsewhere for each expert.
+    Among equal holders the first is asked. So that servers ask different ones, each server starts at another place in
+    the list, and at another one for each expert.
 
     Args:
-        held: bool[n_servers, n]. own: number of the server that asks. experts: int[n], numbers.
+        held: bool[n_servers, n].
+        own: The number of the asking server.
+        experts: The numbers of the experts, int[n].
     """
     n_servers = len(held)
     n_holders = np.maximum(held.sum(0), 1)
@@ -27,10 +29,12 @@ def in_turn(held: np.ndarray, own: int, experts: np.ndarray) -> np.ndarray:
 
 
 def choose(places: np.ndarray, rows: np.ndarray, paces: np.ndarray) -> np.ndarray:
-    """Who is asked for each expert, int32[n]; -1: nobody has it. See pyorch_choose_replicas.
+    """Returns the server to ask for each expert, int32[n]; -1: no server has it. See pyorch_choose_replicas.
 
     Args:
-        places: int32[n, n_places], as of in_turn(). rows: int[n]. paces: PACE[n_peers].
+        places: int32[n, n_places], as in_turn() returns them.
+        rows: The rows of each expert, int[n].
+        paces: PACE[n_peers].
     """
     chosen = np.empty(len(places), np.int32)
     check(lib.pyorch_choose_replicas(
@@ -40,7 +44,7 @@ def choose(places: np.ndarray, rows: np.ndarray, paces: np.ndarray) -> np.ndarra
 
 
 def note_answer(paces: np.ndarray, peer: int, rows: float, seconds: float) -> None:
-    """One more answer of a server. paces: PACE[n_peers]."""
+    """Adds a server's answer to its pace. paces: PACE[n_peers]."""
     known = paces[peer].tolist()
     last = 1.0, rows, rows * rows, seconds, rows * seconds
     paces[peer] = (*(FADING * old + new for old, new in zip(known, last)), known[-1])

@@ -1,17 +1,17 @@
-"""The scheduler of a running cluster, as a Ray actor: it places experts by what users asked lately, and moves them.
+"""The scheduler of a running cluster as a Ray actor. It places experts by recent requests, and moves them.
 
-It is on no request's way. What it must know it asks of the servers each time: which plan they follow, what was
-selected, and what it told them to remember; so one that dies is started again by Ray and goes on.
+Requests do not pass through it. It keeps no state of its own: each time it asks the servers for their plan, their
+routers' selections and the memo that it gave them. So if it dies, Ray restarts it and it continues.
 
-Who holds what is a plan with a number, of which each server has a copy. A server's own row says what it keeps in
-memory, the other rows whom it asks for the rest. Experts move in rounds, each server takes one:
+The plan has a number, and each server has a copy. A server's row in it lists the experts that it keeps in memory; the
+other rows tell it which servers to ask for the rest. Experts move in rounds, one for each server in each round:
 
-1. all servers get the plan without the experts that leave, and with those that arrived in the round before: from now on
-   nobody asks for the former;
-2. servers let go what left, and take in the next.
+1. All servers get the plan without the experts that will be evicted, and with the arrivals of the last round. From now
+   on no server asks for the evicted experts.
+2. Servers evict these experts, and load the next ones.
 
-So an expert is asked for only where it is, and one leaves only while another server has it, and all know that. Wherever
-this is interrupted, every server can compute all that it is asked for, if it must from its own disk.
+So servers ask for an expert only where it is. It is evicted only while another server has it, and all servers know
+that. If this is interrupted at any point, every server can compute all requests, if necessary from its own disk.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from pyorch.cluster.placement.placement import ABSENT, Placement
 from pyorch.cluster.rebalancing import Recent, Setting, Verdict, place_again
 from pyorch.errors import PyorchError
 
-NAME = "/scheduler"  # of the actor; no server can have it
-_LOOK_SECONDS = 8.0  # for servers to say what they did
-_PLAN_SECONDS = 30.0  # to go by another plan
-_HOLD_SECONDS = 90.0  # to take in an expert
+NAME = "/scheduler"  # of the actor; no server can have this name
+_LOOK_SECONDS = 8.0  # for servers to report their work
+_PLAN_SECONDS = 30.0  # to follow another plan
+_HOLD_SECONDS = 90.0  # to load an expert
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Of a migration: experts that arrived, of those that are to."""
+    """The progress of a migration: experts that arrived, of all that move."""
 
     done: int
     total: int
@@ -51,10 +51,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class Report:
-    """pid: of the actor. interval: seconds. next: when it decides again, seconds since the epoch. plan: number of the
-    one that is followed. last: None before the first decision. local: of each server, the share of activations that it
-    computed itself in the last window. moving: None while no experts move. moved: by the last migration that ended;
-    failed: why the last one did not end as it was to, "" if it did."""
+    """The scheduler's state.
+
+    Attributes:
+        pid: The process of the actor.
+        interval: Seconds between decisions.
+        next: The time of the next decision, in seconds since the epoch.
+        plan: The number of the present plan.
+        last: The last decision, None before the first one.
+        local: Each server's share of activations that it computed itself in the last window.
+        moving: The progress of a migration, None if no experts move.
+        moved: The experts that the last completed migration moved.
+        failed: Why the last migration did not complete, "" if it did.
+    """
 
     pid: int
     interval: float
@@ -69,7 +78,7 @@ class Report:
 
 @dataclass(frozen=True, eq=False)
 class _Memo:
-    """What servers remember for the scheduler. target: of a migration under way."""
+    """The memo that servers keep for the scheduler. target: the target of a running migration."""
 
     number: int
     recent: Recent
@@ -80,7 +89,7 @@ class _Memo:
 
 
 class Scheduler:
-    """Its methods are called through Ray, several at once."""
+    """The actor. Ray calls its methods, several at once."""
 
     def __init__(self, setting: Setting) -> None:
         self._setting = setting
@@ -92,7 +101,7 @@ class Scheduler:
         self._memo_number = -1
         self._absent_since: dict[str, float] = {}
         self._moving: Progress | None = None
-        self._target: Placement | None = None  # of a migration that a scheduler before this one began
+        self._target: Placement | None = None  # of a migration that an earlier life of the scheduler began
         self._moved, self._failed = 0, ""
         self._deciding = threading.Lock()
         self._ending = threading.Event()
@@ -100,18 +109,18 @@ class Scheduler:
         threading.Thread(target=self._run, daemon=True).start()
 
     def report(self) -> Report:
-        """How it does, now."""
+        """Returns the scheduler's state."""
         return Report(
             os.getpid(), self._setting.interval, self._next, self._number, self._last, dict(self._recent.local),
             self._moving, self._moved, self._failed,
         )
 
     def rebalance(self) -> Verdict:
-        """Decides now. If experts are to move, they do so behind."""
+        """Decides now. Experts move in the background."""
         return self._decide()
 
     def stop(self) -> None:
-        """Begins nothing any more."""
+        """Stops: begins no further decision or round."""
         self._ending.set()
 
     def _run(self) -> None:
@@ -124,7 +133,7 @@ class Scheduler:
 
     @contextlib.contextmanager
     def _surviving(self) -> Iterator[None]:
-        """Whatever fails once, which is said, is tried again an interval later."""
+        """Reports errors, so that the next interval is tried again."""
         try:
             yield
         except Exception as error:
@@ -132,7 +141,7 @@ class Scheduler:
             self._last = Verdict(time.time(), False, f"the scheduler failed: {type(error).__name__}: {error}")
 
     def _decide(self) -> Verdict:
-        """Looks at all servers, places again, and begins to move experts if that pays."""
+        """Asks all servers, makes a placement, and begins to move experts if that pays."""
         with self._deciding:
             if self._moving is not None:
                 return Verdict(time.time(), False, "experts are still moving to the last placement")
@@ -157,7 +166,7 @@ class Scheduler:
         if not found or self._plan is None:
             return Verdict(now, False, "no server answers"), None
         if not self._recent.uses.uses.any():
-            return Verdict(now, False, "nobody has asked anything yet"), None
+            return Verdict(now, False, "there were no requests yet"), None
         try:
             candidate, decision = place_again(self._setting, self._plan, self._recent, list(found))
         except PyorchError as error:
@@ -165,7 +174,7 @@ class Scheduler:
         return Verdict.of(now, decision), candidate
 
     def _look(self) -> dict[str, Activity]:
-        """Asks all servers. Afterwards all that answer follow one plan, in which each has what it really holds."""
+        """Asks all servers. Then all that answer follow one plan, in which each row is true."""
         found = {name: activity for name, activity in self._ask(self._names, "activity", seconds=_LOOK_SECONDS).items()
                  if isinstance(activity, Activity)}
         self._take_memo(found)
@@ -173,7 +182,7 @@ class Scheduler:
         return self._agreed(found)
 
     def _take_memo(self, found: Mapping[str, Activity]) -> None:
-        """What servers remember, where that is newer than what is known here: after a restart."""
+        """Takes the servers' memo if it is newer than the own one: after a restart."""
         memos = [activity.memo for activity in found.values() if activity.memo is not None]
         newest = max(memos, key=lambda memo: memo.number, default=None)
         if newest is not None and newest.number > self._memo_number:
@@ -181,7 +190,7 @@ class Scheduler:
             self._moved, self._target, self._next = newest.moved, newest.target, newest.next
 
     def _go_on(self, found: Mapping[str, Activity]) -> bool:
-        """With what a scheduler before this one began, if that did."""
+        """Continues a migration of an earlier life of the scheduler. Returns whether there was one."""
         target, self._target = self._target, None
         if target is None or self._plan is None:
             return False
@@ -189,9 +198,9 @@ class Scheduler:
         return True
 
     def _agreed(self, found: dict[str, Activity]) -> dict[str, Activity]:
-        """Those of these servers that follow one plan now.
+        """Makes these servers follow one plan, and returns those that do.
 
-        Servers that were interrupted, or came later, follow different ones: what each holds itself is true.
+        Servers that were interrupted, or came later, may follow different plans. Each server's own row is true.
         """
         if not found:
             return found
@@ -226,7 +235,7 @@ class Scheduler:
                 self._moving = replace(self._moving, done=done)
         except PyorchError as error:
             self._failed = str(error)
-        except Exception as error:  # else the progress would stand for ever
+        except Exception as error:  # otherwise the progress would be shown for ever
             self._failed = f"{type(error).__name__}: {error}"
         finally:
             self._moved = done
@@ -235,18 +244,22 @@ class Scheduler:
                 self._remember(None)
 
     def _rounds(self, candidate: Placement, present: Sequence[str]):
-        """Moves experts, and says after each round how many arrived. PyorchError where a server is lost meanwhile."""
+        """Moves experts, and yields after each round how many have arrived.
+
+        Raises:
+            PyorchError: A server was lost meanwhile.
+        """
         there = np.isin(self._names, present)
         resident = self._plan.held & there[:, None, None]
         migration = Migration(resident, candidate.held, self._recent.uses.expected, self._setting.moving)
-        held = resident.copy()  # as the servers know it
+        held = resident.copy()  # the state that the servers know
         loads: list[Load] = []
         while not self._ending.is_set():
             for load in loads:
                 migration.finish(load)
             n_arrived, ended = len(loads), migration.done
             loads = [load for n in np.flatnonzero(there) if (load := migration.next_load(int(n))) is not None]
-            # Those that arrived are known from now on, and nobody asks for those that leave.
+            # From now on servers ask for the arrivals, and not for experts that will be evicted.
             self._publish(self._known(candidate, resident, there), present)
             yield n_arrived
             left = held & ~resident
@@ -259,15 +272,14 @@ class Scheduler:
                 raise PyorchError("experts wait for each other's room")
 
     def _known(self, candidate: Placement, resident: np.ndarray, there: np.ndarray) -> Placement:
-        """The plan with what is resident now. Servers that are not there have what they had, for when they come
-        back."""
+        """Returns the plan with the resident experts. Absent servers keep their old rows, for their return."""
         device = np.where(candidate.device != ABSENT, candidate.device, self._plan.device)
         device = np.where(resident, np.maximum(device, 0), ABSENT).astype(np.int16)
         device[~there] = self._plan.device[~there]
         return replace(self._plan, device=device, algorithm=candidate.algorithm)
 
     def _hold(self, present: Sequence[str], loads: Sequence[Load], left: np.ndarray) -> None:
-        """All at once: each takes in its load, and lets go what left it."""
+        """Makes all servers load and evict their experts at the same time."""
         load_of = {self._names[load.server]: load for load in loads}
         drop = {name: list(map(tuple, np.argwhere(left[self._names.index(name)]).tolist())) for name in present}
 
@@ -279,14 +291,18 @@ class Scheduler:
         self._all([name for name in present if name in load_of or drop[name]], "hold", arguments, _HOLD_SECONDS)
 
     def _publish(self, plan: Placement, present: Sequence[str]) -> None:
-        """All servers that are there follow this plan when it returns. PyorchError where one does not."""
+        """Makes all present servers follow this plan.
+
+        Raises:
+            PyorchError: A server does not.
+        """
         moves = self._plan.moves_to(plan)
         if not moves:
             return
         self._number += 1
         self._plan = plan
         answers = self._ask(present, "move", lambda name: (self._number, moves), _PLAN_SECONDS)
-        # Who follows another plan than the one before it gets the whole.
+        # Servers with another plan than the last one get the whole plan.
         rest = [name for name in present if name not in answers or answers[name] is not None]
         self._all(rest, "follow", self._whole_plan, _PLAN_SECONDS)
 
@@ -298,7 +314,11 @@ class Scheduler:
     def _all(
         self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0
     ) -> None:
-        """Asks servers to do something. PyorchError where one cannot, or does not answer."""
+        """Calls a method of servers.
+
+        Raises:
+            PyorchError: A server refuses, or does not answer.
+        """
         answers = self._ask(names, method, arguments, seconds)
         for name in names:
             answer = answers.get(name, TimeoutError())
@@ -310,14 +330,14 @@ class Scheduler:
     def _ask(
         self, names: Sequence[str], method: str, arguments: Callable[[str], tuple] = lambda name: (), seconds: float = 0
     ) -> dict[str, Any]:
-        """What servers answer or raise, by name; those that do not in time are left out."""
+        """Returns the servers' answers or exceptions, by name, without servers that do not answer in time."""
         return ask_all(ray_library(), names, method, arguments, seconds)[0]
 
 
 def start_scheduler(ray: ModuleType, setting: Setting) -> Any:
-    """The actor, which goes on when this process ends, and which Ray starts again whenever it dies.
+    """Starts the actor, which outlives this process. If it dies, Ray restarts it.
 
-    On this machine, where pyorch is; on another one if Ray has lost this.
+    It runs on this machine, which has pyorch; on another one if Ray has lost this machine.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

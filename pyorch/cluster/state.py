@@ -1,6 +1,6 @@
-"""Where a running cluster is: a file that `up` writes, for the commands that come after it.
+"""The file about a running cluster, which `up` writes for later commands.
 
-It lies in a directory of the user alone, because it holds the cluster's token.
+It is in a directory that only the user can read, because it contains the cluster's token.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from pyorch.files import make_directory
 
 @dataclass(frozen=True)
 class Running:
-    """A cluster that is up, or that somebody began to bring up.
+    """A cluster that is up or starting.
 
-    mark: hexadecimal digits, which the environment of each of its processes on this machine holds. servers: their
-    names. ray: the address of Ray's control server, HOST:PORT; "" while it starts. keeper: the process that owns a Ray
-    of our own, and directory: the temporary files of that; 0 and "" on a Ray cluster that was there before.
+    Attributes:
+        config: The cluster.toml.
+        mark: Hexadecimal digits in the environment of each of its processes on this machine.
+        token: The cluster's secret.
+        servers: The names of the servers.
+        ray: HOST:PORT of Ray's control server; "" while it starts.
+        keeper: The process that owns the cluster's own Ray; 0 on an existing Ray cluster.
+        directory: The temporary files of the cluster's own Ray; "" on an existing Ray cluster.
     """
 
     config: str
@@ -41,7 +46,7 @@ class Running:
 
     @property
     def namespace(self) -> str:
-        """Of its actors, in Ray."""
+        """The namespace of its actors in Ray."""
         return f"pyorch-{self.mark}"
 
     @property
@@ -50,7 +55,7 @@ class Running:
 
     @classmethod
     def new(cls, config: Path) -> Running:
-        """With a mark and a token that nobody else has."""
+        """Returns a cluster with a new mark and token."""
         return cls(str(config.resolve()), secrets.token_hex(8), secrets.token_hex(32))
 
 
@@ -63,12 +68,12 @@ def find(config: Path) -> Running | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PyorchError(f"{path}, which says where the cluster is, cannot be read: {error}; remove it "
+        raise PyorchError(f"{path}, which names the running cluster, cannot be read: {error}; remove it "
                           f"when no process of the cluster is left (their environment has PYORCH_CLUSTER)") from None
 
 
 def remember(running: Running, **changes: Any) -> Running:
-    """Writes the file, with changes, readable by this user only. It appears whole or not at all."""
+    """Writes the file atomically, with changes. Only this user can read it."""
     running = replace(running, **changes)
     path = _path(Path(running.config))
     part = path.with_suffix(f".{os.getpid()}.part")
@@ -79,19 +84,23 @@ def remember(running: Running, **changes: Any) -> Running:
         os.replace(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise PyorchError(f"{path}, which is to say where the cluster is, cannot be written: "
+        raise PyorchError(f"{path}, which names the running cluster, cannot be written: "
                           f"{error.strerror}") from None
     return running
 
 
 def forget(running: Running) -> None:
-    """Removes the file."""
+    """Deletes the file."""
     _path(Path(running.config)).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def locked(config: Path) -> Iterator[None]:
-    """Keeps other commands from starting or ending this cluster. PyorchError while one of them does."""
+    """Holds a lock, so that no other command starts or ends this cluster.
+
+    Raises:
+        PyorchError: Another command holds it.
+    """
     path = _path(config).with_suffix(".lock")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -105,13 +114,13 @@ def locked(config: Path) -> Iterator[None]:
 
 
 def _path(config: Path) -> Path:
-    """One file for each cluster.toml, wherever that lies."""
+    """Returns the file for a cluster.toml; its name depends on the whole path."""
     key = hashlib.sha256(os.fsencode(config.resolve())).hexdigest()[:16]
     return _directory() / f"{config.stem}-{key}.json"
 
 
 def _directory() -> Path:
-    """$XDG_RUNTIME_DIR/pyorch, or one in the directory for temporary files that belongs to this user only."""
+    """Returns $XDG_RUNTIME_DIR/pyorch, or a private directory in the one for temporary files."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     home = Path(runtime) / "pyorch" if runtime and os.path.isdir(runtime) else \
         Path(tempfile.gettempdir()) / f"pyorch-{os.getuid()}"

@@ -1,9 +1,9 @@
-"""Who servers are to each other: certificates, and what TLS demands of them.
+"""Certificates of servers, and the rules of TLS between them.
 
-Each server has a certificate of its own, and all have that of one authority, which signed them: a private one, made for
-the cluster. Both ends of a connection between servers show theirs. Who is asked must have one that names the address by
-which it is reached; who asks, any that the authority signed. Versions below TLS 1.3 are not spoken. Users show no
-certificate, but a key to the endpoint behind, and may speak TLS 1.2.
+Each server has its own certificate. A private authority, made for the cluster, signed them all. Both ends of a
+connection between servers show their certificates. The listening server's must name the address by which it is
+reached; the connecting server's may be any that the authority signed. Versions below TLS 1.3 are refused. Users show
+no certificate, but an API key to the endpoint, and may use TLS 1.2.
 """
 
 from __future__ import annotations
@@ -19,23 +19,33 @@ from pyorch.serve.llama_server import keys_in
 
 _RECORD = 1 << 14
 
-# Who ends a connection says why, in an alert; but where the system resets it, that can be lost.
-ENDED = "it ended the connection without a word, as one does that does not believe our certificate, or does not serve"
+# The end that refuses a connection sends the reason in an alert, which a reset of the connection can destroy.
+ENDED = "it ended the connection without a reason: it does not trust our certificate, or does not serve"
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Files in the format PEM: what a server shows, the key to that, without a password, and whom it believes."""
+    """PEM files of a server.
+
+    Attributes:
+        certificate: The certificate that it shows.
+        key: The certificate's key, without a password.
+        authority: The authority that it trusts.
+    """
 
     certificate: Path
     key: Path
     authority: Path
 
     def context(self, *, listens: bool, public: bool = False) -> ssl.SSLContext:
-        """For connections that others open (listens), or for those to others. public: who opens them need show no
-        certificate, and may speak TLS 1.2.
+        """Returns the context for connections.
 
-        PyorchError, by file, for what cannot be.
+        Args:
+            listens: Whether others open the connections.
+            public: Whether users connect: without a certificate, and perhaps with TLS 1.2.
+
+        Raises:
+            PyorchError: A file cannot be used; the message names it.
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if listens else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2 if public else ssl.TLSVersion.TLSv1_3
@@ -52,7 +62,7 @@ class Tls:
         try:
             context.load_cert_chain(self.certificate, self.key, password=_refused)
         except _HasPassword:
-            raise PyorchError(f"the key {self.key} has a password, which nobody could type: write it without one "
+            raise PyorchError(f"the key {self.key} has a password, which a server cannot type: write it without one "
                               "(openssl pkey)") from None
         except ssl.SSLError as error:
             if error.reason == "KEY_VALUES_MISMATCH":
@@ -62,10 +72,11 @@ class Tls:
         return context
 
     def check(self, address: str) -> None:
-        """Shows the certificate to itself, as another server with these files would see it at this address.
+        """Checks the certificate as another server with these files would see it at this address.
 
-        PyorchError: a file cannot be used, the authority did not sign the certificate, it names another address, or
-        its time is over.
+        Raises:
+            PyorchError: A file cannot be used, the authority did not sign the certificate, or the certificate has
+                expired or names another address.
         """
         ends = []
         for listens in (True, False):
@@ -81,26 +92,30 @@ class Tls:
                     to_client.write(from_server.read())
                     to_server.write(from_client.read())
         except ssl.SSLError as error:
-            raise PyorchError(f"the certificate {self.certificate} does not do for {address}: "
+            raise PyorchError(f"the certificate {self.certificate} cannot be used for {address}: "
                               f"{reason_of(error)}") from None
 
 
 def check_keys(path: str) -> None:
-    """PyorchError where a file has no API keys, or one that no request could name."""
+    """Checks a file of API keys.
+
+    Raises:
+        PyorchError: It has no key, or a key that no request could contain.
+    """
     try:
         keys = keys_in(path)
     except OSError as error:
         raise PyorchError(f"the keys {path} cannot be read: {error.strerror}") from None
     if not keys:
-        raise PyorchError(f"{path} has no key: it needs one in a line of its own, at least")
+        raise PyorchError(f"{path} has no key: write one on each line")
     for number, key in enumerate(keys, 1):
         if not re.fullmatch(r"[!-~]+", key):
-            raise PyorchError(f"key {number} of {path} has characters that no request can name: letters, digits and "
-                              "signs of ASCII do, without spaces and ends of lines of Windows")
+            raise PyorchError(f"key {number} of {path} has characters that no request can contain: use letters, digits "
+                              "and signs of ASCII, without spaces and Windows line ends")
 
 
 def reason_of(error: OSError) -> str:
-    """Why a handshake failed, in words."""
+    """Returns the reason of a failed handshake in words."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message.rstrip(".")
     if isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError, ConnectionResetError, BrokenPipeError)):
@@ -108,18 +123,18 @@ def reason_of(error: OSError) -> str:
     if isinstance(error, ssl.SSLError) and error.reason:
         return _REASONS.get(error.reason, error.reason.lower().replace("_", " "))
     if (error.errno or 0) > 0:
-        return os.strerror(error.errno)  # asyncio puts the address in the place of the reason
+        return os.strerror(error.errno)  # asyncio replaces the reason by the address
     return error.strerror or str(error) or type(error).__name__
 
 
 _REASONS = {
-    "WRONG_VERSION_NUMBER": "what it sends is not TLS",
-    "HTTP_REQUEST": "what it sends is not TLS",
+    "WRONG_VERSION_NUMBER": "it does not send TLS",
+    "HTTP_REQUEST": "it does not send TLS",
     "UNSUPPORTED_PROTOCOL": "it speaks too old a version of TLS",
-    "TLSV1_ALERT_UNKNOWN_CA": "it does not believe our authority",
-    "TLSV1_ALERT_DECRYPT_ERROR": "it does not believe our authority",  # but knows another one of the same name
-    "SSLV3_ALERT_BAD_CERTIFICATE": "it does not believe our certificate",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "our certificate has expired, it says",
+    "TLSV1_ALERT_UNKNOWN_CA": "it does not trust our authority",
+    "TLSV1_ALERT_DECRYPT_ERROR": "it does not trust our authority",  # it has another one of the same name
+    "SSLV3_ALERT_BAD_CERTIFICATE": "it does not trust our certificate",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "it says that our certificate has expired",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it wants a certificate",
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate",
 }
@@ -136,6 +151,6 @@ def _refused() -> str:
 def _advance(end: ssl.SSLObject) -> None:
     try:
         end.do_handshake()
-        end.read(_RECORD)  # an alert comes behind the handshake
+        end.read(_RECORD)  # an alert follows the handshake
     except ssl.SSLWantReadError:
         pass

@@ -1,13 +1,13 @@
-"""TLS around the connections of a server's engine, which are plain: a process beside it.
+"""TLS for the engine's plain connections to other servers, in a separate process.
 
     engine --plain, loopback--> tunnel process --TLS--> tunnel process of another server --plain, loopback--> its engine
 
-Another one does so for a server's endpoint, a socket in a directory that nobody else can read: users come with TLS, and
-show no certificate.
+Another such process serves HTTPS at a server's endpoint: users connect with TLS, without a certificate, and it forwards
+to a Unix socket in a private directory.
 
-It is a process of its own so that neither waits for the other's interpreter. It ends with the one that owns this. When
-it dies, its connections break, which engines notice at once; it is started again, with the same ports: those belong to
-the owner, so that nobody else can take them, and be told the token, meanwhile.
+It is a separate process so that TLS and the server do not wait for each other's interpreter. It ends with its owner. If
+it dies, its connections break, which engines notice at once. It is restarted with the same listening sockets: the owner
+keeps these, so that no other program can take the ports meanwhile and learn the token.
 """
 
 from __future__ import annotations
@@ -27,16 +27,13 @@ from pyorch.errors import PyorchError
 PROGRAM = "pyorch.cluster.tunnel_process"
 HANDSHAKE_SECONDS = 3.0
 _LOOPBACK = "127.0.0.1"
-_PAUSE_SECONDS = 0.25, 8.0  # before it is started again: the longer the more often it died soon
+_PAUSE_SECONDS = 0.25, 8.0  # before a restart; grows if the process dies soon after each start
 _SOON_SECONDS = 10.0
 _START_SECONDS, _END_SECONDS = 60.0, 5.0
 
 
 class Tunnel:
-    """Of one server, ready when it is made. May be used by several threads.
-
-    handshake_seconds: that one may take. PyorchError, by file, where its certificate cannot be used.
-    """
+    """The TLS process of one server, which is ready after the constructor. May be used by several threads."""
 
     def __init__(self, tls: Tls, handshake_seconds: float = HANDSHAKE_SECONDS) -> None:
         for listens in (True, False):
@@ -46,7 +43,7 @@ class Tunnel:
         self._changing = threading.Lock()
         self._closed, self._ready = threading.Event(), threading.Event()
         self._said = threading.Condition()
-        self._error, self.n_errors = "", 0  # the last one, and how many there were
+        self._error, self.n_errors = "", 0  # the last error, and the number of errors
         self._process, self._channel = self._start()
         self._keeper = threading.Thread(target=self._keep, daemon=True)
         self._keeper.start()
@@ -56,27 +53,35 @@ class Tunnel:
 
     @property
     def pid(self) -> int:
-        """Of its process, now."""
+        """The present process."""
         return self._process.pid
 
     def error_after(self, n_errors: int, seconds: float = 0.5) -> str:
-        """The next one after so many, which may still be on its way; "" if none comes."""
+        """Waits for the error after the first `n_errors`; "" if there is none in time."""
         with self._said:
             return self._error if self._said.wait_for(lambda: self.n_errors > n_errors, seconds) else ""
 
     def listen(self, address: str, port: int, to_port: int) -> int:
-        """Others reach a port of the loopback interface through TLS there. Returns the port; for 0 a free one.
+        """Accepts TLS at an address and forwards to a port of the loopback interface.
 
-        PyorchError where nobody can listen there.
+        Returns:
+            The port; for 0 a free one.
+
+        Raises:
+            PyorchError: The address and port cannot be used.
         """
         return self._open(address, port, Way(True, "", _LOOPBACK, to_port))
 
     def listen_to_users(self, address: str, port: int, to: str) -> int:
-        """The same for who has no certificate, to a Unix socket."""
+        """Accepts users, without certificates, and forwards to a Unix socket. Returns and raises as listen()."""
         return self._open(address, port, Way(True, "", to, 0, public=True))
 
     def port_to(self, address: str, port: int) -> int:
-        """The port of the loopback interface from which TLS leads to another server."""
+        """Returns a port of the loopback interface that leads to another server through TLS.
+
+        Raises:
+            PyorchError: The address does not exist.
+        """
         try:
             found = str(socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
@@ -88,11 +93,11 @@ class Tunnel:
         return self._open(_LOOPBACK, 0, wanted)
 
     def close(self) -> None:
-        """Ends the process and all connections."""
+        """Ends the process and all its connections."""
         self._closed.set()
         with self._changing:
             with contextlib.suppress(OSError):
-                self._channel.shutdown(socket.SHUT_RDWR)  # which both ends hear
+                self._channel.shutdown(socket.SHUT_RDWR)  # wakes both ends
             for listening, _ in self._ways:
                 listening.close()
             self._ways.clear()
@@ -115,7 +120,7 @@ class Tunnel:
         return listening.getsockname()[1]
 
     def _start(self) -> tuple[subprocess.Popen, socket.socket]:
-        # Packets keep a message and the descriptor in it together.
+        # Packets keep a message together with its descriptor.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen([sys.executable, "-m", PROGRAM, str(theirs.fileno())], stdin=subprocess.DEVNULL,
@@ -124,11 +129,11 @@ class Tunnel:
         return process, ours
 
     def _tell(self, listening: socket.socket, way: Way) -> None:
-        with contextlib.suppress(OSError):  # it has just died: the next one is told of all ways
+        with contextlib.suppress(OSError):  # it has just died: the next one will be told all ways
             socket.send_fds(self._channel, [pickle.dumps(way)], [listening.fileno()])
 
     def _keep(self) -> None:
-        """Hears what the process says, and starts another one when it ends."""
+        """Receives errors of the process, and restarts it when it ends."""
         began, pause = time.monotonic(), _PAUSE_SECONDS[0]
         while not self._closed.is_set():
             try:

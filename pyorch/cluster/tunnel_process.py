@@ -1,9 +1,8 @@
-"""The process of a tunnel: takes TLS from other servers, or from users, and gives TLS to servers, on one thread.
+"""The process of a tunnel: decrypts connections of other servers or of users, and encrypts to servers, on one thread.
 
-Its argument is the descriptor of a socket of packets. The first one says which certificates to use and how long a
-connection may take to be made, and each other one brings a listening socket and its Way. It answers READY when it has
-understood the first, and then with a sentence for each connection that came to nothing. When the socket ends, so does
-this process.
+Its argument is the descriptor of a socket of packets. The first packet has the certificates and the longest time for
+making a connection. Each other packet has a listening socket and its Way. The process answers READY to the first one,
+and later sends a sentence for each failed connection. When the socket closes, the process ends.
 """
 
 from __future__ import annotations
@@ -22,19 +21,26 @@ from typing import Any
 from pyorch.cluster.tls import ENDED, Tls, reason_of
 
 READY = "ready"
-MAX_CONNECTIONS = 256  # that others open; those of our own have no bound but the number of servers
-_PAUSE_SECONDS = 0.1  # before another connection is taken, where one could not be
-_PENDING_BYTES = 4 << 20  # that wait for an end before no more is taken from the other
+MAX_CONNECTIONS = 256  # opened by others; own connections are limited only by the number of servers
+_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
+_PENDING_BYTES = 4 << 20  # for one end; with more the other end is not read
 
-# One for all connections: what comes is copied before anybody else gets it. With buffers of asyncio's own, large
-# messages take half as long again.
+# One buffer for all connections: the data is copied out before the next read. asyncio's own buffers make large
+# messages half as slow again.
 _buffer = memoryview(bytearray(1 << 18))
 
 
 @dataclass(frozen=True)
 class Way:
-    """Where connections to a listening socket lead. secure: they come with TLS, and go on without; public: from who
-    shows no certificate. name: that the certificate of who is there must bear. port 0: address is a Unix socket."""
+    """The destination of connections to a listening socket.
+
+    Attributes:
+        secure: They arrive encrypted and are forwarded plain; otherwise the reverse.
+        name: The name that the destination's certificate must have.
+        address: The destination.
+        port: Its port; 0: `address` is a Unix socket.
+        public: Whether users connect, without certificates.
+    """
 
     secure: bool
     name: str
@@ -44,18 +50,20 @@ class Way:
 
 
 class End(asyncio.BufferedProtocol):
-    """One of the two ends of a connection. What comes from it goes to the other, as fast as that takes it; when it
-    ends, the other one ends behind what is still to be sent there."""
+    """One end of a connection. Its data is written to the other end, as fast as that accepts it.
+
+    When it closes, the other end closes after it has written its pending data.
+    """
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
-        self.over = asyncio.get_running_loop().create_future()  # why it ended; None: as it should
+        self.over = asyncio.get_running_loop().create_future()  # the reason of its end; None: no error
         self.heard = False
         self._other: End | None = None
-        self._early = b""  # what came before there was another end
+        self._early = b""  # data that arrived before the other end existed
 
     def join(self, other: End) -> None:
-        """Both go on in each other from now on."""
+        """Connects both ends."""
         self._other, other._other = other, self
         for one, opposite in ((self, other), (other, self)):
             opposite.transport.write(one._early)
@@ -90,21 +98,24 @@ class End(asyncio.BufferedProtocol):
 
 
 class Handshake:
-    """Of TLS, on one connection. asyncio drops a connection whose handshake failed, and the alert that says why with
-    it: this sends that, and reads on until the other has heard it, for a reset would overtake the alert."""
+    """A TLS handshake of one connection.
+
+    If a handshake fails, asyncio closes the connection without sending the alert that has the reason. This class sends
+    it, and reads until the other side closes, because a reset would overtake the alert.
+    """
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._context, self._alert = context, b""
         self._socket = socket.socket()
 
     def of(self, connection: socket.socket) -> Handshake:
-        """Itself, in the place of a context for asyncio."""
+        """Returns itself, which asyncio uses instead of an SSL context."""
         self._socket.close()
         self._socket = connection.dup()
         return self
 
     def wrap_bio(self, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO, **options: Any) -> ssl.SSLObject:
-        """What asyncio asks a context for."""
+        """Makes the SSL object, as asyncio requires of a context."""
         made = self._context.wrap_bio(incoming, outgoing, **options)
         advance = made.do_handshake
 
@@ -129,20 +140,20 @@ class Handshake:
                 pass
 
     def close(self) -> None:
-        """Else the connection does not end when asyncio closes it."""
+        """Closes the connection; asyncio alone would leave it open."""
         self._socket.close()
 
 
 class Process:
-    """All ways and connections."""
+    """The tunnel, with all ways and connections."""
 
     def __init__(self, channel: socket.socket, tls: Tls, seconds: float) -> None:
-        """seconds: from the beginning of a connection, in which who connects must have said who it is."""
+        """Args: seconds: the time for a new connection to prove its identity."""
         self._channel, self._seconds = channel, seconds
         self._server, self._client = tls.context(listens=True), tls.context(listens=False)
         self._public = tls.context(listens=True, public=True)
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task] = set()  # which the loop does not keep
+        self._tasks: set[asyncio.Task] = set()  # the event loop keeps only weak references
         self._n_from_others = 0
         self._loop.add_reader(channel, self._hear)
 
@@ -153,7 +164,7 @@ class Process:
     def _hear(self) -> None:
         message, descriptors, _, _ = socket.recv_fds(self._channel, 1 << 16, 1)
         if not message:
-            os._exit(0)  # the owner is gone, or wants no tunnel any more
+            os._exit(0)  # the owner has died or closed the tunnel
         self._start(self._accept(socket.socket(fileno=descriptors[0]), pickle.loads(message)))
 
     def _start(self, work: Coroutine) -> None:
@@ -177,20 +188,20 @@ class Process:
                 self._start(self._carry(connection, peer, way))
 
     async def _carry(self, connection: socket.socket, peer: tuple, way: Way) -> None:
-        """A connection, from its beginning to its end."""
-        name = "who connects from {}:{}".format(*peer[:2]) if way.secure else f"{way.name}:{way.port}"
+        """Handles a connection from its start to its end."""
+        name = "a client at {}:{}".format(*peer[:2]) if way.secure else f"{way.name}:{way.port}"
         ends: list[End] = []
         handshake = Handshake(self._public if way.public else self._server if way.secure else self._client)
         try:
             await asyncio.wait_for(self._connect(connection, way, ends, handshake), self._seconds)
             accepted, reached = ends
             accepted.join(reached)
-            if way.public and not accepted.heard:  # whoever has no key could fill all places with silence
+            if way.public and not accepted.heard:  # otherwise silent users could take all connections
                 await asyncio.wait({accepted.over}, timeout=self._seconds)
                 if not accepted.heard:
                     raise asyncio.TimeoutError
             error = await (accepted if way.secure else reached).over
-            # Who connects was believed before it was carried; who is reached shows by a byte that it does believe us.
+            # The accepted end is verified before this. The reached end shows by its first byte that it accepts us.
             if not way.secure and not reached.heard and not accepted.over.done():
                 self.say(f"{name}: {reason_of(error) if error is not None else ENDED}")
         except asyncio.TimeoutError:
@@ -209,7 +220,7 @@ class Process:
                 connection.close()
 
     async def _connect(self, connection: socket.socket, way: Way, ends: list[End], handshake: Handshake) -> None:
-        """Adds the end that was accepted, then the one that is reached."""
+        """Appends the accepted end to `ends`, then the reached one."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         secured = handshake.of(connection) if way.secure else None
         ends.append((await self._loop.connect_accepted_socket(End, connection, ssl=secured))[1])
@@ -241,7 +252,7 @@ async def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
     process = Process(channel, *pickle.loads(channel.recv(1 << 16)))
     process.say(READY)
-    await asyncio.get_running_loop().create_future()  # until the owner is gone
+    await asyncio.get_running_loop().create_future()  # until the owner ends
 
 
 if __name__ == "__main__":

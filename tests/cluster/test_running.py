@@ -101,7 +101,7 @@ def test_servers_keep_what_the_plan_gives_them_as_far_as_their_memory_goes(clust
         assert server["placed"] == 8 * 32
     n_pinned, reason = servers["a"]["counters"]["pinned"], servers["a"]["reason"]
     assert 0 < n_pinned < 8 * 32 and f"{n_pinned} experts of the plan stay in memory: its experts" in reason
-    assert "those that do not stay are read when they are used" in reason
+    assert "experts that do not stay are read when they are used" in reason
     assert servers["b"]["counters"]["pinned"] == 8 * 32 and servers["b"]["reason"] == ""
 
 
@@ -274,7 +274,7 @@ def test_down_removes_what_a_killed_up_and_a_killed_ray_leave(
     os.kill(running.keeper, signal.SIGKILL)
     again = pyorch("cluster", "up", "--config", config)
     assert again.returncode == 2 and f"ended by itself: `pyorch cluster down --config {config}`" in again.stderr
-    assert "`pyorch cluster down` removes what is left" in pyorch("cluster", "status", "--config", config).stderr
+    assert "`pyorch cluster down` removes the rest" in pyorch("cluster", "status", "--config", config).stderr
     assert pyorch("cluster", "down", "--config", config).returncode == 0
     assert_nothing_is_left(running, set())
 
@@ -339,11 +339,11 @@ def test_what_cannot_serve_is_refused_before_ray_starts(
         keys.write_text(text)
         found = refused(a + '[endpoints]\nkeys = "keys"\n')
         assert str(keys) in found and why in found
-    assert "server b: its memory of 1 KiB is below what the model needs at once" in \
+    assert "server b: its memory of 1 KiB is below the model's least memory" in \
         refused(f'{a}[[server]]\nname = "b"\nmemory = "1KiB"\n')
     said = refused(f'{a}[[server]]\nname = "b"\nmemory = "50%"\naddress = "192.0.2.77"\n')
     assert "server b: cannot listen on 192.0.2.77 port 0: " in said
-    assert "whoever reaches the machine of b may ask there" in said and "without a plan (--plan)" in said
+    assert "server b answers every machine that reaches it" in said and "without a plan (--plan)" in said
     assert "server a: the certificate " in (expired := refused(a + tls("past"))) and "has expired" in expired
     assert f"server a: the key {CERTIFICATES}/nothing.key cannot be read" in \
         refused(a + tls().replace("server.key", "nothing.key"))

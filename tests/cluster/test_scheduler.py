@@ -128,7 +128,7 @@ def settled(cluster: Cluster) -> dict:
 @needs_ray
 def test_before_anybody_asked_nothing_moves(cluster: Cluster) -> None:
     verdict = rebalance(cluster)
-    assert not verdict["adopted"] and verdict["reason"] == "nobody has asked anything yet"
+    assert not verdict["adopted"] and verdict["reason"] == "there were no requests yet"
 
 
 @needs_ray

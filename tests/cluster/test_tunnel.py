@@ -173,10 +173,10 @@ NOT_SIGNED = "self.signed certificate|unable to get local issuer certificate|cer
 # In TLS 1.3 who connects judges first, and what it says of itself is judged when it has done with the handshake. The
 # other one hears that in an alert.
 @pytest.mark.parametrize(("tls", "listener_judges", "verdict", "alert"), [
-    (tls_of("other/server", authority="other/authority"), False, NOT_SIGNED, "does not believe our authority"),
-    (tls_of("other/server"), True, NOT_SIGNED, "does not believe our authority"),
-    (tls_of("server", authority="other/authority"), False, NOT_SIGNED, "does not believe our authority"),
-    (tls_of("past"), True, "certificate has expired", "our certificate has expired, it says"),
+    (tls_of("other/server", authority="other/authority"), False, NOT_SIGNED, "does not trust our authority"),
+    (tls_of("other/server"), True, NOT_SIGNED, "does not trust our authority"),
+    (tls_of("server", authority="other/authority"), False, NOT_SIGNED, "does not trust our authority"),
+    (tls_of("past"), True, "certificate has expired", "it says that our certificate has expired"),
 ])
 def test_who_is_not_of_the_same_authority_is_refused_by_one_end_and_the_other_one_hears_it(
     pair, tls, listener_judges, verdict, alert,
@@ -188,7 +188,7 @@ def test_who_is_not_of_the_same_authority_is_refused_by_one_end_and_the_other_on
                 connection.sendall(b"let me in")
             assert everything(connection) == b""
         asks, listens = stranger.error_after(0, HANG_SECONDS), theirs.error_after(0, HANG_SECONDS)
-        assert f"127.0.0.1:{between}: " in asks and "who connects from 127.0.0.1:" in listens
+        assert f"127.0.0.1:{between}: " in asks and "a client at 127.0.0.1:" in listens
         judges, hears = (listens, asks) if listener_judges else (asks, listens)
         assert re.search(verdict, judges), judges
         assert alert in hears, hears
@@ -210,7 +210,7 @@ def test_who_speaks_no_tls_or_shows_no_certificate_or_an_older_version_is_cut_of
             with contextlib.suppress(ConnectionError):
                 connection.sendall(data)
             everything(connection)
-        assert "who connects from 127.0.0.1:" in theirs.error_after(before, HANG_SECONDS)
+        assert "a client at 127.0.0.1:" in theirs.error_after(before, HANG_SECONDS)
     for most in (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2):
         context = ssl.create_default_context(cafile=str(CERTIFICATES / "authority.pem"))
         context.maximum_version = most
@@ -244,7 +244,7 @@ def test_users_need_no_certificate_and_reach_a_socket(tmp_path):
         with connected(port) as connection:
             connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
             assert b"HTTP" not in everything(connection)
-        assert "not TLS" in users.error_after(before, HANG_SECONDS)
+        assert "does not send TLS" in users.error_after(before, HANG_SECONDS)
     with tunnel(handshake_seconds=0.2) as users, socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(tmp_path / "other.sock"))
         listening.listen()
@@ -347,9 +347,9 @@ def test_certificates_that_cannot_be_used_are_refused_in_a_sentence(tmp_path):
         (Tls(server, text, authority), "127.0.0.1", "are not both of the format PEM"),
         (tls_of("server", "elsewhere"), "127.0.0.1", "elsewhere.key is not that of the certificate .*server.pem"),
         (Tls(server, with_password, authority), "127.0.0.1", "has a password"),
-        (tls_of(), "10.0.0.1", "server.pem does not do for 10.0.0.1: IP address mismatch"),
-        (tls_of("past"), "127.0.0.1", "past.pem does not do for 127.0.0.1: certificate has expired"),
-        (tls_of("other/server"), "127.0.0.1", "does not do for 127.0.0.1"),
+        (tls_of(), "10.0.0.1", "server.pem cannot be used for 10.0.0.1: IP address mismatch"),
+        (tls_of("past"), "127.0.0.1", "past.pem cannot be used for 127.0.0.1: certificate has expired"),
+        (tls_of("other/server"), "127.0.0.1", "cannot be used for 127.0.0.1"),
     ):
         with pytest.raises(PyorchError, match=sentence) as error:
             tls.check(address)

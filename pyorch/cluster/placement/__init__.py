@@ -1,1 +1,1 @@
-"""Which server of a cluster holds which experts (DanceMoE, section III)."""
+"""Places a model's experts on the servers of a cluster (DanceMoE, section III)."""

@@ -14,14 +14,17 @@ from pyorch.sizes import format_bytes
 
 
 class Counts:
-    """How many experts of each layer each device holds: what memory decides, before it is decided which ones they are.
+    """The number of experts of each layer on each device: a division of memory, before the experts are selected.
 
-    Experts of a layer have one size, so counts keep the memory of every device, whichever experts are chosen later; and
-    a layer whose counts add up to the number of its experts can be covered. Counts never exceed a device's memory, nor
-    on a server the experts that a layer has.
+    The experts of a layer have one size, so the counts of a device fit into its memory with any selection. A layer can
+    be covered if its counts add up to the number of its experts. Counts never exceed a device's memory, and on a server
+    never the number of a layer's experts.
 
-    of_device: int64[n_devices, n_layers]; of_server: int64[n_servers, n_layers] (N_{n,l} of DanceMoE's Algorithm 1);
-    of_layer: int64[n_layers], their sums. free: bytes left on each device, int64[n_devices].
+    Attributes:
+        of_device: int64[n_devices, n_layers].
+        of_server: int64[n_servers, n_layers] (N_{n,l} of DanceMoE's Algorithm 1).
+        of_layer: The sums, int64[n_layers].
+        free: Bytes left on each device, int64[n_devices].
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -33,21 +36,21 @@ class Counts:
         self.free = problem.device_bytes.copy()
 
     def add(self, device: int, layer: int, n: int = 1) -> None:
-        """Takes memory for n more experts, or gives back that of -n."""
+        """Reserves memory for n more experts; releases it if n is negative."""
         self.of_device[device, layer] += n
         self.of_server[self.problem.device_server[device], layer] += n
         self.of_layer[layer] += n
         self.free[device] -= n * self.problem.sizes[layer]
 
     def devices_with_room(self, layer: int) -> np.ndarray:
-        """For one more expert: bool[n_devices]."""
+        """Returns the devices with memory for one more expert: bool[n_devices]."""
         problem = self.problem
         return (self.free >= problem.sizes[layer]) & (
             self.of_server[problem.device_server, layer] < problem.n_experts[layer])
 
     @property
     def missing(self) -> np.ndarray:
-        """How many more each layer needs to be covered: int64[n_layers]."""
+        """Returns how many experts each layer needs to be covered: int64[n_layers]."""
         return np.maximum(self.problem.n_experts - self.of_layer, 0)
 
     @property
@@ -56,15 +59,15 @@ class Counts:
 
 
 def cover(counts: Counts) -> None:
-    """Step 2 of DanceMoE's Algorithm 1: raises a layer's counts to the number of its experts, as far as memory does.
+    """Step 2 of DanceMoE's Algorithm 1: raises a layer's counts to the number of its experts, as far as memory allows.
 
-    Memory that is left is taken first. Then layers with more than they need give: the one with the most first, and of
-    the servers those with the most memory first. Of layers of different sizes, one gives as many as take the place of
-    one.
+    Free memory is used first. Then layers with more than they need release some: the layer with the largest surplus
+    first, and on it the servers with the most memory first. If sizes differ, a layer releases as many experts as make
+    room for one.
     """
     problem = counts.problem
     by_memory = np.argsort(-problem.server_bytes[problem.device_server], kind="stable").tolist()
-    for layer in np.argsort(-problem.sizes, kind="stable").tolist():  # large ones are the hardest to fit
+    for layer in np.argsort(-problem.sizes, kind="stable").tolist():  # large experts are the hardest to fit
         while counts.missing[layer]:
             room = counts.devices_with_room(layer)
             if room.any():
@@ -74,7 +77,7 @@ def cover(counts: Counts) -> None:
 
 
 def _borrow(counts: Counts, layer: int, devices: Sequence[int]) -> bool:
-    """Gives a layer memory of another one, on as many devices as it takes. False where there is none."""
+    """Takes memory from another layer, on one device or several. Returns False if no layer has enough."""
     problem = counts.problem
     for donor in np.argsort(-counts.of_layer, kind="stable").tolist():
         borrowed = False
@@ -95,9 +98,11 @@ def _borrow(counts: Counts, layer: int, devices: Sequence[int]) -> bool:
 
 
 def fill(counts: Counts, gains: np.ndarray) -> None:
-    """Uses what memory is left, on each device for the layer that gains most by a byte.
+    """Uses the remaining memory of each device for the layer with the largest gain for a byte.
 
-    gains: float64[n_servers, n_layers, n_expert], of one expert more where a server has 0, 1, ... of a layer.
+    Args:
+        counts: The counts to raise.
+        gains: float64[n_servers, n_layers, n_expert]: the gain of one more expert if a server has 0, 1, ... of a layer.
     """
     problem = counts.problem
     padded = np.concatenate([gains, np.zeros((*gains.shape[:2], 1))], axis=2)
@@ -112,8 +117,10 @@ def fill(counts: Counts, gains: np.ndarray) -> None:
 
 
 def first_fit(problem: Problem) -> Counts:
-    """Each expert once, the largest first, on the device with the most memory left. Where that leaves some without a
-    place, nearly always nothing else would have done: to fill devices to the last byte is bin packing."""
+    """Places each expert once, the largest first, on the device with the most free memory.
+
+    If some do not fit, hardly any other order would help: filling devices to the last byte is bin packing.
+    """
     counts = Counts(problem)
     for layer in np.argsort(-problem.sizes, kind="stable").tolist():
         for _ in range(problem.n_experts[layer]):
@@ -125,7 +132,7 @@ def first_fit(problem: Problem) -> Counts:
 
 
 def covering(counts: Counts) -> Counts:
-    """The counts, or those of first_fit() where these cover more experts."""
+    """Returns the counts, or the counts from first_fit() if these cover more experts."""
     if not counts.n_missing:
         return counts
     other = first_fit(counts.problem)
@@ -133,18 +140,25 @@ def covering(counts: Counts) -> Counts:
 
 
 def place(problem: Problem, partial: bool = False) -> Placement:
-    """A placement that keeps the memory of every device, in which some server holds each expert.
+    """Makes a placement within the memory of every device, such that some server holds each expert.
 
-    partial: where memory does not hold all experts, place as many as it holds. Then none of a layer lies on two servers
-    while another one of it lies on none; such experts are read from disk.
+    Args:
+        problem: Experts, servers and frequencies.
+        partial: If memory is too small, place as many experts as fit, and read the others from disk. Then no expert of
+            a layer is on two servers while another expert of this layer is on none.
 
-    Raises BudgetError where some expert has no place and partial is False.
+    Raises:
+        BudgetError: Some expert has no place, and `partial` is False.
     """
     return placed(problem, dance(problem), "dance", partial)
 
 
 def placed(problem: Problem, device: np.ndarray, algorithm: str, partial: bool) -> Placement:
-    """The placement with these devices, of an algorithm with this name. Raises as place() does."""
+    """Returns the placement with these devices and the algorithm's name.
+
+    Raises:
+        BudgetError: Some expert has no place, and `partial` is False.
+    """
     n_experts = tuple(problem.n_experts.tolist())
     placement = Placement(problem.servers, problem.layers, n_experts, device, algorithm)
     if (n := placement.n_uncovered) and not partial:
@@ -157,12 +171,13 @@ def placed(problem: Problem, device: np.ndarray, algorithm: str, partial: bool) 
 
 
 def dance(problem: Problem) -> np.ndarray:
-    """Numbers of experts by how diverse the activations of a layer are; then those that a server's users activate most.
+    """Allocates more experts to layers with more diverse activations, then selects the ones that users activate most.
 
-    exchange() follows, of which the paper does not speak: without it no bound holds. Where users of all servers always
-    activate the same expert of a layer, its entropy is zero, and one server alone may get that expert.
+    exchange() follows, which the paper lacks: without it no bound holds. If the users of all servers always activate
+    the same expert of a layer, its entropy is zero, and only one server may get this expert.
 
-    Returns int16[n_servers, n_layers, n_expert] as Placement.device.
+    Returns:
+        int16[n_servers, n_layers, n_expert] as Placement.device.
     """
     counts = allocate(problem)
     device = on_devices(counts, assign(problem, counts.of_server))
@@ -171,9 +186,12 @@ def dance(problem: Problem) -> np.ndarray:
 
 
 def entropies(problem: Problem) -> np.ndarray:
-    """Of a layer's activations by a server's users, in bits: v_{n,l}, float64[n_servers, n_layers].
+    """Returns the entropy of each layer's activations by a server's users, in bits.
 
-    Where nothing was activated all experts count as activated alike.
+    Without activations all experts count as equally often activated.
+
+    Returns:
+        v_{n,l}, float64[n_servers, n_layers].
     """
     sums = problem.frequencies.sum(axis=2, keepdims=True)
     even = problem.exists / problem.n_experts[:, None]
@@ -182,15 +200,18 @@ def entropies(problem: Problem) -> np.ndarray:
 
 
 def allocate(problem: Problem) -> Counts:
-    """Algorithm 1: how many experts of each layer a server holds.
+    """Algorithm 1: the number of experts of each layer on a server.
 
-    Its first step divides a server's memory between the layers in proportion to their entropies, and rounds down. Three
-    things are added, of which the paper does not speak: no layer gets more than it has experts, and the others get the
-    rest; experts of different layers may have different sizes; and memory that rounding leaves is used in the end, for
-    the most frequent expert that is not there yet. So a layer with an entropy of zero gets an expert, too.
+    Its first step divides a server's memory between the layers in proportion to their entropies, and rounds down. The
+    paper does not mention three additions:
+
+    - No layer gets more than its number of experts; the other layers get the rest.
+    - Experts of different layers may have different sizes.
+    - Memory that is left by rounding goes to the most frequent absent experts. So a layer with zero entropy also gets
+      an expert.
     """
     counts = Counts(problem)
-    # A product such as 0.1 * 30 may be a little less than the whole number that it is.
+    # A product such as 0.1 * 30 may be slightly below the whole number.
     for server, row in enumerate(np.floor(_shares_of_memory(problem) + 1e-9).astype(np.int64).tolist()):
         for layer, n in enumerate(row):
             _add_on_server(counts, server, layer, n)
@@ -201,7 +222,7 @@ def allocate(problem: Problem) -> Counts:
 
 
 def _add_on_server(counts: Counts, server: int, layer: int, n: int) -> None:
-    """On each device by its part of the server's memory; what that leaves, one by one where most is free."""
+    """Adds experts on a server's devices by their shares of memory; the rest one by one, on the freest device."""
     problem = counts.problem
     devices = np.flatnonzero(problem.device_server == server)
     portions = problem.device_bytes[devices] / max(1, problem.server_bytes[server])
@@ -215,12 +236,12 @@ def _add_on_server(counts: Counts, server: int, layer: int, n: int) -> None:
 
 
 def _shares_of_memory(problem: Problem) -> np.ndarray:
-    """M_n / m_e * v_{n,l} / sum of v_{n,l}, at most a layer's experts: float64[n_servers, n_layers]."""
+    """Returns M_n / m_e * v_{n,l} / sum of v_{n,l}, at most a layer's experts: float64[n_servers, n_layers]."""
     weights = entropies(problem)
     weights = np.where(weights.sum(axis=1, keepdims=True) > 0, weights, 1.0)
     wanted = np.zeros_like(weights)
     left = problem.server_bytes.astype(np.float64)
-    for _ in problem.layers:  # each time, those that are full leave memory to the others
+    for _ in problem.layers:  # in each round, full layers leave memory to the others
         open_weights = np.where(wanted < problem.n_experts, weights, 0.0)
         sums = open_weights.sum(axis=1, keepdims=True)
         more = left[:, None] * np.divide(open_weights, sums, out=np.zeros_like(sums + weights), where=sums > 0)
@@ -232,16 +253,17 @@ def _shares_of_memory(problem: Problem) -> np.ndarray:
 
 
 def assign(problem: Problem, n_held: np.ndarray) -> np.ndarray:
-    """Algorithm 2: which experts each server holds, bool[n_servers, n_layers, n_expert].
+    """Algorithm 2: the experts of each server, bool[n_servers, n_layers, n_expert].
 
-    Each server gets the experts that its users activate most. Then those that nobody has take the place of experts
-    that others have too: servers with fewest of these come first, each with the expert that it activates most itself.
+    Each server gets the experts that its users activate most. Then experts without a server replace duplicates. Servers
+    with the fewest duplicates come first, each with the missing expert that its users activate most.
 
     Args:
+        problem: Experts, servers and frequencies.
         n_held: int64[n_servers, n_layers] (N_{n,l}).
     """
     n_servers, n_layers, n_expert = problem.shape
-    # Of experts that are activated alike, such as never, servers prefer different ones: fewer are left to nobody.
+    # Among equally activated experts, such as unused ones, servers prefer different ones: so fewer have no server.
     turned = (np.arange(n_expert) - np.arange(n_servers)[:, None, None] * n_expert // n_servers) % n_expert
     keys = np.where(problem.exists, -problem.frequencies, np.inf)
     order = np.lexsort((np.broadcast_to(turned, keys.shape), keys), axis=2)
@@ -253,7 +275,7 @@ def assign(problem: Problem, n_held: np.ndarray) -> np.ndarray:
 
 
 def _cover_layer(held: np.ndarray, frequencies: np.ndarray, exists: np.ndarray) -> None:
-    """Replaces duplicates by experts that nobody has, as long as there are both. bool, float64[n_servers, n_expert]."""
+    """Replaces duplicates by experts without a server. Arrays: bool and float64[n_servers, n_expert]."""
     copies = held.sum(axis=0)
     absent = exists & (copies == 0)
     while absent.any():
@@ -274,9 +296,14 @@ def _cover_layer(held: np.ndarray, frequencies: np.ndarray, exists: np.ndarray) 
 
 
 def on_devices(counts: Counts, held: np.ndarray) -> np.ndarray:
-    """Divides what a server holds between its devices, the busiest experts first, each where there is least to do.
+    """Divides a server's experts between its devices: the busiest first, each to the device with the least work.
 
-    held: bool[n_servers, n_layers, n_expert], as many of a layer as counts has. Returns Placement.device.
+    Args:
+        counts: The number of experts of each layer on each device.
+        held: bool[n_servers, n_layers, n_expert], with as many experts of a layer as in `counts`.
+
+    Returns:
+        Placement.device.
     """
     problem = counts.problem
     device = np.where(held, 0, -1).astype(np.int16)

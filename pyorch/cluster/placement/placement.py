@@ -1,12 +1,12 @@
-"""A placement: which device of which server holds which experts; and the file of one.
+"""A placement, which gives experts to devices of servers, and its file.
 
-Beside the fields of every JSON file of pyorch (kind, version, model, fingerprint) that has
+The JSON file has the fields of all JSON files of pyorch (kind, version, model, fingerprint) and
 
     "algorithm": "dance", "layers": [0, 1, ...], "n_experts": [64, 64, ...],
     "servers": [{"name": "clinic", "experts": [[[3, 17, ...]], ...]}, ...]
 
-layers: block numbers; n_experts: of each. experts: for each layer, and for each device of the server, the experts that
-it holds.
+layers: block numbers. n_experts: experts of each layer. experts: the experts on each device of the server, for each
+layer.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ KIND, VERSION = "pyorch placement", 1
 
 ABSENT = -1
 
-# Of a placement: 256 servers of a model with 128 layers of 512 experts have a sixteenth of it.
+# The limit of a placement's size. 256 servers of a model with 128 layers of 512 experts need a sixteenth of it.
 MAX_PLACES = 1 << 28
 
 
 class Move(NamedTuple):
-    """An expert that a server takes in, on one of its devices, or that leaves it (ABSENT). server, layer: indices into
-    those of a placement."""
+    """An expert that a server loads, on one of its devices, or evicts (ABSENT).
+
+    Attributes:
+        server: An index into the placement's servers.
+        layer: An index into its layers.
+        expert: The expert.
+        device: The device, or ABSENT.
+    """
 
     server: int
     layer: int
@@ -44,11 +50,14 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where experts lie (P of DanceMoE's section III-B, of whose z there is at most one for a server and an expert).
+    """The places of experts (P of DanceMoE's section III-B; at most one z for a server and an expert).
 
-    servers: names. layers: block numbers il. n_experts: of each layer.
-    device: int16[n_servers, n_layers, n_expert], which of its devices a server holds an expert on; ABSENT: none.
-    algorithm: that made it.
+    Attributes:
+        servers: The names of the servers.
+        layers: The block numbers (il).
+        n_experts: The number of experts of each layer.
+        device: int16[n_servers, n_layers, n_expert]: the server's device that holds an expert, or ABSENT.
+        algorithm: The name of the algorithm that made it.
     """
 
     servers: tuple[str, ...]
@@ -59,55 +68,59 @@ class Placement:
 
     @cached_property
     def held(self) -> np.ndarray:
-        """bool[n_servers, n_layers, n_expert]."""
+        """Whether a server holds an expert: bool[n_servers, n_layers, n_expert]."""
         return self.device != ABSENT
 
     def changed(self, moves: Iterable[Move]) -> Placement:
-        """With experts that came, or left."""
+        """Returns the placement after these moves."""
         device = self.device.copy()
         for move in moves:
             device[move.server, move.layer, move.expert] = move.device
         return replace(self, device=device)
 
     def moves_to(self, other: Placement) -> list[Move]:
-        """What makes this placement the other one, of the same servers and layers."""
+        """Returns the moves from this placement to another one with the same servers and layers."""
         return [Move(*place, int(other.device[place])) for place in
                 zip(*(axis.tolist() for axis in np.nonzero(self.device != other.device)))]
 
     @property
     def copies(self) -> np.ndarray:
-        """Servers that hold an expert: int64[n_layers, n_expert]."""
+        """The number of servers that hold an expert: int64[n_layers, n_expert]."""
         return self.held.sum(axis=0)
 
     @property
     def n_uncovered(self) -> int:
-        """Experts that no server holds."""
+        """The number of experts without a server."""
         return int(sum(n - np.count_nonzero(row[:n]) for n, row in zip(self.n_experts, self.copies)))
 
     def check_servers(self, names: Collection[str]) -> None:
-        """PyorchError where it is not for just these."""
+        """Checks that the placement is for exactly these servers.
+
+        Raises:
+            PyorchError: It is for others.
+        """
         if set(self.servers) != set(names):
             raise PyorchError(f"the plan is for the servers {', '.join(self.servers)}, the cluster has "
                               f"{', '.join(names)}")
 
     def cost(self, frequencies: np.ndarray) -> float:
-        """The activations that are computed elsewhere, DanceMoE's eq. 2; float64[n_servers, n_layers, n_expert]."""
+        """Returns the number of remote activations, DanceMoE's eq. 2. frequencies: [n_servers, n_layers, n_expert]."""
         return float(frequencies[~self.held].sum())
 
     def local_ratio(self, frequencies: np.ndarray) -> np.ndarray:
-        """The share of activations that a server computes itself, float64[n_servers, n_layers]; nan without any."""
+        """Returns the share of activations on the own server, float64[n_servers, n_layers]; nan without activations."""
         return _ratio((frequencies * self.held).sum(axis=2), frequencies.sum(axis=2))
 
     def server_ratio(self, frequencies: np.ndarray) -> np.ndarray:
-        """The same of all layers: float64[n_servers]."""
+        """Returns the same share over all layers: float64[n_servers]."""
         return _ratio((frequencies * self.held).sum(axis=(1, 2)), frequencies.sum(axis=(1, 2)))
 
     def total_ratio(self, frequencies: np.ndarray) -> float:
-        """The same of all servers."""
+        """Returns the same share over all servers."""
         return float(_ratio((frequencies * self.held).sum(), frequencies.sum()))
 
     def to_fields(self) -> dict[str, Any]:
-        """What from_fields() reads, ready for JSON: for each server and layer, the experts of each device."""
+        """Returns the fields for JSON: for each server and layer, the experts of each device."""
         servers = []
         for name, rows in zip(self.servers, self.device):
             n_devices = max(1, int(rows.max()) + 1)
@@ -119,7 +132,11 @@ class Placement:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Placement:
-        """ValueError for what to_fields() does not make."""
+        """Reads the result of to_fields().
+
+        Raises:
+            ValueError: The fields are wrong.
+        """
         try:
             layers, n_experts = (tuple(fields[name]) for name in ("layers", "n_experts"))
             servers, algorithm = fields["servers"], fields["algorithm"]
@@ -145,8 +162,16 @@ class Placement:
 
 
 def refuse_lacking(share: Mapping[int, np.ndarray] | None, placement: Placement | None, name: str) -> None:
-    """PyorchError where a plan gives the server of this name experts that are not in its share. share: by layer (il),
-    bool[n_expert]; None: it has all."""
+    """Checks that a plan gives a server only experts in its share of the model.
+
+    Args:
+        share: By layer (il), bool[n_expert]; None: it has all experts.
+        placement: The plan.
+        name: The server.
+
+    Raises:
+        PyorchError: An expert is missing from the share.
+    """
     if share is None or placement is None:
         return
     held = placement.held[placement.servers.index(name)]
@@ -173,17 +198,25 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 def write_placement(path: str | os.PathLike[str], placement: Placement, model_map: ModelMap) -> None:
-    """Writes it, whole or not at all. PyorchError where it cannot."""
+    """Writes the file atomically.
+
+    Raises:
+        PyorchError: It cannot be written.
+    """
     json_file.write(path, KIND, VERSION, model_map, placement.to_fields())
 
 
 def read_placement(path: str | os.PathLike[str], model_map: ModelMap) -> Placement:
-    """Raises FormatError: no such file, no placement, of another version or model, or damaged."""
+    """Reads the file.
+
+    Raises:
+        FormatError: It is missing, damaged, no placement, or of another version or model.
+    """
     value = json_file.read(path, KIND, VERSION, model_map, command="place")
     layers = model_map.decoded_layers
     expected = [layer.il for layer in layers], [layer.n_expert for layer in layers]
     try:
-        if (value.get("layers"), value.get("n_experts")) != expected:  # before memory is taken for so many
+        if (value.get("layers"), value.get("n_experts")) != expected:  # check before memory is allocated
             raise ValueError("other layers")
         placement = Placement.from_fields(value)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What a placement is made for: who activates which experts, and what each device can hold."""
+"""The input for a placement: the users' activations of experts, and the memory of devices."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from pyorch.runtime.model_map import ModelMap
 class Problem:
     """A model's experts and a cluster's servers (DanceMoE, section III-B).
 
-    servers: names. layers: block numbers il.
-    frequencies: float64[n_servers, n_layers, n_expert], how often users of a server activate an expert (f_n^l(e)), all
-        on one scale: a server that counts twice as much weighs twice as much.
-    sizes: int64[n_layers], bytes of one expert of each layer in memory (m_e).
-    capacities: of each server, the bytes for experts of each of its devices (mem_{n,g}).
-    n_experts: int64[n_layers], experts of each layer; those beyond, up to n_expert, do not exist. Default: n_expert.
+    Attributes:
+        servers: The names of the servers.
+        layers: The block numbers (il).
+        frequencies: float64[n_servers, n_layers, n_expert]: how often users of a server activate an expert (f_n^l(e)),
+            all on one scale: a server with twice the counts has twice the weight.
+        sizes: int64[n_layers]: the bytes of one expert of each layer in memory (m_e).
+        capacities: For each server, the bytes for experts of each of its devices (mem_{n,g}).
+        n_experts: int64[n_layers]: the experts of each layer; higher numbers, up to n_expert, do not exist. Default:
+            n_expert.
     """
 
     servers: tuple[str, ...]
@@ -41,9 +44,12 @@ class Problem:
 
     @classmethod
     def of_model(cls, cluster: Cluster, model_map: ModelMap, frequencies: np.ndarray) -> Problem:
-        """For the servers of a cluster and the layers of a model that a decode passes.
+        """Makes the problem of a cluster's servers and the layers that a decode uses.
 
-        A device's memory that is a share is one of all experts of these layers. PyorchError for a model without any.
+        If a device's memory is a share, it is a share of all experts in these layers.
+
+        Raises:
+            PyorchError: The model has no such layer.
         """
         layers = model_map.decoded_layers
         if not layers:
@@ -60,27 +66,27 @@ class Problem:
 
     @cached_property
     def exists(self) -> np.ndarray:
-        """bool[n_layers, n_expert]."""
+        """Whether an expert exists: bool[n_layers, n_expert]."""
         return np.arange(self.shape[2]) < self.n_experts[:, None]
 
     @cached_property
     def device_server(self) -> np.ndarray:
-        """The server of each device of the cluster, those of one server side by side: int64[n_devices]."""
+        """The server of each device, in the order of servers: int64[n_devices]."""
         return np.repeat(np.arange(len(self.servers)), [len(devices) for devices in self.capacities])
 
     @cached_property
     def device_bytes(self) -> np.ndarray:
-        """int64[n_devices]."""
+        """The memory of each device: int64[n_devices]."""
         return np.concatenate([np.asarray(devices, np.int64) for devices in self.capacities])
 
     @cached_property
     def server_bytes(self) -> np.ndarray:
-        """Memory of each server (M_n): int64[n_servers]."""
+        """The memory of each server (M_n): int64[n_servers]."""
         return np.array([sum(devices) for devices in self.capacities], np.int64)
 
     @property
     def experts_bytes(self) -> int:
-        """Of all experts, each once."""
+        """The bytes of all experts, each once."""
         return int(self.sizes @ self.n_experts)
 
     @cached_property

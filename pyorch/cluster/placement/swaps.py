@@ -1,6 +1,6 @@
-"""Experts that two servers exchange, as long as more of what their users activate comes to lie at home by that.
+"""Exchanges experts between servers, as long as more activations become local.
 
-Exchanged are experts of one size: so memory stays as full as it is, on every device.
+Exchanged experts have the same size, so memory stays equally full on every device.
 """
 
 from __future__ import annotations
@@ -10,15 +10,21 @@ import numpy as np
 from pyorch.cluster.placement.placement import ABSENT
 from pyorch.cluster.placement.problem import Problem
 
-LEAST_GAIN = 1e-5  # of all activations, by which a round must lower what is remote for there to be another one
+LEAST_GAIN = 1e-5  # of all activations: a round with a smaller gain is the last
 
 
 def exchange(problem: Problem, device: np.ndarray) -> None:
-    """Lowers the cost (DanceMoE, eq. 2) of a placement, in place; as many experts stay covered. device: as Placement's.
+    """Lowers the cost (DanceMoE, eq. 2) of a placement in place. The number of covered experts stays.
 
-    Three moves: a server replaces an expert that others hold too by one that its users activate more; two servers trade
-    experts that only they hold; a server hands such an expert over to another one, which gives up one that others hold
-    too, and takes another one for it.
+    There are three moves:
+
+    - A server replaces a duplicate by an expert that its users activate more.
+    - Two servers trade experts that only they hold.
+    - A server hands such an expert over to another server, which gives up a duplicate, and takes another expert for it.
+
+    Args:
+        problem: Experts, servers and frequencies.
+        device: As Placement.device.
     """
     least = LEAST_GAIN * problem.frequencies.sum()
     for size in np.unique(problem.sizes):
@@ -34,9 +40,13 @@ def exchange(problem: Problem, device: np.ndarray) -> None:
 
 
 class _Slots:
-    """Experts of one size, of all layers in a row.
+    """Experts of one size, from all layers in one row.
 
-    frequencies: float64[n_servers, n]. device: int16[n_servers, n]. exists: bool[n]. copies: int64[n].
+    Attributes:
+        frequencies: float64[n_servers, n].
+        device: int16[n_servers, n].
+        exists: bool[n].
+        copies: int64[n].
     """
 
     def __init__(self, frequencies: np.ndarray, device: np.ndarray, exists: np.ndarray) -> None:
@@ -44,19 +54,19 @@ class _Slots:
         self.copies = (device != ABSENT).sum(axis=0)
 
     def replace_duplicates(self) -> float:
-        """On each server, the least activated of those by more activated ones that it has not. Returns the gain."""
+        """Replaces each server's least activated duplicates by more activated absent experts. Returns the gain."""
         gain = 0.0
         for server in range(len(self.device)):
             out, coming = self._duplicates(server), self._absent(server)
             n = min(len(out), len(coming))
             gains = self.frequencies[server, coming[:n]] - self.frequencies[server, out[:n]]
-            n = int(np.count_nonzero(gains > 0))  # gains fall: the first n
+            n = int(np.count_nonzero(gains > 0))  # gains are descending: the first n
             gain += gains[:n].sum()
             self._swap(server, out[:n], coming[:n])
         return gain
 
     def trade(self) -> float:
-        """Between pairs of servers, those first that gain most by one expert, each server once. Returns the gain."""
+        """Trades between pairs of servers, the largest gain first, each server once. Returns the gain."""
         gains = self._pair_gains()
         ones, others = np.nonzero(gains > 0)
         order = np.argsort(-gains[ones, others], kind="stable")
@@ -69,9 +79,9 @@ class _Slots:
         return gain
 
     def _pair_gains(self) -> np.ndarray:
-        """What the best barter of two servers gains, or a hand-over from a row's to a column's: [n_servers, n_servers].
+        """Returns the gain of the best trade, or of a hand-over from the row's to the column's server: square.
 
-        Experts that only one server holds do not lie on any other: for them a gain is a difference of frequencies.
+        If only one server holds an expert, the gain for it is a difference of frequencies.
         """
         n_servers = len(self.device)
         held = self.device != ABSENT
@@ -112,7 +122,7 @@ class _Slots:
         return gains[:n].sum()
 
     def _swap(self, server: int, out: np.ndarray, coming: np.ndarray) -> None:
-        """Each that comes lies where the one lay in whose place it comes."""
+        """Replaces experts of a server, each on the same device."""
         row = self.device[server]
         row[coming] = row[out]
         row[out] = ABSENT
@@ -120,16 +130,16 @@ class _Slots:
         self.copies[coming] += 1
 
     def _moves(self, giver: int, taker: int) -> np.ndarray:
-        """What only the giver holds, first what the taker activates more than the giver by most."""
+        """Returns the experts that only the giver holds, by falling surplus of the taker's activations."""
         only = np.flatnonzero((self.device[giver] != ABSENT) & (self.copies == 1))
         return only[np.argsort(self.frequencies[giver, only] - self.frequencies[taker, only], kind="stable")]
 
     def _duplicates(self, server: int) -> np.ndarray:
-        """What others hold too, the least activated first."""
+        """Returns the server's duplicates, the least activated first."""
         several = np.flatnonzero((self.device[server] != ABSENT) & (self.copies > 1))
         return several[np.argsort(self.frequencies[server, several], kind="stable")]
 
     def _absent(self, server: int) -> np.ndarray:
-        """What the server does not hold, the most activated first."""
+        """Returns the experts that the server does not hold, the most activated first."""
         absent = np.flatnonzero((self.device[server] == ABSENT) & self.exists)
         return absent[np.argsort(-self.frequencies[server, absent], kind="stable")]
