@@ -1,19 +1,19 @@
-// Experts in the memory of a device.
+// DeviceBank: experts in the memory of a device.
 //
-// Kernels there cannot ask where an expert is. They are given tensors of slots in place of the model's tensors, and the
-// numbers of slots in place of those of experts.
+// The device's kernels cannot ask where an expert lies. They get tensors of slots instead of the model's tensors, and
+// the numbers of slots instead of those of experts.
 //
-// Some layers whose experts are alike share their slots: together they are a *pool*. So a layer has as many slots as its
-// experts are worth, and none lies idle.
+// Layers with equal experts share their slots: together they are a *pool*. So each layer has as many slots as its
+// experts are worth, and none is idle.
 //
-// A prompt wants nearly all experts of each layer, so they pass through *areas* that have room for a whole layer: there
-// an expert lies where the model's tensor has it. One layer after another has its turn.
+// A prompt uses nearly all experts of each layer. They pass through *areas* with room for a whole layer; an expert has
+// the same place there as in the model's tensor. The layers take turns.
 //
-// Memory is taken once and kept. What is uploaded is as the model's file has it: no device knows the order of the
+// Memory is allocated once and kept. Uploads have the order of the model's file: no device knows the order of the
 // processor's kernels.
 //
-// Several devices divide the layers: each has the experts of consecutive ones, those that llama.cpp has it compute. So
-// nothing of a layer goes from one to another, and each has slots and areas of its own.
+// Several devices divide the layers: each has the experts of the consecutive layers that llama.cpp computes there. So
+// nothing of a layer goes between devices, and each device has its own slots and areas.
 
 #pragma once
 
@@ -32,21 +32,20 @@
 namespace pyorch {
 
 struct DevicePool {
-    // Of a tensor with slots of several layers: some backends count elements with 32 bits, others have no larger
-    // buffers. Slots of one layer are never more than the model's own tensor has experts, with which a backend has to
-    // cope.
+    // Of a tensor with slots of several layers: some backends count elements with 32 bits, others limit the size of
+    // buffers. The slots of one layer never need more than the model's own tensor.
     static constexpr uint64_t MAX_TENSOR_BYTES = 2ull << 30;
 
-    // By experts of a layer. With more tokens than its kernels for vectors take, a GPU begins a block of threads for each
-    // slot and 128 rows, whether anything is computed there or not: at most four times those of the model's own.
+    // In experts of a layer. With more tokens than its vector kernels take, a GPU begins a block of threads for each
+    // slot and 128 rows, even an unused one: at most four times as many as for the model's own tensor.
     static constexpr int MAX_SLOTS = 4;
 
-    std::vector<int> layers;    // indices into those with experts, ascending
-    int              n_experts; // of all of them
+    std::vector<int> layers;    // indices into the layers with experts, ascending
+    int              n_experts; // of all of these layers
     int              n_slots = 0;
 };
 
-// Layers of a model, as indices into those with experts: from begin on, before end.
+// Layers of a model, as indices into the layers with experts: from begin, before end.
 struct LayerRange {
     int begin;
     int end;
@@ -57,7 +56,7 @@ struct LayerRange {
 
 LayerRange all_layers(const ModelMap & map);
 
-// Of all their experts.
+// Bytes of all experts of the layers.
 uint64_t expert_bytes(const ModelMap & map, LayerRange layers);
 
 // Whether experts of two layers have the same matrices.
@@ -66,22 +65,21 @@ bool alike(const MoeLayer & a, const MoeLayer & b);
 // Bytes of the largest matrix of an expert.
 uint64_t largest_matrix(const MoeLayer & layer);
 
-// How many of a device's layers are wholly there, where it has slots for a share of their experts: the first ones. A
-// layer of which a part is there costs a token some trips to the host, however small the rest; one that is wholly there
-// costs none, and prompts pass through no area. So what is more than most uses need goes to whole layers. With h(f) of
-// the uses answered by a share f of a layer's experts, C what the processor takes for all its uses of a layer and o what
-// the trips take, that pays from f on where o + C (1 - h(f)) = C h'(f) (1 - f). Uses of real models concentrate so that
-// 1 - h(f) = (1 - f)^k, k from 2 to 4, and o is 0.05 to 0.2 C: f is 0.5 to 0.75, and a token takes hardly longer by
-// another choice between them.
+// How many of a device's layers, the first ones, are wholly on it, if its slots hold a share of all experts. A layer
+// that is partly there costs a token some trips to the host, however small the rest. A whole layer costs none, and its
+// prompts need no area. So memory beyond the most used experts goes to whole layers. Let h(f) be the share of uses that
+// a share f of a layer's experts serves, C the processor's time for all uses of a layer, and o the time of the trips.
+// Then whole layers pay from the f with o + C (1 - h(f)) = C h'(f) (1 - f). In real models 1 - h(f) = (1 - f)^k, with k
+// from 2 to 4, and o is 0.05 to 0.2 C: so f is 0.5 to 0.75. The time of a token hardly depends on the choice between
+// them.
 int n_whole_layers(const ModelMap & map, LayerRange layers, double share);
 
-// share: of the layers' experts that there are slots for. pool_of: becomes the index of each layer's pool. A layer that
-// is wholly there, of the first n_whole, has a pool of its own, with a slot for each expert.
+// share: of the layers' experts that have slots. pool_of: becomes the index of each layer's pool. Each of the first
+// n_whole layers has a pool of its own, with a slot for each expert.
 std::vector<DevicePool> form_device_pools(
     const ModelMap & map, LayerRange layers, double share, int n_whole, std::vector<int> & pool_of);
 
-// How many areas of so many bytes each a budget has room for beside slots: two, or one, or none where they would take
-// more than a third of it.
+// How many areas of area_bytes a budget allows beside slots: two, one, or none if they would take more than a third.
 int n_device_areas(uint64_t budget, uint64_t area_bytes);
 
 class DeviceBank {
@@ -90,18 +88,17 @@ public:
         std::vector<ggml_tensor *> roles; // [n_in, n_out, n_slots] each
     };
 
-    // layers: that the device has, and whoever asks asks of these. locks: of the memory that matrices come from, null:
-    // none.
+    // layers: of the device; all calls are about these. locks: of the memory that matrices come from; null: none.
     DeviceBank(
         const ModelMap & map, ggml_backend_dev_t device, LayerRange layers, std::shared_ptr<PageLocks> locks = nullptr);
 
     DeviceBank(const DeviceBank &)             = delete;
     DeviceBank & operator=(const DeviceBank &) = delete;
 
-    // Takes memory: at most so many bytes, and no more than all experts of its layers need. What the device refuses is
-    // asked for again, by a quarter less; then one more quarter is left to the buffers of contexts. That is said once,
-    // and it may come to nothing. whole: some layers may be there wholly. Called once, but again where it threw. prompts: some pass
-    // through areas.
+    // Allocates at most `budget` bytes, and no more than all experts of its layers need. If the device refuses, it
+    // tries again with a quarter less; then another quarter is left to the buffers of contexts. It says so once, and
+    // may end with nothing. whole: some layers may be there wholly. prompts: some prompts pass through areas. Call it
+    // once, or again after it threw.
     void allocate(uint64_t budget, bool whole = false, bool prompts = true);
 
     const ggml_backend_dev_t device;
@@ -111,15 +108,15 @@ public:
     const std::vector<Pool> & all() const { return pools; }
     int                       pool_of(int layer) const { return pool_by_layer[layer - layers.begin]; }
     int                       n_slots(int layer) const { return pools[pool_of(layer)].n_slots; }
-    bool has_whole(int layer) const { return layer - layers.begin < n_whole; } // a slot for each, and of no other layer
-    bool may_be_passed(int layer) const;         // by graphs that do not ask, once all are there
-    uint64_t used() const { return used_bytes; } // of the device
+    bool has_whole(int layer) const { return layer - layers.begin < n_whole; } // a slot for each, in a pool of its own
+    bool may_be_passed(int layer) const;         // by graphs that do not ask, once all its experts are there
+    uint64_t used() const { return used_bytes; } // bytes of the device
     bool     has_room_for_all() const;           // experts of all its layers, at once
 
     // The slots for one matrix of a layer's experts.
     ggml_tensor * slots(int layer, int role) const { return pools[pool_of(layer)].roles[role]; }
 
-    // Areas of which each has room for any layer: 0 where memory is short, or all experts have slots.
+    // Areas with room for any layer: 0 if memory is short, or all experts have slots.
     int n_areas() const { return (int) areas.size(); }
 
     // Room for one matrix of all experts of a layer: [n_in, n_out, n_expert].
@@ -127,22 +124,22 @@ public:
         return areas[number][kind_by_layer[layer - layers.begin]][role];
     }
 
-    // As upload(), to the place of the expert in an area; and from a slot: there after wait_for_uploads(), too. Where the
-    // area has experts of a layer of another kind, nothing computes there any more, and nothing is on its way.
+    // As upload(), to the expert's place in an area. And from a slot: it is there after wait_for_uploads(), too. If the
+    // area has experts of another kind of layer, nothing may compute there or be on its way any more.
     bool upload_to_area(int number, int layer, int expert, int role, const char * bytes);
     void copy_to_area(int number, int layer, int expert, int slot);
-    void copy_from_area(int number, int layer, int expert, int slot); // what is there
+    void copy_from_area(int number, int layer, int expert, int slot); // an expert of the area
 
-    // Those of a layer that have slots (by expert, below 0: none) to an area in which nothing is yet that is wanted: by
-    // the device's kernels, at once.
+    // Copies a layer's experts in slots (by expert, below 0: none) to an area without wanted experts, with one call of
+    // the device's kernels.
     void gather_in_area(int number, int layer, const std::vector<int> & slots);
 
-    // One matrix of an expert, as the model has it, goes to a slot that no kernel reads. It is there after the next
+    // Sends one matrix of an expert, as the model has it, to a slot that no kernel reads. It is there after the next
     // wait_for_uploads(). True: bytes must stay until then; false: they may go before. Any number of threads.
     bool upload(int layer, int slot, int role, const char * bytes);
     void wait_for_uploads();
 
-    // Bytes that went to the device, and the time that took, summed over threads.
+    // Bytes sent to the device, and the time for it, summed over threads.
     uint64_t bytes_uploaded() const { return uploaded; }
     uint64_t upload_ns() const { return uploading_ns; }
     void     reset_counts();
@@ -181,20 +178,20 @@ private:
     ggml_backend_ptr        gatherer GUARDED_BY(gathering); // the device's kernels; null: not yet
 
     std::shared_ptr<PageLocks>  locks;
-    std::unique_ptr<DeviceLink> link; // goes first: it may be on its way to a buffer
+    std::unique_ptr<DeviceLink> link; // destroyed first: it may be writing to a buffer
 };
 
-// Those of all devices of a model, which have all of its layers.
+// The banks of all devices of a model; together they have all of its layers.
 class DeviceBanks {
 public:
-    // ends: by device, in their order: the layer behind its last one.
+    // ends: by device, in their order: the layer after its last one.
     DeviceBanks(const ModelMap & map, const std::vector<ggml_backend_dev_t> & devices, const std::vector<int> & ends,
         const std::shared_ptr<PageLocks> & locks = nullptr);
 
     const std::vector<std::unique_ptr<DeviceBank>> & all() const { return banks; }
     DeviceBank &                                     of(int layer) const { return *by_layer[layer]; }
 
-    // Pools are numbered through.
+    // Pools are numbered over all devices.
     int pool_of(int layer) const;
 
     bool have_room_for_all() const;

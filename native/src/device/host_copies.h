@@ -1,5 +1,5 @@
-// Weights of a device once more in host memory: small ones that the processor computes with, too, such as biases of
-// experts. A node is computed where its weights lie, and the way from one side to the other is long.
+// Copies in host memory of small weights of a device that the processor computes with, too, such as biases of experts.
+// A node is computed where its weights lie, and the way between host and device is slow.
 
 #pragma once
 
@@ -14,10 +14,10 @@ namespace pyorch {
 
 class HostCopies {
 public:
-    // The same in host memory, until forget(); itself where that is so already, or it has no numbers yet.
+    // The copy in host memory, until forget(). The weight itself if it lies there, or has no data yet.
     ggml_tensor * of(ggml_tensor * weight);
 
-    // The model that they are of is freed.
+    // The model of the weights is freed.
     void forget();
 
 private:

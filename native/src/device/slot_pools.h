@@ -1,20 +1,19 @@
-// Which experts are in the slots of a device, which of them is evicted when another comes, and what a layer does with
-// the experts that it lacks there.
+// SlotPools: the experts in the slots of a device, the victims, and what a layer does with absent experts.
 //
-// It knows no bytes and no threads: the caller guards it, and moves what it says (routing/device_tier.h, and in
-// simulated time replay/simulated_device.h). States, holds, values and the order of eviction are those of any memory
-// (residency/seats.h), of uses that are counted here.
+// It knows no bytes and no threads. The caller guards it, and moves the bytes (routing/device_tier.h; in simulated time
+// replay/simulated_device.h). States, holds, values and the order of eviction are those of any memory
+// (residency/seats.h), with the uses that are counted here.
 //
 // If a layer must have an expert that is worth less than all others, that expert passes through: unless it is used
-// again, it is evicted first. So such experts take but a few slots from others.
+// again, it is evicted first. So such experts take few slots from others.
 //
-// What is coming is there for the layer that it came for, or the next time that its layer comes, whenever its bytes
-// arrived: so what is computed where follows from what was asked for alone.
+// An expert that is coming counts as resident for the layer that it comes for, or at the next pass of its layer,
+// whenever its bytes arrive. So the place of each computation depends on the requests only.
 //
-// Some slots of each pool may be kept for what forecasts name (guests.cpp). Such a guest comes for the next pass of one
-// context through its layer, and nobody else computes with it:
+// Some slots of each pool may be kept for forecast experts (guests.cpp). Such a guest comes for the next pass of one
+// context through its layer, and only that pass computes with it:
 //
-//     absent --ordered--> coming --arrived--> there, for that pass --it is over--> absent
+//     absent --ordered--> coming --arrived--> there, for that pass --pass over--> absent
 //                                                 \--admitted, its slot too--> resident
 
 #pragma once
@@ -28,76 +27,77 @@
 
 namespace pyorch {
 
-// What a layer needs that comes, for one ubatch.
+// The needs of a layer that comes, for one ubatch.
 struct DeviceDemand {
-    const std::vector<int> & experts; // that it computes with, ascending
-    const std::vector<int> & asked;   // that its router chose, the same
+    const std::vector<int> & experts; // it computes with these, ascending
+    const std::vector<int> & asked;   // the router's choice, ascending
     int                      n_tokens;
-    const void *             context = nullptr; // whose layer it is
-    bool                     stays   = false;   // nothing may come: there is no place to bring it from
+    const void *             context = nullptr; // of the layer
+    bool                     stays   = false;   // nothing may come: it has no source
 };
 
 class SlotPools {
 public:
     static constexpr int NONE       = -1;
-    static constexpr int MOST_AHEAD = 64; // experts of forecasts a layer
+    static constexpr int MOST_AHEAD = 64; // forecast experts a layer
 
-    // pool_of: by layer; n_slots: by pool. policies: that can be chosen. Throws Failure for another one.
+    // pool_of: by layer; n_slots: by pool. policies: the policies that may be chosen. Throws Failure for another one.
     SlotPools(const std::vector<int> & n_experts, const std::vector<int> & pool_of, const std::vector<int> & n_slots,
         pyorch_policy policy, const Policies & policies = policy_list());
 
-    // Counts of a layer: device_hits and so on, but for bytes and times.
+    // Counts of a layer: device_hits and so on, without bytes and times.
     Seats seats;
 
-    // Of the layer's limits: what is more than its most and not held goes.
+    // Limits of the layer: evicts experts beyond `max` that nobody holds.
     // REQUIRES: 0 <= min <= max, and min is 0 or less than slots_for(layer).
     void set_limits(int layer, int min, int max);
 
-    // Slots that minima of other layers and guests leave to a layer.
+    // Slots of a layer, without the minima of other layers and without guests.
     int slots_for(int layer) const;
 
-    // What is done about experts that are not there: see pyorch_device_misses.
+    // What is done with absent experts: see pyorch_device_misses.
     void set_misses(pyorch_device_misses how) { misses = how; }
 
-    // Keeps slots for so many experts of forecasts a layer, above 0, in pools with enough slots for that.
+    // Keeps slots for so many forecast experts a layer, above 0, in pools with enough slots for it.
+    // REQUIRES: no expert has come yet.
     // REQUIRES: nothing came yet.
     void set_ahead(int n);
 
-    // A forecast of a layer's next pass in a context. Makes guests, the likeliest first, of experts that are absent and
-    // whose like came true at least so often; precision below 0: more often than not. These are coming then.
+    // A forecast of a layer's next pass in a context. Makes guests of absent experts, the likeliest first, if experts
+    // like them came true at least as often as `precision`; below 0: more often than not. They are coming then.
     std::vector<int> order(
         const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision);
 
-    // Guests of that pass.
+    // The guests of that pass.
     const std::vector<int> & ordered(const void * context, int layer) const;
     std::vector<int>         layers_ordered(const void * context) const; // layers that have some
 
-    // Nothing is said of that pass any more. REQUIRES: its guests were abandoned.
+    // Deletes the forecast of that pass. REQUIRES: its guests were abandoned.
     void forget(const void * context, int layer);
 
-    // A layer comes: which of its experts are where. Counts hits and misses, and holds the hits.
-    // REQUIRES: of the layer nothing is coming; but of its guests those that it computes with may be, and are uploads
-    // then. The others were abandoned.
+    // A layer comes: finds its experts. Counts hits and misses, and holds the hits.
+    // REQUIRES: no expert of the layer is coming, except guests that it computes with; they become uploads. The others
+    // were abandoned.
     DevicePass find(int layer, const DeviceDemand & demand);
 
-    // Then, once: what comes for it, and what stays. learned: what a LearnedValue says of its experts since it knows what
-    // was asked for, empty where there is none.
+    // Then, once: decides which experts come for it, and which stay. learned: values of a LearnedValue that knows this
+    // visit; empty without one.
     void replace(int layer, const DeviceDemand & demand, DevicePass & pass, const std::vector<double> & learned = {});
 
-    // Both.
+    // find() and replace().
     DevicePass pass(int layer, const DeviceDemand & demand, const std::vector<double> & learned = {}) {
         DevicePass pass = find(layer, demand);
         replace(layer, demand, pass, learned);
         return pass;
     }
 
-    // Where an expert is; NONE: not there, or still coming, or a guest.
+    // The slot of an expert; NONE: absent, or still coming, or a guest.
     int slot(int layer, int expert) const {
         const Slotted & e = layers[layer].experts[expert];
         return e.resident() ? e.slot : NONE;
     }
 
-    // Whether it is there or coming, and to which slot.
+    // Whether it is resident or coming, and its slot.
     bool known(int layer, int expert) const { return coming_to(layer, expert) != NONE; }
     int  coming_to(int layer, int expert) const { return layers[layer].experts[expert].slot; }
 
@@ -107,22 +107,20 @@ public:
     void hold(int layer, int expert) { seats.hold(layers[layer].experts[expert]); }
     void unhold(int layer, int expert);
 
-    // Makes an absent expert one that is coming; the slot that it gets is free, or that of the least valuable expert
-    // which nobody holds. NONE: there is none, or, unless it must be, none that is worth less. took: from another one.
+    // Makes an absent expert a coming one, in a free slot or in that of the least valuable expert that nobody holds.
+    // NONE: no such slot, or (unless it must) no expert is worth less. took: another expert was evicted.
     int  admit(int layer, int expert, bool must, bool & took);
     void arrived(int layer, int expert, bool uploaded = true);
-    void abandon(int layer, int expert) { give(layers[layer].experts[expert]); } // it did not come
+    void abandon(int layer, int expert) { give(layers[layer].experts[expert]); } // it does not come
 
-    // All experts of a layer are there, each in the slot of its number. REQUIRES: none of its pool's slots was taken, and
-    // there is one for each.
+    // All experts of a layer are there, each in the slot of its number. REQUIRES: its pool has one free slot for each.
     void take_whole(int layer);
 
-    // Free slots for experts of a layer, the first ones, up to its even share of the pool's slots. These are coming
-    // then.
+    // Gives free slots to experts of a layer, the first ones, up to its even share of the pool. They are coming then.
     std::vector<int> fill(int layer, const std::vector<int> & experts);
 
-    // Calls tell(layer, known[n_expert]) for each layer of which other experts than the last time are there or coming,
-    // but for those that pass through.
+    // Calls tell(layer, known[n_expert]) for each layer whose resident or coming experts have changed since the last
+    // call, apart from those that pass through.
     template <typename Tell>
     void tell_moved(Tell tell) {
         for (int layer : moved) {
@@ -139,7 +137,7 @@ public:
 private:
     struct Ahead;
 
-    // A guest has a slot, but no seat: guess_of is set while its state is ABSENT.
+    // A guest has a slot, but no seat: its state is ABSENT, and guess_of is set.
     struct Slotted : Seat {
         int  slot    = NONE;
         bool passing = false;
@@ -154,15 +152,15 @@ private:
         std::vector<int>       layers;
         std::vector<int>       free; // slots, the lowest last
         int                    n_slots;
-        int                    n_kept  = 0;  // for guests, which are in them
-        std::vector<int>       kept    = {}; // of these, those in which nobody is
-        std::vector<Slotted *> passing = {}; // the first to come first
+        int                    n_kept  = 0;  // kept for guests
+        std::vector<int>       kept    = {}; // of these, the free ones
+        std::vector<Slotted *> passing = {}; // in the order of their coming
     };
 
     Values &               values = seats.values;
     std::vector<Layer>     layers;
     std::vector<Pool>      pools;
-    size_t                 n_needed = 0; // experts of the layer that came last
+    size_t                 n_needed = 0; // experts of the last layer
     std::vector<int>       moved;        // layers with the flag
     pyorch_device_misses   misses = PYORCH_PROCESSOR;
     std::shared_ptr<Ahead> ahead; // null: no guests
@@ -178,7 +176,7 @@ private:
     void         shrink_layer(int layer);
     bool         make_room(Slotted & e, bool must, bool & took);
 
-    // Of guests: guests.cpp.
+    // In guests.cpp.
     bool admit_guest(Slotted & e, bool & took);
     void give_kept(Pool & pool, int slot);
     void judge(int layer, const DeviceDemand & demand);
