@@ -39,9 +39,9 @@ class ExpertReadError(PyorchError, RuntimeError):
 
 
 def one_line(sentence: str) -> str:
-    """Returns a sentence for a terminal or a log, on one line.
+    r"""Returns a sentence for a terminal or a log, on one line.
 
-    Names and metadata of files may have line ends and terminal escapes. They become `\\n` and `\\x1b`, so a name cannot
+    Names and metadata of files may have line ends and terminal escapes. They become `\n` and `\x1b`, so a name cannot
     start a line of its own or control the terminal.
     """
     return "".join(repr(c)[1:-1] if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c for c in sentence)
@@ -62,6 +62,7 @@ def without_folders(sentence: str, files: Iterable[str | os.PathLike]) -> str:
     """Returns a sentence for the users of a server, with names of files but without their folders.
 
     Args:
+        sentence: A sentence that may have paths.
         files: Files in the folders to leave out.
     """
     folders = {os.path.join(os.path.dirname(file), "") for file in files if os.path.dirname(file)}

@@ -66,6 +66,7 @@ class LayerSettings:
 
     @property
     def on_device(self) -> tuple[int, int | None]:
+        """Least and most experts of the layer on the device; None: no limit."""
         return self.min_on_device, self.max_on_device
 
 
@@ -93,6 +94,7 @@ class Layer:
 
     @property
     def settings(self) -> LayerSettings:
+        """The settings of the layer."""
         return self._settings
 
     @settings.setter

@@ -36,7 +36,7 @@ _noted: set[str] = set()  # notes that were printed
 
 
 def build(plan: EnginePlan) -> Engine | None:
-    """Makes the engine of a plan. The plan has all decisions.
+    """Makes the engine of a plan.
 
     Returns:
         None if llama.cpp keeps the experts, or there are none.

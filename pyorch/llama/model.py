@@ -396,6 +396,7 @@ def load(
         placed: Other servers will compute experts (Engine.connect, Engine.set_placement), as a share requires.
         source: Reads in place of the file, see Engine.
         use_extra_bufts: Repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
+        verbose: Print the log of llama.cpp.
         {options}
         llama_kwargs: Further arguments of llama_cpp.Llama.
 

@@ -100,8 +100,8 @@ class EnginePlan(Contents):
 def plan(settings: Settings, facts: Facts) -> EnginePlan:
     """Plans the engine of a model.
 
-    If a new option changes the engine, a function here reads it: a field of Settings and its reader here are the whole
-    option.
+    If a new option changes the engine, a function here reads it. An option without native code is whole with a field of
+    Settings and this reader.
 
     Raises:
         BudgetError: The budget is below the floor, or the model does not fit under the memory limit.

@@ -52,7 +52,9 @@ class History(Protocol):
 
     handle: Any  # pyorch_history *
 
-    def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None: ...
+    def write(self, path: str | os.PathLike[str], model_map: ModelMap) -> None:
+        """Writes the history to a file."""
+        ...
 
 
 class Engine:

@@ -237,14 +237,17 @@ class Substitution:
 
     @property
     def lossy(self) -> bool:
+        """Whether these settings can change results."""
         return self.mode != "none" or self.miss != "fetch"
 
     @property
     def needs_ghosts(self) -> bool:
+        """Whether they need a sidecar of ghosts."""
         return self.miss == "ghost"
 
     @property
     def needs_buddies(self) -> bool:
+        """Whether they need a sidecar of buddies."""
         return self.mode == "buddies" or isinstance(self.tau, Percentile) or isinstance(self.gamma, Percentile)
 
 

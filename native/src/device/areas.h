@@ -57,8 +57,8 @@ public:
     DeviceAreas & operator=(const DeviceAreas &) = delete;
 
     // Whether a prompt of n_tokens passes through areas; and whether a layer does.
-    bool take(int n_tokens, bool decode) const { return !decode && n_tokens >= least_tokens && !areas.empty(); }
-    bool take(int layer, int n_tokens, bool decode) const { return take(n_tokens, decode) && has_area(layer); }
+    bool serve(int n_tokens, bool decode) const { return !decode && n_tokens >= least_tokens && !areas.empty(); }
+    bool serve(int layer, int n_tokens, bool decode) const { return serve(n_tokens, decode) && has_area(layer); }
 
     bool has_area(int layer) const { return index_of[layer] >= 0; }
 

@@ -10,8 +10,8 @@
 
 namespace pyorch {
 
-// Tiers are host memory (Table), devices (DeviceTier) and other servers (RemoteBank). The API calls all of them in
-// turn. A new tier is a class. A tier that evicts has a Seats (seats.h); a tier that only holds experts implements
+// Tiers are host memory (Table), devices (DeviceTier) and other servers (RemoteBank); pyorch_engine (engine.h) lists
+// them. A new tier is a class. A tier that evicts has a Seats (seats.h); a tier that only holds experts implements
 // mark().
 //
 // Layers are indices into the layers with experts. Any thread may call.

@@ -261,7 +261,7 @@ bool DeviceTier::lets_nothing_come(const RoutedBatch & batch) const {
 void DeviceTier::choose(DeviceHold & hold, RoutedBatch & batch, const Visit & visit) {
     const std::vector<double> learned = batch.overlaps() ? std::vector<double>() : learn(batch, visit);
     // A prompt that has the areas keeps them, even if a layer in between has none.
-    areas->take(batch.n_tokens, batch.decode) ? areas->stop_ahead(&hold) : areas->release(&hold);
+    areas->serve(batch.n_tokens, batch.decode) ? areas->stop_ahead(&hold) : areas->release(&hold);
     MutexLock lock(mutex);
     give_back(hold);
     settle(batch.layer);

@@ -108,15 +108,17 @@ public:
     // Releases only its areas.
     void release_areas(DeviceHold & hold) { areas->release(&hold); }
 
-    // Whether a ubatch of so many tokens is a prompt for areas, and the context has them; takes them if they are free.
-    bool has_areas_for(int n_tokens, bool decode) const { return areas && areas->take(n_tokens, decode); }
+    // Whether a ubatch of so many tokens passes through areas.
+    bool has_areas_for(int n_tokens, bool decode) const { return areas && areas->serve(n_tokens, decode); }
+
+    // Whether the context has the areas; it gets them if they are free.
     bool take_areas(const DeviceHold & hold) { return areas->own(&hold); }
 
     // Returns the last of these layers, ascending, of which prompts pass through an area; -1: none.
     int last_with_area(const std::vector<int> & layers) const;
 
     // Whether a graph of so many tokens computes in areas, and the tensor that it multiplies with there.
-    bool takes_area(int layer, int n_tokens, bool decode) const { return areas->take(layer, n_tokens, decode); }
+    bool takes_area(int layer, int n_tokens, bool decode) const { return areas->serve(layer, n_tokens, decode); }
     ggml_tensor * area(int layer, int role) const { return bank(layer).area(areas->number(layer), layer, role); }
 
     void mark(int layer, std::vector<uint8_t> & mask) override;
@@ -131,7 +133,7 @@ public:
     void wait_idle();
 
 private:
-    // An upload after computing.
+    // An upload for a later layer.
     struct Upload {
         int   layer;
         int   expert;

@@ -13,8 +13,8 @@
 //     upload      uploads to a device what it lacks
 //
 // Each stage sees the router's choice and the result of the stages before, see RoutedBatch. They run on compute thread
-// 0 while the other threads wait. None of them waits for a disk. acquire() may wait for memory that other contexts
-// hold, and speculate and offload for predictions.
+// 0 while the other threads wait. Only upload waits for a disk, for a prompt on a device. acquire() may wait for
+// memory that other contexts hold, and speculate and offload for predictions.
 
 #pragma once
 
