@@ -4,7 +4,7 @@
 
 static std::atomic<int> n_meeting{ 1 };
 
-// Asked when the library is loaded: threads that are kept on some processors later would be told of these only.
+// Asked at load: a thread that is placed on some processors later would see only these.
 static const int n_processors = (int) std::thread::hardware_concurrency(); // 0: not known
 
 bool pyorch::processors_to_spare() {
@@ -27,19 +27,19 @@ bool pyorch::processors_to_spare() {
 namespace pyorch {
 namespace {
 
-// Awake for so long: alone, more than threads differ in what they compute between two barriers; else, less than it
-// costs to wake one.
+// Time to wait awake: alone, more than the threads' times between two barriers differ; otherwise less than the cost of
+// waking one.
 constexpr uint64_t AWAKE = 2'000'000, AWAKE_CONTENDED = 20'000;
 
-// `passed` counts barriers in steps of two; its lowest bit says that somebody sleeps.
+// `passed` counts barriers in steps of two; its lowest bit means that a thread sleeps.
 constexpr int ASLEEP = 1;
 
-// Rounds of waiting between two looks at the clock.
+// Rounds of waiting between two reads of the clock.
 constexpr int ROUNDS = 64;
 
 Contention contention;
 
-// Of the calling thread.
+// The run delay of the calling thread.
 class RunDelay {
 public:
     RunDelay() : file(open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC)) {}
@@ -54,7 +54,7 @@ public:
             return;
         }
         uint64_t total;
-        if (!read(total)) { // a sandbox or a kernel without: as if others wanted the processors
+        if (!read(total)) { // in a sandbox, or with an old kernel: as if others needed the processors
             contention.note(now, 0, 1);
             return;
         }
@@ -66,7 +66,7 @@ public:
     }
 
 private:
-    // "nanoseconds that it ran, nanoseconds that it stood ready, times that it ran"
+    // "nanoseconds run, nanoseconds ready, number of times run"
     bool read(uint64_t & total) const {
         char          text[96];
         const ssize_t size        = file >= 0 ? pread(file, text, sizeof(text) - 1, 0) : -1;
@@ -98,7 +98,7 @@ void meet(int * arrived, int * passed, int n_threads) {
     if (n_meeting.load(std::memory_order_relaxed) != n_threads) {
         n_meeting.store(n_threads, std::memory_order_relaxed);
     }
-    const int before = __atomic_load_n(passed, __ATOMIC_RELAXED) & ~ASLEEP; // it cannot go on without this thread
+    const int before = __atomic_load_n(passed, __ATOMIC_RELAXED) & ~ASLEEP; // it cannot change without this thread
     if (__atomic_fetch_add(arrived, 1, __ATOMIC_SEQ_CST) == n_threads - 1) {
         __atomic_store_n(arrived, 0, __ATOMIC_RELAXED);
         const int after = (int) ((unsigned) before + 2);

@@ -1,9 +1,9 @@
-// A barrier whose threads wait awake as long as that costs nobody anything, and asleep where others want the processors.
+// A barrier whose threads wait awake while that costs nobody anything, and asleep if others need the processors.
 //
-// To wake a thread costs a tenth of a millisecond in a virtual machine, and a token has hundreds of barriers. A thread
-// that waits awake beside a busy process keeps a processor from the one that it waits for. So the threads look at how
-// long they stood ready lately without a processor (run_delay of the kernel's schedstat): no number of rounds to spin
-// fits both machines.
+// To wake a thread costs a tenth of a millisecond in a virtual machine, and a token has hundreds of barriers. On a busy
+// machine, a thread that waits awake takes the processor of the thread that it waits for. So threads measure how long
+// they were recently ready without a processor (run_delay of the kernel's schedstat): no fixed number of rounds suits
+// both machines.
 
 #pragma once
 
@@ -12,10 +12,10 @@
 
 namespace pyorch {
 
-// Whether others want the processors on which threads meet. All times are nanoseconds of clock_ns().
+// Whether others need the processors of the computing threads. All times are nanoseconds of clock_ns().
 class Contention {
 public:
-    // A thread stood ready without a processor for `delayed` of the last `elapsed` until now.
+    // A thread was ready without a processor for `delayed` of the last `elapsed` until now.
     void note(uint64_t now, uint64_t elapsed, uint64_t delayed) {
         if (delayed * SHARE > elapsed) {
             until.store(now + MEMORY, std::memory_order_relaxed);
@@ -24,11 +24,11 @@ public:
 
     bool at(uint64_t now) const { return now < until.load(std::memory_order_relaxed); }
 
-    // Between two looks of a thread: longer than what the kernel's own threads take at a time.
+    // Between two measurements of a thread: longer than the kernel's own threads run at a time.
     static constexpr uint64_t WINDOW = 20'000'000;
 
 private:
-    // Alone, threads stand ready for a hundredth of their time; beside one busy process, for a third.
+    // Without others, threads are ready for a hundredth of their time; beside one busy process, for a third.
     static constexpr uint64_t SHARE  = 10;
     static constexpr uint64_t MEMORY = 50'000'000;
 
@@ -39,12 +39,12 @@ private:
 // of their own.
 using Barrier = void (*)(int * arrived, int * passed, int n_threads);
 
-// Whether threads that read, decode and predict have processors beside those of the threads that met lately. Where they
-// have none, each stops a thread that computes, and with it all others at their next barrier: then work that threads can
-// do while they wait is theirs. True where nobody met.
+// Whether threads that read, decode and predict have processors besides those of the computing threads. Without them,
+// each stops a computing thread, and at the next barrier all others: then the waiting threads should do this work. True
+// before the first barrier.
 bool processors_to_spare();
 
-// Null where there is none: not Linux, or PYORCH_BARRIER=openmp leaves threads to the runtime of OpenMP.
+// Null if the system has none (not Linux), or PYORCH_BARRIER=openmp leaves threads to the runtime of OpenMP.
 Barrier adaptive_barrier();
 
 } // namespace pyorch

@@ -1,4 +1,4 @@
-// Which threads run a callback of the API's user, so that a call that would wait for it can be refused.
+// Marks threads that run a callback of the API's user, so that a call that would wait for it is refused.
 
 #pragma once
 
@@ -8,7 +8,7 @@ inline thread_local int callback_depth = 0;
 
 inline bool in_callback() { return callback_depth > 0; }
 
-// Stands around every call of a user's function.
+// Lives during each call of a user's function.
 class CallbackScope {
 public:
     CallbackScope() { ++callback_depth; }

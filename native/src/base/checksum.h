@@ -1,4 +1,4 @@
-// Checksums of what lies in packs: XXH3 with 64 bits, which finds any damage and guards against no forger.
+// Checksums of packs: XXH3 with 64 bits, against damage, not against forgery.
 
 #pragma once
 

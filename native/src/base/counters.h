@@ -1,5 +1,4 @@
-// Structs of counters, as they cross the API: numbers of 64 bits. So whatever is counted is added up without being named
-// again.
+// Structs of 64-bit counters of the API. They are added up as arrays, without naming each field again.
 
 #pragma once
 

@@ -10,8 +10,7 @@
 namespace pyorch {
 namespace {
 
-// Those that lie beside libggml. Which one suits is told to nobody who did not ask: there is no level to tell it at
-// yet.
+// Loads the backends that lie next to libggml. Which one was chosen is logged to nobody yet, since no log level is set.
 void load_backends() {
     ggml_log_callback log  = nullptr;
     void *            user = nullptr;

@@ -1,5 +1,5 @@
-// ggml's CPU backend, found in ggml's registry: a build may have several, of which the one for this processor is
-// loaded, so libpyorch is linked with none of them.
+// ggml's CPU backend, from ggml's registry: a build may have several and loads the one for this processor, so libpyorch
+// is linked with none of them.
 
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace pyorch {
 
-// What patches/0001 lets the backend be asked for, and what llama.cpp does.
+// The functions that patches/0001 adds to the backend, and those of llama.cpp.
 struct CpuBackend {
     ggml_backend_reg_t                   registration;
     ggml_backend_dev_t                   device;
@@ -21,8 +21,8 @@ struct CpuBackend {
     ggml_backend_get_features_t          features;
 };
 
-// The same in the whole life of the process. Loads it if nobody has. Throws Failure if there is none, or one that is
-// not patched.
+// The same for the life of the process. Loads the backend if needed. Throws Failure if there is none, or it is not
+// patched.
 const CpuBackend & cpu_backend();
 
 // Buffers for weights of one order; null if llama.cpp repacks nothing on this processor.

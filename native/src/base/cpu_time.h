@@ -1,4 +1,4 @@
-// Nanoseconds: of a clock that only goes forward, and of a processor that this thread has used.
+// Nanoseconds of a monotonic clock, and of this thread's processor time.
 
 #pragma once
 

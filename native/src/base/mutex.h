@@ -34,7 +34,7 @@
 
 namespace pyorch {
 
-// Says that a mutex is held. See Mutex::locked().
+// Proves that a mutex is held. See Mutex::locked().
 class Locked {
     friend class Mutex;
     Locked()                           = default;
@@ -48,7 +48,7 @@ public:
     bool try_lock() TRY_ACQUIRE(true) { return mutex.try_lock(); }
     void unlock() RELEASE() { mutex.unlock(); }
 
-    // To pass to a function of a class that works under this mutex.
+    // An argument for functions of a class that works under this mutex.
     const Locked & locked() const REQUIRES(this) { return *this; }
 
     // In such a function: tells the analysis that the mutex is held.
@@ -65,7 +65,7 @@ private:
 class SCOPED_CAPABILITY MutexLock {
 public:
     explicit MutexLock(Mutex & mutex) ACQUIRE(mutex) : mutex(mutex) { mutex.lock(); }
-    MutexLock(Mutex & mutex, std::adopt_lock_t) REQUIRES(mutex) : mutex(mutex) {} // behind try_lock()
+    MutexLock(Mutex & mutex, std::adopt_lock_t) REQUIRES(mutex) : mutex(mutex) {} // after try_lock()
     ~MutexLock() RELEASE() {
         if (holds) {
             mutex.unlock();
@@ -75,7 +75,7 @@ public:
     MutexLock(const MutexLock &)             = delete;
     MutexLock & operator=(const MutexLock &) = delete;
 
-    // Before its scope ends.
+    // Unlocks before the end of the scope.
     void unlock() RELEASE() {
         mutex.unlock();
         holds = false;
@@ -172,7 +172,7 @@ public:
     void notify_all() { changed.notify_all(); }
 
 private:
-    // What std::condition_variable wants. The caller's lock stays.
+    // For std::condition_variable. The caller's lock stays.
     struct Adopted : std::unique_lock<std::mutex> {
         explicit Adopted(Mutex & mutex) : std::unique_lock<std::mutex>(mutex.mutex, std::adopt_lock) {}
         ~Adopted() { release(); }

@@ -16,7 +16,7 @@ thread_local unsigned placement::seen = 0;
 
 static Mutex     mutex;
 static cpu_set_t allowed GUARDED_BY(mutex);   // at first
-static cpu_set_t computing GUARDED_BY(mutex); // empty: nothing was named
+static cpu_set_t computing GUARDED_BY(mutex); // empty: none was named
 
 void set_compute_cpus(const std::vector<int> & cpus) {
     MutexLock lock(mutex);
@@ -47,7 +47,7 @@ void placement::place(bool computes) {
     const cpu_set_t & set = CPU_COUNT(&computing) == 0 || CPU_COUNT(&others) == 0 ? allowed :
         computes                                                                  ? computing :
                                                                                     others;
-    sched_setaffinity(0, sizeof(set), &set); // a thread that may not does the same where it is
+    sched_setaffinity(0, sizeof(set), &set); // a thread that may not moves nowhere, and works as well
     seen = version;
 }
 

@@ -1,4 +1,4 @@
-// How a failure travels inside the library: as an exception that knows its status and its sentence.
+// Failures inside the library: an exception with a status and a sentence.
 // The C API turns it into a pyorch_status and pyorch_last_error().
 
 #pragma once
@@ -22,11 +22,11 @@ std::string format(const char * fmt, ...) __attribute__((format(printf, 1, 2)));
 // "214 MiB": rounded up, so that the number works when typed in again
 std::string mebibytes(uint64_t bytes);
 
-// Why an engine failed a decode of this thread, until somebody asks; "": it did not.
+// Why an engine failed a decode of this thread, until it is asked; "": none failed.
 inline thread_local std::string decode_error;
 
-// What the library tells people by itself, lines on stderr, reaches the stderr of this moment from now on, whatever the
-// process makes of its stderr: llama-cpp-python points it elsewhere while it loads a model.
+// From now on, the library's own messages go to the present stderr of the process, even if the process redirects it:
+// llama-cpp-python does so while it loads a model.
 void keep_stderr();
 
 // "pyorch: LINE"

@@ -73,7 +73,8 @@ bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> 
     return true;
 }
 
-// From their slots (by expert, below 0: none), but for those that are there. REQUIRES: nobody else touches the area.
+// Copies the experts from their slots (by expert, below 0: none), except those in the area already. REQUIRES: no other
+// thread writes the area.
 void DeviceAreas::copy(int layer, const std::vector<int> & slots) {
     const std::vector<uint8_t> & there = areas[index_of[layer]].there;
     DeviceBank &                 bank  = banks.of(layer);
@@ -90,7 +91,7 @@ void DeviceAreas::copy(int layer, const std::vector<int> & slots) {
 }
 
 void DeviceAreas::bring(Owner & holder, int layer, const std::vector<int> & from_host) {
-    // Nobody else touches the area of this layer now.
+    // No other thread writes the area of this layer now.
     Area &       area = areas[index_of[layer]];
     DeviceBank & bank = banks.of(layer);
     copy(layer, slots_here);
@@ -101,7 +102,7 @@ void DeviceAreas::bring(Owner & holder, int layer, const std::vector<int> & from
         return bank.upload_to_area(number(layer), layer, from_host[i], role, bytes);
     };
     const std::vector<uint8_t> came = bring_in_order(table, bank, holder, layer, from_host, upload);
-    bank.wait_for_uploads(); // and for what came ahead
+    bank.wait_for_uploads(); // and those ahead
     for (size_t i = 0; i < from_host.size(); ++i) {
         area.there[from_host[i]] = came[i];
     }
@@ -152,7 +153,7 @@ void DeviceAreas::work() {
     }
 }
 
-// Those that have slots: all of them, for that takes a part of a millisecond.
+// Copies all experts that have slots at once: that takes a part of a millisecond.
 void DeviceAreas::copy_ahead(int layer) {
     const std::vector<int> slots = ahead_slots;
     busy                         = true;
@@ -167,7 +168,7 @@ void DeviceAreas::copy_ahead(int layer) {
     changed.notify_all();
 }
 
-// Those that are in host memory, until the layer comes: some at a time, lest each is waited for.
+// Uploads experts from host memory until the layer comes: some at a time, so as not to wait for each.
 void DeviceAreas::upload_ahead(int layer) {
     constexpr int          AT_ONCE = 16;
     const int              number  = this->number(layer);
@@ -209,7 +210,7 @@ void DeviceAreas::upload_ahead(int layer) {
         busy = false;
         changed.notify_all();
     }
-    busy = true; // who comes next may write there
+    busy = true; // the next layer may write there
     {
         MutexUnlock unlock(mutex);
         bank.wait_for_uploads();

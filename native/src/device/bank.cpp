@@ -41,7 +41,7 @@ uint64_t expert_bytes(const ModelMap & map, LayerRange layers) {
 }
 
 int n_whole_layers(const ModelMap & map, LayerRange layers, double share) {
-    constexpr double PARTLY = 0.6; // of the experts of each of the others
+    constexpr double PARTLY = 0.6; // of the experts of each layer that is partly there
     const int        most   = std::max(0, std::min(map.n_decoded(), layers.end) - layers.begin);
     const double     n      = (double) layers.size() * std::max(0.0, share - PARTLY) / (1 - PARTLY);
     return share >= 1 ? most : std::min((int) n, most);
@@ -51,7 +51,7 @@ std::vector<DevicePool> form_device_pools(
     const ModelMap & map, LayerRange layers, double share, int n_whole, std::vector<int> & pool_of) {
     std::vector<DevicePool> pools;
     pool_of.clear();
-    const int first = layers.begin + n_whole; // of the others
+    const int first = layers.begin + n_whole; // partly there
     for (int i = layers.begin; i < first; ++i) {
         const MoeLayer & layer = map.layers[i];
         pools.push_back({ { i }, layer.n_expert, layer.n_expert });
@@ -62,7 +62,7 @@ std::vector<DevicePool> form_device_pools(
     for (int i = first; i < layers.end; ++i) {
         const MoeLayer & layer = map.layers[i];
         const auto       slots = (uint64_t) (share * layer.n_expert);
-        // The newest pool of its kind that has room.
+        // The newest pool of its kind with room.
         auto pool = std::find_if(pools.rbegin(), pools.rend(), [&](const DevicePool & p) {
             return p.layers.front() >= first && alike(map.layers[p.layers.front()], layer) &&
                 share * (p.n_experts + layer.n_expert) <= DevicePool::MAX_SLOTS * layer.n_expert &&
@@ -83,7 +83,7 @@ std::vector<DevicePool> form_device_pools(
 static constexpr int MOST_AREAS = 2;
 
 int n_device_areas(uint64_t budget, uint64_t area_bytes) {
-    constexpr int LEAST_SHARE = 3; // of the memory, one part in so many
+    constexpr int LEAST_SHARE = 3; // areas take at most a third of the memory
     return (int) std::min<uint64_t>(MOST_AREAS, budget / (LEAST_SHARE * area_bytes));
 }
 
@@ -104,7 +104,7 @@ DeviceBank::DeviceBank(
     const ModelMap & map, ggml_backend_dev_t device, LayerRange layers, std::shared_ptr<PageLocks> locks) :
         device(device), layers(layers), landings(device), map(map), locks(std::move(locks)) {}
 
-// share: of the experts that there are slots for.
+// share: of the experts that have slots.
 void DeviceBank::form_pools(double share) {
     pools.clear();
     n_whole = whole_layers ? n_whole_layers(map, layers, share) : 0;
@@ -113,7 +113,7 @@ void DeviceBank::form_pools(double share) {
     }
 }
 
-// What they take on the device.
+// Returns their bytes on the device.
 uint64_t DeviceBank::make_tensors() {
     size_t n_tensors = 0;
     for (const Pool & pool : pools) {
@@ -139,11 +139,11 @@ uint64_t DeviceBank::make_tensors() {
     return bytes;
 }
 
-// Two of them, or one, where they leave most of the memory to slots.
+// Allocates two areas, or one, if most of the memory remains for slots.
 void DeviceBank::allocate_areas(uint64_t budget) {
     const ggml_backend_buffer_type_t type      = ggml_backend_dev_buffer_type(device);
     const size_t                     alignment = ggml_backend_buft_get_alignment(type);
-    std::vector<int>                 kinds; // the first layer of each
+    std::vector<int>                 kinds; // the first layer of each kind
     kind_by_layer.clear();
     for (int i = layers.begin; i < layers.end; ++i) {
         const auto kind = std::find_if(kinds.begin(), kinds.end(), [&](int of) {
@@ -160,7 +160,7 @@ void DeviceBank::allocate_areas(uint64_t budget) {
     }
     area_tensors.reset(ggml_init({ (n_tensors + 1) * ggml_tensor_overhead(), nullptr, true }));
     std::vector<Area> made(MOST_AREAS);
-    uint64_t          bytes = 0; // of one
+    uint64_t          bytes = 0; // of one area
     for (Area & area : made) {
         for (int of : kinds) {
             uint64_t all = 0;
@@ -175,7 +175,7 @@ void DeviceBank::allocate_areas(uint64_t budget) {
             bytes = std::max(bytes, all);
         }
     }
-    // A buffer each: one is cleared while the device computes in the other.
+    // One buffer each: one is cleared while the device computes in the other.
     while ((int) area_buffers.size() < n_device_areas(budget, bytes)) {
         ggml_backend_buffer_ptr buffer(ggml_backend_buft_alloc_buffer(type, bytes));
         if (!buffer) {
@@ -183,7 +183,7 @@ void DeviceBank::allocate_areas(uint64_t budget) {
         }
         ggml_backend_buffer_clear(buffer.get(), 0);
         ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-        for (auto & kind : made[area_buffers.size()]) { // all of them in the same memory
+        for (auto & kind : made[area_buffers.size()]) { // all kinds in the same memory
             auto * at = (char *) ggml_backend_buffer_get_base(buffer.get());
             for (ggml_tensor * t : kind) {
                 ggml_backend_tensor_alloc(buffer.get(), t, at);
@@ -197,9 +197,9 @@ void DeviceBank::allocate_areas(uint64_t budget) {
     kind_in.assign(areas.size(), -1);
 }
 
-// Some kernels read beyond the last row of a matrix: as many bytes as the device wants behind a tensor. Those times zero
-// are nothing, unless they are no number; and such may be what another kind left there. What the same kind left is
-// none.
+// Some kernels read beyond the last row of a matrix: as many bytes as the device wants behind a tensor. They multiply
+// these by zero, which is harmless unless the bytes are no number. The bytes of another kind of layer may be none;
+// those of the same kind are numbers.
 void DeviceBank::turn_area(int number, int layer) {
     const int  kind     = kind_by_layer[layer - layers.begin];
     const auto reads_on = [&](const ggml_tensor * t) {
@@ -233,19 +233,19 @@ void DeviceBank::allocate(uint64_t budget, bool whole, bool prompts) {
         if (bytes == 0) {
             break;
         }
-        if (bytes > budget && share < 1) { // what the device aligns to; who has room for all experts has it for that
+        if (bytes > budget && share < 1) { // by the device's alignment; a budget for all experts has room for it
             share *= std::min(0.999, (double) budget / (double) bytes);
             continue;
         }
         buffer.reset(ggml_backend_alloc_ctx_tensors_from_buft(tensors.get(), ggml_backend_dev_buffer_type(device)));
-        if (buffer && refused && !modest) { // the buffers of the context that is being made come behind
+        if (buffer && refused && !modest) { // the buffers of the new context come later
             modest = true;
             buffer.reset();
             share *= 0.75;
             continue;
         }
         if (buffer) {
-            ggml_backend_buffer_clear(buffer.get(), 0); // rows that nobody wants are computed too: no trap lies in wait
+            ggml_backend_buffer_clear(buffer.get(), 0); // unused rows are computed too: they must be numbers
             ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
             used_bytes += ggml_backend_buffer_get_size(buffer.get());
             break;
@@ -258,7 +258,7 @@ void DeviceBank::allocate(uint64_t budget, bool whole, bool prompts) {
         make_tensors();
     }
     if (!link) {
-        uint64_t largest = 0; // of all matrices
+        uint64_t largest = 0; // bytes of a matrix
         for (int layer = layers.begin; layer < layers.end; ++layer) {
             largest = std::max(largest, largest_matrix(map.layers[layer]));
         }
@@ -277,7 +277,7 @@ bool DeviceBank::has_room_for_all() const {
     return std::all_of(pools.begin(), pools.end(), [](const Pool & pool) { return pool.n_slots == pool.n_experts; });
 }
 
-// ggml's RPC keeps a graph for each device, and takes another context's for it where a graph is not cut anywhere.
+// ggml's RPC keeps one graph for each device, and mistakes another context's graph for it if no graph is cut anywhere.
 bool DeviceBank::may_be_passed(int layer) const {
     const int n_decoded = std::min(map.n_decoded(), layers.end) - layers.begin;
     return has_whole(layer) && (layer > layers.begin || n_whole < n_decoded || backend_of(device) != "RPC");
@@ -306,7 +306,7 @@ void DeviceBank::wait_for_uploads() {
     uploading_ns += clock_ns() - begin;
 }
 
-// One matrix of those that a tensor has.
+// One matrix of a tensor.
 static ggml_tensor matrix_of(ggml_tensor * tensor, int index) {
     ggml_tensor matrix = *tensor;
     matrix.ne[2]       = 1;
@@ -350,10 +350,10 @@ void DeviceBank::gather_in_area(int number, int layer, const std::vector<int> & 
     wait_for_uploads();
 }
 
-// A call for each matrix takes as long as the driver needs for some hundred of them, and all other threads wait for it
-// then. Matrices are rows of numbers to get_rows. False: it cannot.
+// One call for each matrix would take as long as the driver needs for some hundred matrices, and all other threads
+// would wait for it. To get_rows, a matrix is a row of numbers. False: the device cannot.
 bool DeviceBank::gather(int number, int layer, const std::vector<int> & slots) {
-    // Others have not been seen to do so beside what they compute.
+    // Only tested for these: get_rows beside computing.
     const std::string backend = backend_of(device);
     if (backend != "CUDA" && backend != "RPC") {
         return false;
@@ -366,7 +366,7 @@ bool DeviceBank::gather(int number, int layer, const std::vector<int> & slots) {
     ggml_cgraph * graph   = ggml_new_graph(ctx.get());
     ggml_tensor * numbers = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_I32, n);
     const size_t  bytes   = ggml_backend_buft_get_alloc_size(ggml_backend_dev_buffer_type(device), numbers);
-    // Kept: a device waits for all that computes there before memory is freed.
+    // Kept: before a device frees memory, it waits for all computing there.
     if (!gathered || ggml_backend_buffer_get_size(gathered.get()) < bytes) {
         gathered.reset(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(device), bytes));
     }
@@ -397,7 +397,7 @@ bool DeviceBank::gather(int number, int layer, const std::vector<int> & slots) {
         gatherer.reset(ggml_backend_dev_init(device, nullptr));
     }
     std::vector<int32_t> rows(slots.begin(), slots.end());
-    std::replace_if(rows.begin(), rows.end(), [](int32_t slot) { return slot < 0; }, 0); // anything, to be overwritten
+    std::replace_if(rows.begin(), rows.end(), [](int32_t slot) { return slot < 0; }, 0); // any slot: it is overwritten
     if (!gatherer) {
         return false;
     }
@@ -427,7 +427,7 @@ int DeviceBanks::pool_of(int layer) const {
         }
         before += (int) bank->all().size();
     }
-    return before; // no layer is nowhere
+    return before; // every layer has a pool
 }
 
 bool DeviceBanks::have_room_for_all() const {

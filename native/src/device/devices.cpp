@@ -14,7 +14,7 @@ bool computes(ggml_backend_dev_t device) {
     return type == GGML_BACKEND_DEVICE_TYPE_GPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
 }
 
-// Backends of GPUs that this build has, and that were loaded: what they look for is a driver.
+// The GPU backends of this build, which look for a driver.
 std::string gpu_backends() {
     std::string names;
     for (size_t i = 0; i < ggml_backend_reg_count(); ++i) {
@@ -38,7 +38,7 @@ ggml_backend_dev_t find_remote(const std::string & endpoint) {
     }
     ggml_backend_reg_t server = nullptr;
     try {
-        FatalGuard guard; // what cannot be reached is a fatal error there
+        FatalGuard guard; // ggml ends the process if it cannot reach the device
         server = add(endpoint.c_str());
     } catch (const std::exception & failure) {
         refuse(endpoint.c_str(), failure);
@@ -64,7 +64,7 @@ void device_memory(ggml_backend_dev_t device, uint64_t & free, uint64_t & total)
 }
 
 ggml_backend_dev_t find_device(const std::string & name) {
-    cpu_backend(); // loads all that there are
+    cpu_backend(); // loads all backends
     constexpr char REMOTE[] = "rpc:";
     if (name.rfind(REMOTE, 0) == 0) {
         return find_remote(name.substr(sizeof(REMOTE) - 1));

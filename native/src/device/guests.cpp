@@ -1,10 +1,10 @@
-// Guests: experts that come to slots of a device because a forecast names them (SlotPools::order).
+// Guests: experts that come to slots of a device because of a forecast (SlotPools::order).
 //
 // Guests cost slots, which are kept for them, and an upload each. The device counts how often forecasts of a layer, a
 // distance and a rank came true. If these were wrong more often than the precision that the user asked for, no guest is
 // uploaded for them. Forecasts of absent experts are counted even then, so that uploads can begin again.
 //
-// None of this depends on time: what was ordered for a layer follows from forecasts and passes.
+// None of this depends on time: guests follow from forecasts and passes only.
 
 #include "device/slot_pools.h"
 #include "residency/expert.h"
@@ -16,10 +16,10 @@
 namespace pyorch {
 namespace {
 
-// So many layers' guests at once: of the layer that computes, and of the two that come next.
+// Layers with guests at once: the present layer and the next two.
 constexpr int LAYERS_WITH_GUESTS = 3;
 
-// Of a pool's slots; the others are demand's.
+// Guests have at most a share of a pool's slots.
 constexpr int MOST_KEPT = 4; // a fourth
 
 } // namespace

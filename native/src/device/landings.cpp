@@ -29,7 +29,7 @@ DeviceLandings::Piece * DeviceLandings::find(int64_t n, int64_t n_numbers) {
     return nullptr;
 }
 
-// Of the device.
+// In the device's memory.
 bool DeviceLandings::allocate(Piece & piece, int64_t n) {
     piece.ctx.reset(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
     piece.rows = ggml_new_tensor_1d(piece.ctx.get(), GGML_TYPE_F32, n);
@@ -73,7 +73,7 @@ const DeviceLandings::Landing * DeviceLandings::take_zero_copy(int64_t n, int64_
     Piece made = {};
     made.locked.reset(ggml_backend_buft_alloc_buffer(
         ggml_backend_dev_host_buffer_type(device), n * sizeof(float) + n_numbers * sizeof(int32_t)));
-    // Where the system locks no more, ggml gives memory that is not locked.
+    // If the operating system locks no more, ggml gives memory that is not locked.
     const bool is_locked =
         made.locked && ggml_backend_buffer_get_type(made.locked.get()) == ggml_backend_dev_host_buffer_type(device);
     if (!is_locked || !allocate(made, 1)) {

@@ -9,9 +9,9 @@ namespace pyorch {
 namespace {
 
 constexpr int      N_LANES     = 4;
-constexpr int      PIECES      = 4;       // of a matrix: so that its first is under way when the second is copied
+constexpr int      PIECES      = 4;       // of a matrix: the first is sent while the second is copied
 constexpr uint64_t LEAST_BYTES = 4 << 10; // of a piece: a page
-constexpr uint64_t MOST_BYTES  = 1 << 20; // as fast as larger ones, and of less memory
+constexpr uint64_t MOST_BYTES  = 1 << 20; // larger ones are not faster
 
 bool stages(ggml_backend_dev_t device) {
     ggml_backend_dev_props props;
@@ -40,7 +40,7 @@ DeviceLink::DeviceLink(ggml_backend_dev_t device, uint64_t largest, PageLocks * 
         lane->queue.reset(ggml_backend_dev_init(device, nullptr));
         lane->piece.reset(ggml_backend_buft_alloc_buffer(ggml_backend_dev_host_buffer_type(device), piece_bytes));
         if (!lane->queue || !lane->piece) {
-            break; // with those that there are
+            break; // use the existing lanes
         }
         lane->sent.reset(ggml_backend_event_new(device));
         lanes.push_back(std::move(lane));
@@ -105,7 +105,7 @@ void DeviceLink::wait() {
     }
 }
 
-// Some backends keep what an event or an instance was told until both were waited for.
+// Some backends keep the state of an event or an instance until both were waited for.
 void DeviceLink::finish(Lane & lane) {
     if (lane.under_way && lane.sent) {
         ggml_backend_event_record(lane.sent.get(), lane.queue.get());

@@ -19,13 +19,13 @@
 namespace pyorch {
 namespace {
 
-constexpr int      ROUNDS      = 3;        // of which the fastest counts: others use the machine, too
+constexpr int      ROUNDS      = 3;        // the fastest counts: others use the machine, too
 constexpr int      MORE_ROWS   = 8;        // of an expert
-constexpr uint64_t LEAST_BYTES = 64 << 20; // of weights, more than caches hold
+constexpr uint64_t LEAST_BYTES = 64 << 20; // of weights, more than the caches
 
 template <typename Work>
 double fastest(Work work) {
-    work(); // kernels are compiled, memory is touched
+    work(); // compiles kernels, touches memory
     double least = INFINITY;
     for (int round = 0; round < ROUNDS; ++round) {
         const uint64_t begin = clock_ns();
@@ -35,7 +35,7 @@ double fastest(Work work) {
     return std::max(least, 1e-9);
 }
 
-// Matrices of some experts in a backend's memory, and what computes with all of them.
+// Matrices of some experts in a backend's memory, and graphs that compute with all of them.
 class Bench {
 public:
     Bench(ggml_backend_t backend, const MoeLayer & layer, int n_experts) : backend(backend), n_experts(n_experts) {
@@ -60,7 +60,7 @@ public:
         }
     }
 
-    // From host memory that is locked as a bank's is, each matrix from its own place there.
+    // From page-locked host memory like a bank's, each matrix from its own place there.
     double upload_seconds(ggml_backend_dev_t device, uint64_t largest) {
         const size_t                                 size = round_up(bytes(), PAGE);
         const std::unique_ptr<char, decltype(&free)> from((char *) aligned_alloc(PAGE, size), free);
@@ -72,7 +72,7 @@ public:
         DeviceLink link(device, largest, &locks);
         locks.lock(from.get(), size);
         const auto                                    unlock = [&](char * begin) { locks.unlock(begin, size); };
-        const std::unique_ptr<char, decltype(unlock)> locked(from.get(), unlock); // which waits for the link
+        const std::unique_ptr<char, decltype(unlock)> locked(from.get(), unlock); // it waits for the link
         return fastest([&] {
             const char * next = from.get();
             for (ggml_tensor * t : weights) {
@@ -109,15 +109,14 @@ private:
     ggml_cgraph *              few  = nullptr;
     ggml_cgraph *              more = nullptr;
 
-    // Until the backend is done. One of another process sends what it is told and waits for no answer: so it is asked
-    // for something.
+    // Waits until the backend is done. A backend of another process only sends its commands: a read makes it wait.
     void wait(const ggml_tensor * t) {
         ggml_backend_synchronize(backend);
         char byte;
         ggml_backend_tensor_get(t, &byte, 0, sizeof(byte));
     }
 
-    // Each expert has so many rows.
+    // n_rows for each expert.
     ggml_cgraph * graph(int n_rows) {
         ggml_cgraph * graph = ggml_new_graph_custom(ctx.get(), GGML_DEFAULT_GRAPH_SIZE / 8, false);
         ids.push_back(ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, n_experts, n_rows));
@@ -129,7 +128,7 @@ private:
     }
 };
 
-// The first row of an expert, and each further one, as weights a second.
+// Weights a second for the first row of an expert, and for each further one.
 void rates_of(Bench & bench, double & first, double & more) {
     const double one = bench.compute_seconds(false), many = bench.compute_seconds(true);
     first = (double) bench.bytes() / one;
@@ -150,7 +149,7 @@ DeviceRates measure_device(const ModelMap & map, ggml_backend_dev_t device, int 
     const MoeLayer &       layer = map.layers.front();
     const int              n     = (int) std::clamp<uint64_t>(LEAST_BYTES / layer.expert_bytes(), 1, layer.n_expert);
     DeviceRates            rates;
-    FatalGuard             guard; // a device of another process may go
+    FatalGuard             guard; // the process of a device may end
     const ggml_backend_ptr there = open(device);
     Bench                  bench(there.get(), layer, n);
     rates.upload = (double) bench.bytes() / bench.upload_seconds(device, largest_matrix(layer));

@@ -107,14 +107,14 @@ void SlotPools::replace(
     std::copy_if(demand.experts.begin(), demand.experts.end(), std::back_inserter(lacking), [&](int expert) {
         return pass.slots[expert] == NONE && !std::binary_search(guests.begin(), guests.end(), expert);
     });
-    // A prompt's experts come only for their own sake.
+    // A prompt's experts come only if the pass itself uploads them.
     if (demand.stays || (scan && !brings_first)) {
         lacking.clear();
     }
     n_needed = demand.experts.size();
-    // Of what is there, a pass may replace one expert for each token: what nobody uses again costs no more than that.
+    // A pass may replace one expert for each token: experts that nobody uses again cost no more than that.
     int n_replaceable = demand.n_tokens;
-    for (int expert : guests) { // that it stays costs no upload
+    for (int expert : guests) { // to keep it costs no upload
         bool took = false;
         if (n_replaceable > 0 && admit_guest(layers[layer].experts[expert], took)) {
             n_replaceable -= took;
@@ -150,7 +150,7 @@ void SlotPools::mark_moved(int layer) {
     }
 }
 
-// It does not pass through any more.
+// It stays now, and passes through no more.
 void SlotPools::stays(Slotted & e) {
     if (e.passing) {
         auto & passing = pool_of(e).passing;
@@ -174,8 +174,8 @@ void SlotPools::give(Slotted & e) {
     e.slot = NONE;
 }
 
-// Of the experts that pass through, the first of a pool that may go for an expert of a layer. of_layer: of that layer
-// alone. null: none may.
+// The first passing expert of a pool that may be evicted for an expert of a layer. of_layer: only of that layer. null:
+// none.
 SlotPools::Slotted * SlotPools::first_passing(const Pool & pool, int layer, bool of_layer) const {
     const auto found = std::find_if(pool.passing.begin(), pool.passing.end(), [&](const Slotted * e) {
         const bool keeps = e->layer != layer && (of_layer || seats.order.n(e->layer) <= values.min(e->layer));
@@ -184,17 +184,17 @@ SlotPools::Slotted * SlotPools::first_passing(const Pool & pool, int layer, bool
     return found != pool.passing.end() ? *found : nullptr;
 }
 
-// The least valuable of the others.
+// The least valuable of the other experts.
 SlotPools::Slotted * SlotPools::least_of(const Pool & pool, int layer, bool of_layer) {
     const Victim least = seats.order.first_of(of_layer ? std::vector<int>{ layer } : pool.layers, layer, FOR_DEMAND);
     return least ? &layers[least.layer].experts[least.expert] : nullptr;
 }
 
-// So that an expert can have a slot for good; false: there is none that it is worth.
+// Makes room for an expert that stays; false: it is worth no other expert's slot.
 bool SlotPools::make_room(Slotted & e, bool must, bool & took) {
     Pool &     pool = pool_of(e);
-    const bool full = seats.order.is_full(e.layer); // it takes the place of another one of its layer
-    values.came(e.layer, e.id);                     // if it comes: it is worth what it will be then
+    const bool full = seats.order.is_full(e.layer); // it takes the slot of another expert of its layer
+    values.came(e.layer, e.id);                     // its value as if it had come
     took = full || pool.free.empty();
     if (took) {
         Slotted *  goes     = least_of(pool, e.layer, full);
@@ -210,7 +210,7 @@ bool SlotPools::make_room(Slotted & e, bool must, bool & took) {
         ++seats.counts(goes->layer).device_evictions;
         values.evicted(goes->layer, goes->id);
         give(*goes);
-        // No more pass through than one layer needs: after a prompt, all may have.
+        // At most as many pass through as one layer needs: after a prompt, all experts may be passing.
         if (!worth_it && pool.passing.size() < std::max<size_t>(n_needed, 1)) {
             e.passing = true;
             pool.passing.push_back(&e);
