@@ -112,7 +112,7 @@ uint64_t max_compute_bytes(const std::vector<LayerShape> & layers, uint64_t n_sl
 void narrow(Frame & frame) {
     char * const payload = frame.data() + sizeof(FrameHeader);
     const size_t n       = (frame.size() - sizeof(FrameHeader)) / sizeof(float);
-    for (size_t i = 0; i < n; ++i) { // each number is read before its place is written
+    for (size_t i = 0; i < n; ++i) { // each number is read before its place is overwritten
         float number;
         memcpy(&number, payload + i * sizeof(float), sizeof(number));
         const ggml_bf16_t narrowed = ggml_fp32_to_bf16(number);

@@ -16,16 +16,16 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr size_t CHUNK     = 256 << 10; // taken from or given to a connection before it is the next one's turn
-constexpr int    TICK_MS   = 100;       // between two looks at the clock, at most
-constexpr int    LINGER_MS = 500;       // for who is refused to read why
-constexpr int    BYTES_MS  = 128;       // of a transfer that others wait for: slower, it counts as stalled
-constexpr int    WAIT_MS   = 10;        // as TICK_MS, while requests wait whose bytes nobody polls for
-constexpr size_t BEGUN     = 16 << 10;  // of a request, or all of it: then it comes, where room is short
+constexpr size_t CHUNK     = 256 << 10; // received from or sent to a connection in one turn
+constexpr int    TICK_MS   = 100;       // between two reads of the clock, at most
+constexpr int    LINGER_MS = 500;       // for a refused server to read the sentence
+constexpr int    BYTES_MS  = 128;       // of a transfer that others wait for: a slower one counts as stalled
+constexpr int    WAIT_MS   = 10;        // in place of TICK_MS while requests wait whose bytes are not polled for
+constexpr size_t BEGUN     = 16 << 10;  // so much of a request, or all of it, is proof that it comes
 
 constexpr const char * NOBODY = "who connects must say who it is";
 
-// As long for any two texts of a length, wherever they differ.
+// Takes equally long for any two texts of a length.
 template <size_t n>
 bool same_text(const char (&a)[n], const char (&b)[n]) {
     volatile unsigned char differs = 0;
@@ -126,7 +126,7 @@ void Listener::serve_all() {
                 flush(*session);
             }
             if (fds[i++].revents & (POLLIN | POLLHUP | POLLERR)) {
-                if (session->waits) { // and is gone
+                if (session->waits) { // and is closed
                     MutexLock lock(mutex);
                     end(*session);
                 } else {
@@ -138,13 +138,13 @@ void Listener::serve_all() {
             accept_next();
         }
         MutexLock lock(mutex);
-        make_room(); // here, where what has come and could go has: nobody else is late for this thread being so
+        make_room(); // after all I/O of this round: a delay of this thread must count against no connection
     }
 }
 
 void Listener::accept_next() {
     Socket socket = accept_from(listening);
-    if (!socket.open()) { // where the system has no descriptor left, it is not to be asked all the time
+    if (!socket.open()) { // without free descriptors, wait before the next try
         pollfd p = { waker.fd(), POLLIN, 0 };
         poll(&p, 1, TICK_MS / 2);
         return;
@@ -165,7 +165,7 @@ void Listener::accept_next() {
     sessions.back()->socket = std::move(socket);
 }
 
-// What has arrived, a part of it: the others have a turn, too.
+// Receives a part of what has arrived, so that the others have a turn.
 void Listener::receive(Session & session) {
     std::string why;
     int64_t     n = 1;
@@ -194,7 +194,7 @@ void Listener::receive(Session & session) {
     }
 }
 
-// Memory is taken for what has arrived, and for as much again; of a request, for its head first.
+// The place for the next bytes. Memory grows with the arrived bytes; for a request, the head is read first.
 Listener::Place Listener::place_for(Session & session) {
     if (session.received < sizeof(session.header)) {
         return { (char *) &session.header + session.received, sizeof(session.header) - session.received };
@@ -208,13 +208,13 @@ Listener::Place Listener::place_for(Session & session) {
         payload.reserve(size);
         payload.resize(size);
     }
-    if (session.cut_off()) { // it has no payload any more
+    if (session.cut_off()) { // its payload was freed
         return { ignored, sizeof(ignored) };
     }
     return { payload.data() + arrived, payload.size() - arrived };
 }
 
-// So many bytes more of a frame. Returns why the connection cannot go on, "" if it can.
+// Handles more bytes of a frame. Returns why the connection cannot go on, "" if it can.
 std::string Listener::take(Session & session, size_t bytes) {
     session.heard = Clock::now();
     if (session.received == 0 && session.joined) {
@@ -258,7 +258,8 @@ std::string Listener::accept_header(Session & session) {
     return "";
 }
 
-// Of a request: from here on it needs room. Throws Failure, as accept_frame() does, for one that cannot be.
+// Handles the head of a request, which needs room from here on. Throws Failure, like accept_frame(), if it is
+// impossible.
 void Listener::accept_head(Session & session) {
     const ComputeHead head = read_head(session.payload.data(), session.header.bytes, config.layers, max_slots);
     MutexLock         lock(mutex);
@@ -297,7 +298,7 @@ std::string Listener::accept_frame(Session & session) {
     return "";
 }
 
-// Why who connects does not join, "" where it did.
+// Returns why a connecting server does not join, "" if it joins.
 std::string Listener::join(Session & session) {
     Hello hello;
     memcpy(&hello, session.payload.data(), sizeof(hello));
@@ -326,7 +327,7 @@ void Listener::look_at_clock(Session & session) {
         }
     } else if (session.joined && !session.out.empty() && is_over(session.since, FRAME_MS)) {
         refuse(session, format("it took no answer in %d s", FRAME_MS / 1000));
-    } else if (session.waits) { // its requests for signs of life are behind what is not read
+    } else if (session.waits) { // its pings lie behind the unread request
         if (session.out.empty() && is_over(session.signed_at, SIGN_MS)) {
             session.signed_at = Clock::now();
             send(session, make_frame(FrameKind::PONG, 0, nullptr, 0));
@@ -342,9 +343,9 @@ void Listener::look_at_clock(Session & session) {
     }
 }
 
-// To those that wait for it, in their order: a small request does not go before a large one for ever. Who has a half of
-// the quota waits for its own answers only; and where half of it is promised, who says that a request will come waits for
-// its bytes. True: somebody waits for what others hold.
+// Gives room to waiting requests in their order: small ones do not pass a large one for ever. A connection with half of
+// the quota waits for its own answers only. If half of the quota is promised, a request gets room after its first
+// bytes. True: a request waits for room that others hold.
 bool Listener::give_room() {
     for (auto next = waiting.begin(); next != waiting.end();) {
         Session & session = **next;
@@ -368,7 +369,7 @@ bool Listener::give_room() {
     return false;
 }
 
-// Holds room and does not go on.
+// Whether it holds room and makes no progress.
 bool Listener::stalls(const Session & session) const {
     const auto is_late = [&](Clock::time_point begun, Clock::time_point moved, uint64_t bytes) {
         return is_over(moved, config.stall_ms) || is_over(begun, config.stall_ms + (int) (bytes / BYTES_MS));
@@ -398,7 +399,7 @@ void Listener::refuse(Session & session, const std::string & why) {
     }
     ++counters.refused;
     sentence = why;
-    if (session.sent > 0) { // a sentence in the middle of an answer would be none
+    if (session.sent > 0) { // a sentence inside an answer could not be read
         end(session);
         return;
     }
@@ -437,8 +438,8 @@ void Listener::send(Session & session, Frame frame) {
     }
 }
 
-// As much as goes without waiting, a part of it: the others have a turn, too. That a connection is at its end is
-// noticed when it is read.
+// Sends a part of the output, as much as goes without waiting, so that the others have a turn. The end of a connection
+// is noticed at the next read.
 void Listener::flush(Session & session) {
     for (size_t left = CHUNK; left > 0 && !session.out.empty();) {
         const Frame & first = session.out.front();
@@ -475,7 +476,7 @@ void Listener::compute_all() {
             }
             session = std::move(turns.front());
             turns.pop_front();
-            if (session->requests.empty()) { // it was cut off
+            if (session->requests.empty()) { // it was closed
                 continue;
             }
             request = std::move(session->requests.front());
@@ -505,10 +506,10 @@ void Listener::compute_all() {
         counters.slots += rows.n_slots;
         counters.compute_ns += clock_ns() - begin;
         if (!session->cut_off()) {
-            hold(*session, -(int64_t) request.room); // but for its answer
+            hold(*session, -(int64_t) request.room); // the answer's part stays
             send(*session, std::move(frame));
         }
-        if (!session->out.empty() || !waiting.empty()) { // the rest is for the thread that has the connections
+        if (!session->out.empty() || !waiting.empty()) { // the connections' thread does the rest
             waker.wake();
         }
     }

@@ -1,11 +1,11 @@
-// Where other servers ask this one: it listens, checks who joins and what they send, and answers.
+// The listening side: accepts other servers, checks what they send, and answers.
 //
-// One thread has all connections and never waits for one of them; another one computes what was asked, of one connection
-// after the other. A request is read once there is room for it and its answer in one quota for all connections, of which
-// one has half at most; until then it stays where it is, in the order in which requests came, and who asks gets signs of
-// life. So what is read can always be answered. Who holds room and does not go on (sends half of something, reads
-// nothing) is cut off where others wait for that. Whoever sends what cannot be is told so in a sentence and cut off; who
-// is silent is dropped.
+// One thread has all connections and never blocks on one. Another thread computes the requests of one connection after
+// the other. All connections share one quota of memory for requests and answers; one connection has at most half. A
+// request is read once the quota has room for it and its answer. Until then it stays in the kernel, in the order of
+// arrival, and its server gets signs of life. So each request that was read can be answered. A connection that holds
+// room and stalls (sends half a frame, reads nothing) is closed if others wait for room. A connection that sends
+// an impossible frame gets a sentence and is closed; a silent one is closed.
 
 #pragma once
 
@@ -24,38 +24,38 @@ namespace pyorch {
 
 struct ListenerConfig : Endpoint {
     std::vector<LayerShape> layers;
-    uint64_t                quota    = UINT64_MAX; // bytes; what MIN_REQUESTS of the largest ones take is enough
-    int                     stall_ms = 1000; // who moves nothing for so long loses its room where others wait for it
+    uint64_t                quota    = UINT64_MAX; // bytes; MIN_REQUESTS of the largest size is enough
+    int                     stall_ms = 1000; // a connection without progress for so long loses its room to others
 };
 
-// What the largest request takes with its answer, of so many slots.
+// Bytes of the largest request of so many slots, with its answer.
 uint64_t largest_with_answer(const std::vector<LayerShape> & layers, uint64_t n_slots = ExpertRows::MAX_SLOTS);
 
 class Listener {
 public:
-    static constexpr int MAX_STRANGERS = 16;    // who have not joined yet; of more, the first ones go
-    static constexpr int JOIN_MS       = 3000;  // to say who one is
-    static constexpr int IDLE_MS       = 10000; // who is silent for so long is gone: signs of life come more often
-    static constexpr int FRAME_MS      = 60000; // from a frame's beginning to its end: who asks waits no longer, either
-    static constexpr int MAX_QUEUED    = 64;    // requests and answers of a connection that wait
-    static constexpr int MIN_REQUESTS  = 4;     // as large as any, with their answers: so many have room together
-    static constexpr int SIGN_MS       = 100;   // between signs of life for those
+    static constexpr int MAX_STRANGERS = 16;    // connections before HELLO; with more, the oldest is closed
+    static constexpr int JOIN_MS       = 3000;  // from connecting to HELLO
+    static constexpr int IDLE_MS       = 10000; // a connection silent for so long is closed: signs of life come faster
+    static constexpr int FRAME_MS      = 60000; // for one frame: the other side waits no longer, either
+    static constexpr int MAX_QUEUED    = 64;    // waiting requests and answers of a connection
+    static constexpr int MIN_REQUESTS  = 4;     // of the largest size, with answers: the quota has room for these
+    static constexpr int SIGN_MS       = 100;   // between signs of life
 
-    // compute: outputs [n_slots][n_out] of rows, or throws Failure; called by one thread. Throws Failure where it
-    // cannot listen.
+    // compute: writes the outputs [n_slots][n_out] of rows, or throws Failure; called by one thread. Throws Failure if
+    // it cannot listen.
     using Compute = std::function<void(const ExpertRows & rows, float * outputs)>;
     Listener(ListenerConfig config, Compute compute);
     ~Listener();
 
-    // Of requests and answers, of all connections.
+    // Bytes for the requests and answers of all connections.
     const uint64_t quota;
 
-    // Of a request.
+    // Most slots of a request.
     const int max_slots;
 
     int           port() const { return port_of(listening); }
     pyorch_served counts(); // buffer_bytes: of the quota
-    std::string   error();  // why it refused or cut off somebody last, "" if it never did
+    std::string   error();  // the reason of the last refusal or close, "" without one
 
 private:
     struct Request {
@@ -66,26 +66,26 @@ private:
     struct Session : std::enable_shared_from_this<Session> {
         Socket socket;
 
-        // Of the thread that has the connections.
+        // Used by the connections' thread only.
         bool              joined   = false;
-        FrameHeader       header   = {}; // of the frame that comes
-        size_t            received = 0;  // bytes of it and of its header
+        FrameHeader       header   = {}; // of the arriving frame
+        size_t            received = 0;  // bytes of header and payload
         std::vector<char> payload;
-        Clock::time_point heard = Clock::now(), begun = heard; // begun: the frame
-        Clock::time_point signed_at = {};                      // while it waits, its last sign of life
+        Clock::time_point heard = Clock::now(), begun = heard; // begun: of the frame
+        Clock::time_point signed_at = {};                      // the last sign of life for its waiting request
 
-        // That thread alone writes these, under the mutex, and reads them without.
-        uint64_t          room   = 0;     // of the request that comes, with its answer
-        bool              waits  = false; // for that: nothing is read
+        // That thread alone writes these, under the mutex, and reads them without it.
+        uint64_t          room   = 0;     // of the arriving request, with its answer
+        bool              waits  = false; // for room: nothing is read
         bool              ended  = false;
-        Clock::time_point linger = {}; // refused: what it sends is thrown away until then
+        Clock::time_point linger = {}; // refused: what it sends until then is dropped
 
-        // Guarded by the mutex of the listener.
+        // Guarded by the listener's mutex.
         std::deque<Request> requests;
         std::deque<Frame>   out;
         uint64_t            sent  = 0;  // bytes of the first of them
-        Clock::time_point   since = {}; // when that became the first
-        Clock::time_point   moved = {}; // when something of it went last
+        Clock::time_point   since = {}; // when that became the first one
+        Clock::time_point   moved = {}; // when a byte of it was sent last
         uint64_t            held  = 0;  // bytes of the quota
 
         bool refused() const { return linger != Clock::time_point(); }
@@ -98,7 +98,7 @@ private:
 
     const ListenerConfig config;
     const Compute        compute;
-    const size_t         max_sessions; // more would leave too few descriptors for anything else
+    const size_t         max_sessions; // leaves descriptors for other uses
     Hello                expected;
     Socket               listening;
     Waker                waker;
@@ -106,13 +106,13 @@ private:
     Mutex                                mutex;
     CondVar                              asked;
     bool                                 stopping GUARDED_BY(mutex) = false;
-    std::deque<std::shared_ptr<Session>> turns GUARDED_BY(mutex);   // sessions with requests: the next one has its turn
-    std::list<std::shared_ptr<Session>>  waiting GUARDED_BY(mutex); // for room, in their order
+    std::deque<std::shared_ptr<Session>> turns GUARDED_BY(mutex);   // sessions with requests, in turn
+    std::list<std::shared_ptr<Session>>  waiting GUARDED_BY(mutex); // for room, in order of arrival
     uint64_t                             held GUARDED_BY(mutex)     = 0;
     pyorch_served                        counters GUARDED_BY(mutex) = {};
     std::string                          sentence GUARDED_BY(mutex);
 
-    std::list<std::shared_ptr<Session>> sessions; // of the thread that has them, and so are the functions down to end()
+    std::list<std::shared_ptr<Session>> sessions; // of the connections' thread, like the functions down to end()
     char                                ignored[4096];
     std::thread                         connections, worker;
 

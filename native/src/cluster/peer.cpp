@@ -14,7 +14,7 @@ namespace pyorch {
 
 using std::chrono::milliseconds;
 
-// Between signs of life for who waits, at the least: a listener takes twice as long.
+// Least pause between signs of life for waiting servers: a listener takes twice as long.
 static constexpr int SIGN_MS = 50;
 
 bool Answer::wait() {
@@ -122,7 +122,8 @@ size_t Peer::pace_of(int n_slots) {
     return std::min(log, N_PACES - 1);
 }
 
-// Of answers for alike many slots; for more, if need be: fewer say less than it takes, and are tried. Null: of none.
+// The pace of answers with similar numbers of slots; or of more slots (the pace of fewer would be too short). Null:
+// unknown.
 const Peer::Pace * Peer::known_pace(int n_slots) const {
     const size_t wanted = pace_of(n_slots);
     for (size_t i = wanted; i < paces.size(); ++i) {
@@ -142,7 +143,7 @@ double Peer::answer_seconds(int n_slots) {
     MutexLock    lock(mutex);
     const Pace * found   = known_pace(n_slots);
     double       seconds = found ? found->seconds : 0;
-    if (!questions.empty()) { // which are answered before: the oldest has been waiting, and is overdue perhaps
+    if (!questions.empty()) { // they are answered first; the oldest may be overdue
         const Question & oldest = questions.begin()->second;
         const Pace *     usual  = known_pace(oldest.n_slots);
         const double     waits  = seconds_since(oldest.since);
@@ -166,7 +167,7 @@ pyorch_pace Peer::pace() {
 void Peer::note_pace(const Question & last) {
     Pace &       pace    = paces[pace_of(last.n_slots)];
     const double seconds = seconds_since(last.since);
-    // Not asked for long, and faster now: what was known before says nothing any more. Slower: that may be this once.
+    // After a long pause, a faster answer replaces the old pace. A slower one may be an exception.
     const double idle = std::chrono::duration<double>(last.since - pace.since).count();
     pace.seconds      = pace.seconds > 0 && (seconds > pace.seconds || idle <= FORGOTTEN * pace.seconds) ?
         pace.seconds * std::pow(seconds / pace.seconds, 1.0 / 8) :
@@ -187,7 +188,7 @@ void Peer::push(std::shared_ptr<Frame> frame) {
     }
 }
 
-// As much as goes without waiting. That a connection is at its end, its reader notices.
+// Sends as much as goes without waiting. The receiving part notices the end of a connection.
 void Peer::flush() {
     while (!out.empty()) {
         Outgoing &    first = out.front();
@@ -227,7 +228,7 @@ void Peer::run() {
     }
 }
 
-// Nothing comes any more of what was asked.
+// No answer will come to the pending questions.
 void Peer::lose(const std::string & why) {
     std::map<uint64_t, Question> unanswered;
     bool                         was_joined;
@@ -262,7 +263,7 @@ std::string Peer::rubbish(const std::string & what) {
     return "was cut off: " + what;
 }
 
-// Joins, and goes on until the connection ends. Returns why it did.
+// Joins, and works until the connection ends. Returns the reason.
 std::string Peer::live() {
     Socket            connected;
     const std::string refusal = connect_to(config.address, config.port, config.timeout_ms, waker, connected);
@@ -306,7 +307,7 @@ std::string Peer::live() {
             const uint64_t sent   = before ? out.front().sent : 0;
             flush();
             if (out.size() != before || (before && out.front().sent != sent)) {
-                last_heard = Clock::now(); // it takes what the kernel had no room for
+                last_heard = Clock::now(); // it receives the rest
             }
         }
         if (fds[0].revents & (POLLIN | POLLHUP | POLLERR)) {
@@ -329,10 +330,10 @@ std::string Peer::live() {
     return "is not asked any more";
 }
 
-// Rows that are received where they are wanted.
+// Whether the rows are received at their final place.
 bool Peer::is_as_it_is() const { return header.kind == (uint16_t) FrameKind::COMPUTED && config.rows == RowType::F32; }
 
-// What has arrived. Returns why the connection cannot go on, "" if it can.
+// Receives what has arrived. Returns why the connection cannot go on, "" if it can.
 std::string Peer::receive() {
     for (;;) {
         char *   to   = (char *) &header;
@@ -378,7 +379,7 @@ std::string Peer::accept_header() {
     if (is_joined ? !answers && kind != FrameKind::REFUSED : !joins) {
         return rubbish(format("a frame of kind %d was not to come", header.kind));
     }
-    if (kind == FrameKind::PONG) { // without end, they would leave no time for anything else
+    if (kind == FrameKind::PONG) { // endless pongs would leave no time for other work
         const auto n_signs = (uint64_t) ((Clock::now() - joined_at) / milliseconds(SIGN_MS));
         if (n_pongs++ == n_pings + n_signs) {
             return rubbish("it answers what it was not asked");

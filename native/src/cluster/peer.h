@@ -1,13 +1,13 @@
-// Another server, as one that asks it sees it: a connection that lives as long as it can.
+// Peer: the connection to another server, which computes experts for this one.
 //
-//     joining --WELCOME--> joined --lost--> joining again, four times a second; when it was refused, after twice as long
-//        |                   |              each time until it gets an answer; and when an answer took too long, after as
-//        |                   |              long as one may take, which is also the longest
-//        +--REFUSED----------+--rubbish---> cut off, for good
+//     joining --WELCOME--> joined --lost--> joining again, every 250 ms; after a refusal the pause doubles until an
+//        |                   |              answer comes; after an answer that took too long, the pause is answer_ms,
+//        |                   |              the longest
+//        +--REFUSED----------+--rubbish---> closed for good
 //
-// One thread connects, receives, and sends what the kernel did not take at once; who asks sends as much as goes without
-// waiting. Every question gets an answer: rows, or that it failed, at the latest when the connection is lost. A server
-// that is silent for timeout_ms is lost: it is asked for a sign of life three times as often.
+// One thread connects, receives, and sends the rest of what the kernel did not take at once. Every question gets an
+// answer: rows, or a failure, which a lost connection gives at the latest. A server that is silent for timeout_ms is
+// lost; a ping goes to it three times as often.
 
 #pragma once
 
@@ -28,19 +28,19 @@ namespace pyorch {
 struct PeerConfig : Endpoint {
     int     timeout_ms;
     RowType rows      = RowType::F32;
-    int     answer_ms = 60000; // an answer that takes longer is none, and the server is lost
+    int     answer_ms = 60000; // after so long without an answer, the server is lost
 };
 
-// What comes of a question.
+// The answer to a question.
 class Answer {
 public:
-    // Until it is there; false: it failed.
+    // Waits; false: it failed.
     bool wait();
 
-    // It failed because the server was lost, which may be asked again when it is back; else the server cannot.
+    // True: it failed because the server was lost; ask again when it is back. False: the server cannot compute it.
     bool was_lost();
 
-    std::vector<float> rows; // [n_slots][n_out], once it is there
+    std::vector<float> rows; // [n_slots][n_out], after wait()
 
 private:
     friend class Peer;
@@ -55,54 +55,54 @@ private:
 
 class Peer {
 public:
-    // What is known of how long it takes is forgotten after so many times as long: so that trying again costs little.
+    // A pace is forgotten after so many times its length without a question: then a try costs little.
     static constexpr double FORGOTTEN = 50;
 
-    // A server drops who is silent for five times as long.
+    // A fifth of the silence after which a listener closes the connection.
     static constexpr int MAX_BEAT_MS = 2000;
 
-    // Before it is joined again, when it was lost.
+    // Pause before it joins again after a loss.
     static constexpr int PAUSE_MS = 250;
 
-    // Of the slots that a server takes in one request: so many times as many wait there at once, of all that is asked
-    // here. It has room for these, whatever others ask it.
+    // Slots that wait on a server at once, in the most slots of one request. It has room for these, whatever others
+    // ask.
     static constexpr int MOST_WAITING = 2;
 
-    // changed: it joined, or was lost. Called by its thread. Throws Failure for what is no address.
+    // changed: called by the peer's thread after it joined or was lost. Throws Failure for an impossible address.
     Peer(PeerConfig config, std::function<void()> changed);
     ~Peer();
 
     const PeerConfig config;
 
-    // Until it joined, or the first attempt failed: then, why.
+    // Waits until it joined, or the first attempt failed; returns the reason of that.
     std::string wait_joined();
 
     bool joined() const { return is_joined; }
 
-    // Null where it is lost, or has no room for these. frame: of COMPUTE, for so many slots.
+    // Null if it is lost, or has no room for the slots. frame: of COMPUTE.
     std::shared_ptr<Answer> ask(std::shared_ptr<Frame> frame, int n_slots, int n_out);
 
     // The same, but waits for room.
     std::shared_ptr<Answer> ask_in_turn(std::shared_ptr<Frame> frame, int n_slots, int n_out);
 
-    // For so many slots more it has room now.
+    // Further slots for which it has room now.
     int64_t room();
 
-    // Until the answer for so many slots, as such answers came lately, behind what it was asked for before; 0 where that
-    // is not known: none has come, or it was not asked for much longer than that, and may have become faster.
+    // Expected seconds to the answer for so many slots, behind the pending questions. 0 if unknown: none has come, or
+    // none was asked for so long that the server may have become faster.
     double answer_seconds(int n_slots);
 
-    // Of all its answers; all 0 but for what is pending where that is forgotten.
+    // Of all its answers; if it is forgotten, only `pending` is not 0.
     pyorch_pace pace();
 
-    // Of a request that it takes, while it is joined.
+    // Most slots of a request; valid while it is joined.
     int max_slots() const { return most_slots; }
 
     bool             same_bits() const { return has_same_kernels && config.rows == RowType::F32; }
     pyorch_peer_info counts(); // without the rest
-    std::string      error();  // why it was lost last, "" if it never was
+    std::string      error();  // the reason of the last loss, "" without one
 
-    // When it was lost last, or before anything, if it never was.
+    // The time of the last loss; before all times if there was none.
     Clock::time_point lost_since();
 
 private:
@@ -112,10 +112,10 @@ private:
         int                     n_slots;
         Clock::time_point       since;
     };
-    // Of answers for alike many slots.
+    // The pace of answers with similar numbers of slots.
     struct Pace {
         double            seconds = 0; // fading geometric mean: one late answer says little of the next
-        Clock::time_point since;       // the last one came
+        Clock::time_point since;       // of the last answer
     };
     static constexpr size_t N_PACES = 13;
 
@@ -133,26 +133,26 @@ private:
 
     Mutex                        mutex;
     CondVar                      tried, answered_some;
-    Socket                       socket; // its thread alone writes it, under the mutex, and reads it without
+    Socket                       socket; // its thread alone writes it, under the mutex, and reads it without it
     std::deque<Outgoing>         out GUARDED_BY(mutex);
     std::map<uint64_t, Question> questions GUARDED_BY(mutex); // by id
     uint64_t                     last_id GUARDED_BY(mutex) = 0;
     std::array<Pace, N_PACES>    paces GUARDED_BY(mutex); // by the binary logarithm of their slots: MAX_SLOTS at most
     pyorch_pace                  overall GUARDED_BY(mutex) = {};
-    Clock::time_point            answered GUARDED_BY(mutex); // the last question
+    Clock::time_point            answered GUARDED_BY(mutex); // the last one
     pyorch_peer_info             counters GUARDED_BY(mutex) = {};
     std::string                  sentence GUARDED_BY(mutex);
     Clock::time_point            lost_at GUARDED_BY(mutex);
     bool                         has_tried GUARDED_BY(mutex) = false;
 
-    // Of its thread alone: the frame that is being received.
+    // Used by its thread only: the frame that arrives.
     FrameHeader       header;
     std::vector<char> payload;
-    Question          question;       // whose answer it is
-    uint64_t          received   = 0; // bytes of the header or, once that is complete, of the payload
+    Question          question;       // of the answer that arrives
+    uint64_t          received   = 0; // bytes of the header; once that is complete, of the payload
     bool              in_payload = false;
     bool              cut_off    = false;
-    bool              overloaded = false;       // what asks it so soon again would wait as long
+    bool              overloaded = false;       // a question so soon would wait as long again
     int               refusals   = 0;           // since its last answer
     uint64_t          n_pings = 0, n_pongs = 0; // since it was joined
     Clock::time_point joined_at, last_heard;

@@ -22,7 +22,7 @@ RemoteBank::RemoteBank(
 }
 
 RemoteBank::~RemoteBank() {
-    std::vector<std::shared_ptr<Peer>> last; // end without the mutex, which their threads may take
+    std::vector<std::shared_ptr<Peer>> last; // destroyed without the mutex, which their threads may take
     MutexLock                          lock(mutex);
     last.swap(peers);
     placement.assign(layers.size(), {});
@@ -68,7 +68,7 @@ void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
                 throw Failure(PYORCH_INVALID, format("there is no server %d", to[i]));
             }
             std::vector<int> & places = of_layer[i / n_places];
-            if (to[i] >= 0 && places.size() == i % n_places) { // none behind the end
+            if (to[i] >= 0 && places.size() == i % n_places) { // nothing after the end
                 places.push_back(to[i]);
             }
         }
@@ -82,10 +82,10 @@ void RemoteBank::place(int layer, const std::vector<int> & to, int n_places) {
     tell(layer);
 }
 
-// Takes from each server what would be read before it answers, fewest experts first: reads queue up. Returns the slots.
-// n_read: experts that are read in any case. A read of s seconds from a disk for which layers wait for a share r of the
-// time delays them by r / (1 - r) s, which counts as if this layer waited for it: s / (1 - r) in all. Of one stream alone
-// all of r is its own waiting, and it asks where it might read.
+// Takes from each server the slots of experts that are read sooner than it answers, fewest experts first: reads queue
+// up. Returns the number of slots. n_read: experts that are read in any case. A read of s seconds from a disk for which
+// layers wait a share r of the time delays them by r / (1 - r) s, which counts like waiting of this layer: s / (1 - r)
+// in all. With one stream, r is only its own waiting, and the estimate errs towards asking.
 size_t RemoteBank::keep_for_reading(int layer, const ReadCost & read, int n_read,
     const std::vector<std::vector<int>> & slots_of, std::vector<std::vector<int>> & experts_at) const {
     std::vector<size_t> order;
@@ -136,7 +136,7 @@ void RemoteBank::tell(int layer) {
 
 void RemoteBank::tell_all() {
     {
-        MutexLock lock(mutex); // or who looks just now would miss it
+        MutexLock lock(mutex); // otherwise a thread that is about to wait would miss it
     }
     arrived.notify_all();
     for (int layer = 0; layer < (int) layers.size(); ++layer) {
@@ -144,7 +144,7 @@ void RemoteBank::tell_all() {
     }
 }
 
-// When something was placed, or a server was lost.
+// The time of the last placement or loss.
 Clock::time_point RemoteBank::last_change() const {
     Clock::time_point last = placed_at;
     for (const auto & peer : peers) {
@@ -153,8 +153,8 @@ Clock::time_point RemoteBank::last_change() const {
     return last;
 }
 
-// By server: the experts that it is asked for. Not those that nobody has who is there, and has room for their slots.
-// failed: numbers of servers that are not asked. is_chosen: becomes, by expert, whether one is.
+// By server: the experts to ask it for. Without experts for which no joined server has room.
+// failed: numbers of servers not to ask. is_chosen: becomes, by expert, whether a server was chosen.
 std::vector<std::vector<int>> RemoteBank::choose(int layer, const std::vector<int> & wanted,
     const std::vector<std::vector<int>> & slots_of, const std::vector<int> & failed,
     std::vector<uint8_t> & is_chosen) const {
@@ -197,7 +197,7 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
         const auto &                  of_layer = placement[layer];
         std::vector<std::vector<int>> slots_of(of_layer.size());
         std::vector<int>              wanted;
-        std::vector<uint8_t>          absent(of_layer.size()); // and nobody else is asked for it
+        std::vector<uint8_t>          absent(of_layer.size()); // and no other server is asked for it
         for (int slot = 0; slot < n_tokens * n_used; ++slot) {
             const int e = experts[slot];
             if (!here[e] && (!of_layer[e].empty() || lacks(layer, e))) {
@@ -224,8 +224,8 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
             if (experts_at[peer].empty()) {
                 continue;
             }
-            // All rows of an expert are in one request. What would be more than a server has room for beside what others
-            // ask it is computed here, or asked when it has answered.
+            // All rows of an expert are in one request. Rows beyond the server's room are computed here, or asked for
+            // after its answer.
             const size_t first = rows.size(), most = peers[peer]->max_slots();
             int64_t      left = peers[peer]->room();
             for (int e : experts_at[peer]) {
@@ -244,7 +244,7 @@ std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, co
             }
         }
         const size_t first = rows.size(), most = ExpertRows::MAX_SLOTS;
-        for (int e : wanted) { // that nobody has who is there: send_again() waits for one
+        for (int e : wanted) { // of no joined server: send_again() waits for one
             if (is_chosen[e] || !lacks(layer, e) || slots_of[e].size() > most) {
                 continue;
             }
@@ -344,7 +344,7 @@ std::vector<RemoteRows> RemoteBank::send_again(int layer, const RemoteRows & los
             rows.back().slots.insert(rows.back().slots.end(), slots_of[e].begin(), slots_of[e].end());
         }
     }
-    RemoteRows rest = { {}, nullptr, nullptr, -1, failed, until }; // is computed here
+    RemoteRows rest = { {}, nullptr, nullptr, -1, failed, until }; // computed here
     for (int e : wanted) {
         if (!is_chosen[e]) {
             rest.slots.insert(rest.slots.end(), slots_of[e].begin(), slots_of[e].end());

@@ -6,10 +6,10 @@
 namespace pyorch {
 namespace {
 
-constexpr double FADING = 15.0 / 16; // of what is known, with each answer
+constexpr double FADING = 15.0 / 16; // of older answers, with each one
 
-// Servers whose answers take so many times as long, or less, count as alike: by smaller differences, which come and go
-// with what waits there, all would ask the same one.
+// Servers whose expected times differ by no more than this factor count as equal. Smaller differences come and go with
+// the waiting requests, and all servers would ask the same one.
 constexpr double ALIKE = 2.5;
 
 // Seconds of an answer: first, and each slot more.
@@ -17,10 +17,10 @@ struct Line {
     double first, slot;
 };
 
-// Of least squares, of all answers together.
+// Fits a line by least squares to all answers.
 Line line_of(const pyorch_pace & p) {
     const double spread = p.answers * p.slots_squared - p.slots * p.slots;
-    double       slot   = p.seconds / p.slots / 2; // where all had alike many slots, half of it is for these
+    double       slot   = p.seconds / p.slots / 2; // if all had equally many slots: half of the time is for the slots
     if (spread > 1e-3 * p.answers * p.slots_squared) {
         slot =
             std::clamp((p.answers * p.slots_seconds - p.slots * p.seconds) / spread, 1e-3 * slot, p.seconds / p.slots);
@@ -48,7 +48,7 @@ std::vector<int> choose_replicas(const std::vector<std::vector<int>> & places, c
         all.seconds += pace.seconds;
         all.slots_seconds += pace.slots_seconds;
     }
-    const Line usual = all.answers > 0 ? line_of(all) : Line{ 1, 1 }; // also of a server of which nothing is known
+    const Line usual = all.answers > 0 ? line_of(all) : Line{ 1, 1 }; // also for an unknown server
     std::vector<Line>   lines;
     std::vector<double> asked;
     for (const pyorch_pace & pace : paces) {

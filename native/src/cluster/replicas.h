@@ -1,4 +1,4 @@
-// Which of several servers that have an expert is asked for it; simulated clusters ask this, too.
+// Chooses among several servers with an expert; simulated clusters use it, too.
 
 #pragma once
 
@@ -8,11 +8,11 @@
 
 namespace pyorch {
 
-// One more answer; older ones fade.
+// Adds an answer; older ones fade.
 void note_answer(pyorch_pace & pace, int n_slots, double seconds);
 
-// For each expert, with slots[n], one of its places: the one that is expected to have answered first, with all that it
-// is asked for in this ubatch and before; of equals the first. Experts with most slots choose first. -1: it has none.
+// For each expert, with slots[n], one of its places: the one with the earliest expected answer, with all its slots of
+// this ubatch and those that wait; of equal ones the first. Experts with most slots choose first. -1: no place.
 std::vector<int> choose_replicas(const std::vector<std::vector<int>> & places, const std::vector<int> & slots,
     const std::vector<pyorch_pace> & paces);
 

@@ -1,4 +1,4 @@
-// TCP connections that never block for longer than they are told.
+// TCP connections that never block for longer than the caller allows.
 
 #pragma once
 
@@ -10,7 +10,7 @@ namespace pyorch {
 
 using Clock = std::chrono::steady_clock;
 
-// A file descriptor of its own.
+// Owns a file descriptor.
 class Socket {
 public:
     explicit Socket(int fd = -1) : number(fd) {}
@@ -39,23 +39,23 @@ private:
     Socket receiver, sender;
 };
 
-// Both throw Failure: PYORCH_INVALID for an address that is none, PYORCH_IO where the system refuses. Port 0: a free
-// one.
+// Both throw Failure: PYORCH_INVALID for an impossible address, PYORCH_IO if the operating system refuses. Port 0: a
+// free one.
 Socket listen_at(const std::string & address, int port);
 int    port_of(const Socket & listening);
 
-// A connection, or why there is none. waker: whoever wakes it wants no connection any more.
+// Connects; returns the reason of a failure. waker: to wake it ends the attempt.
 std::string connect_to(const std::string & address, int port, int timeout_ms, const Waker & waker, Socket & socket);
 
-// The next connection; not open where there is none. It never blocks.
+// The next connection; not open if none waits. It never blocks.
 Socket accept_from(const Socket & listening);
 
-// Sends or receives as much as goes without waiting. -1: the connection is at its end, with the reason in errno or, of
-// a connection that was closed in order, 0.
+// Sends or receives as much as goes without waiting. -1: the connection has ended, with the reason in errno, or 0 if it
+// was closed in order.
 int64_t send_some(const Socket & socket, const char * data, uint64_t bytes);
 int64_t receive_some(const Socket & socket, char * data, uint64_t bytes);
 
-// That have come, and were not received yet.
+// Bytes that have arrived and were not received yet.
 uint64_t bytes_waiting(const Socket & socket);
 
 } // namespace pyorch
