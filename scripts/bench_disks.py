@@ -1,6 +1,6 @@
-"""Measures on disks of several speeds whether defaults gain: guesses against none, and --lossy heaviest against
-lossless, each ratio of runs of the same round. The disks are in memory and slowed down, so it needs root, Linux and
-memory for the model beside what runs it.
+"""Measures on disks of several speeds whether defaults gain: prefetching against none, and --lossy heaviest against
+lossless, each as a ratio of runs of the same round. The disks are in memory and slowed down. So it needs root, Linux,
+and memory for the model in addition to the run.
 
     sudo .venv/bin/python -m scripts.bench_disks build/bench/bench.gguf --repeat 4
 """
@@ -33,7 +33,7 @@ from scripts.disk_in_memory import disk_in_memory, slowed
 from scripts.papers import program
 
 _BUDGETS = ("25%", "40%", "60%")
-_PROMPT_TOKENS, _TOKENS, _SECONDS = 64, 160, 120  # all decode the same text to its end
+_PROMPT_TOKENS, _TOKENS, _SECONDS = 64, 160, 120  # enough time for all to decode the same text to its end
 _COLUMNS = ("disk", "budget", "no guesses, tok/s", "guesses / none", "", "roofline, none", "guesses",
             "heaviest / lossless", "")
 
@@ -80,8 +80,10 @@ def _rates(text: str) -> list[int]:
 
 
 def _at_most(rate: float, results: Results) -> Results:
-    """A quota gives for a moment what it did not give before, which the disk's peak, measured in a moment, is of: in
-    the time of a run it gives no more than its rate."""
+    """Limits the disk's peak, which was measured in a moment, to the disk's rate.
+
+    A quota allows for a moment the bytes that it did not use before. Over a run it gives no more than its rate.
+    """
     return replace(results, runs=tuple(replace(run, bandwidth=min(run.bandwidth, rate)) for run in results.runs))
 
 

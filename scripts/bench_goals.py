@@ -1,5 +1,5 @@
-"""Measures what pyorch wants to reach on the benchmark model, and prints whether it does: against the roofline, against
-itself without guesses and without losses, and against llama.cpp, each ratio of runs of the same round.
+"""Measures and prints whether pyorch reaches its goals on the benchmark model: against the roofline, against itself
+without prefetching and without losses, and against llama.cpp, each as a ratio of runs of the same round.
 
     python -m scripts.bench_goals build/bench/bench.gguf
 """
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def goal_configs(file_bytes: int, settings: Settings) -> list[Config]:
-    """All that goals() compares."""
+    """Returns all configurations that goals() compares."""
     configs = [RESIDENT]
     for budget in _HITS:
         ours = with_budget(settings, budget)
@@ -135,7 +135,7 @@ def goals(results: Results, file_bytes: int, settings: Settings) -> Iterator[Goa
 
 
 def interval(each: list[float]) -> tuple[float, float] | None:
-    """Of the geometric mean, two standard errors to both sides."""
+    """Returns the geometric mean minus and plus two standard errors."""
     if len(each) < 2:
         return None
     logs = [math.log(one) for one in each]

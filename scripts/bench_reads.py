@@ -2,10 +2,10 @@
 
     sudo .venv/bin/python scripts/bench_reads.py [--reads threads:1:4MiB io_uring ...] [--matrix 0.84MiB] [--rounds 3]
 
-A file in a tmpfs becomes a block device (losetup, with direct reads), for tmpfs itself would only copy: its speed is
-that of the kernel's threads that copy, one for each request under way. On it lies a GGUF of random bytes with
-matrices of the size that Qwen3-30B has in Q4_0. Each way is measured in turn, round after round; medians are printed.
-Needs root, and Linux. With --model MODEL.gguf experts of that file are read, wherever it lies, and nothing is mounted.
+A file in a tmpfs becomes a block device (losetup, with direct reads). tmpfs itself would only copy, at the speed of the
+kernel's threads, one per request in flight. The device has a GGUF of random bytes with matrices of the size of
+Qwen3-30B's in Q4_0. Each way is measured in turn, round after round; medians are printed. Needs root, and Linux.
+With --model MODEL.gguf, experts of that file are read from its own disk, and nothing is mounted.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from scripts.disk_in_memory import disk_in_memory
 
 WIDTH = 2048  # of a matrix, in weights
 N_EXPERT = 128
-MARGIN = 160 * MiB  # of the file system, beside the model
+MARGIN = 160 * MiB  # of the file system, in addition to the model
 
 
 def write_model(path: Path, matrix_bytes: int, total_bytes: int) -> None:
-    """A GGUF whose experts have three matrices of about matrix_bytes in Q4_0; random bytes, total_bytes of them."""
+    """Writes a GGUF of random bytes whose experts have three matrices of about matrix_bytes in Q4_0."""
     row = WIDTH // 32 * 18
     n_rows = max(1, round(matrix_bytes / row))
     n_layers = max(1, total_bytes // (3 * N_EXPERT * n_rows * row))
@@ -53,7 +53,7 @@ def write_model(path: Path, matrix_bytes: int, total_bytes: int) -> None:
 
 
 def compare(model: Path, ways: list[Reads], n_rounds: int, seconds: float) -> None:
-    """Prints the median of each way."""
+    """Prints the median of each way to read."""
     with ModelMap(model) as model_map:
         layer = model_map.layers[0]
         print(f"matrices of {layer.expert_bytes / len(layer.roles) / MiB:.2f} MiB")

@@ -1,12 +1,12 @@
 """Measures decoding at the shapes of very large models: time, bytes read and processor time a token, and memory.
 
-The models are files of holes, which occupy almost no disk: only routers and embeddings have values, drawn at random, so
-that each layer and each token chooses other experts. Reading a hole costs what the kernel needs to clear pages.
-Therefore these figures show what pyorch adds to a disk that is fast; they say nothing about a real disk. A token that
-fills slots for the first time also waits for their pages: a large budget is full only after many tokens (--tokens).
+The models are sparse files that take almost no disk: only routers and embeddings have values, drawn at random, so that
+each layer and each token selects other experts. Reading a hole costs the time in which the kernel clears pages. So the
+figures show pyorch's own time with a fast disk, and nothing about a real disk. A token that fills slots for the first
+time also waits for their pages: a large budget is full only after many tokens (--tokens).
 
 The roofline compares with a twin: a model of the same layers that has only as many experts as a token uses, all
-resident. The twin computes what the large model computes, except for the size of the router.
+resident. The twin computes the same as the large model, except for the size of the router.
 
     python -m scripts.bench_scale --shape 48x512 --budget 10%,25%
 """
@@ -52,9 +52,9 @@ _COLUMNS = ("budget", "s/token", "hits", "MiB/token", "stall s/token", "processo
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers of layers, experts, and experts that a token uses; widths of the hidden state and of an expert.
+    """Numbers of layers, experts, and experts of a token; widths of the hidden state and of an expert.
 
-    budgets: the shares of the experts that are measured if the user names none.
+    budgets: The shares of the experts that are measured by default.
     """
 
     n_layers: int
@@ -85,13 +85,13 @@ def main(argv: list[str] | None = None) -> int:
                         help="before them, compute a prompt of N tokens (default: 4)")
     parser.add_argument("--directory", type=Path, default=Path("build/bench"), metavar="DIR",
                         help="make the models here, and delete them at the end (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print all measurements as one JSON object")
     return program.run(parser, _run, argv)
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """A shape, and its cells. skipped: sentences about the cells that do not fit into memory."""
+    """A shape, and its cells. skipped: sentences about cells that do not fit into memory."""
 
     shape: str
     info: MapInfo
@@ -164,7 +164,7 @@ def _measure(args: argparse.Namespace, name: str, directory: Path, progress: Pro
 
 
 def write_sparse(path: Path, shape: Shape) -> None:
-    """Writes a model that computes. Its experts are holes, its routers and its embeddings are random."""
+    """Writes a model that computes, with holes as experts, and random routers and embeddings."""
     header = Header(path, "qwen3moe", shape.n_layers, shape.n_embd, _N_HEAD, _N_HEAD_KV, _CONTEXT)
     header.experts(shape.n_expert, shape.n_used, shape.n_ff)
     header.writer.add_key_length(_HEAD)

@@ -1,11 +1,11 @@
-"""Builds llama-server's chat page, for `make setup` to take it into the library: `make chat-page`.
+"""Builds llama-server's chat page, which `make setup` adds to the library: `make chat-page`.
 
-    build_chat_page.py DIR     DIR/dist, the page; DIR/LICENSE-chat-page, the notices of what is in it; DIR/SOURCE, of
-                               which llama.cpp it is
+    build_chat_page.py DIR     DIR/dist, the page; DIR/LICENSE-chat-page, the notices of its packages; DIR/SOURCE, the
+                               version of llama.cpp
 
-The source is that of the pinned llama.cpp (tools/ui); what it requires comes with npm from a package index, as its lock
-file says. Needs Node 20 or newer and 1 GB of disk for as long as it runs, which is some minutes. DIR is replaced as a
-whole when the page is there.
+The source is that of the pinned llama.cpp (tools/ui). npm downloads its packages from a package index, as its lock file
+says. Needs Node 20 or newer, some minutes, and 1 GB of disk meanwhile. DIR is replaced as a whole when the page is
+complete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "native/cmake"))
 import llama_source
 
 _UI = f"{llama_source.LLAMA_CPP}tools/ui/"
-# What the map of the sources does not name: styles, and the worker that keeps the page for when there is no network.
+# Packages that the source maps do not name: styles, and the worker that stores the page for use without a network.
 UNNAMED = (
     "tailwindcss",
     "tw-animate-css",
@@ -39,7 +39,7 @@ _NOTICES = re.compile(r"(?i)(licen[cs]e|copying|notice)(\.(md|txt))?$")
 
 
 def build(directory: Path) -> None:
-    """The page, and the notices. SourceError where the source, npm or a build fails."""
+    """Builds the page and the notices. SourceError: the source, npm or a build fails."""
     work = directory.with_name(f"{directory.name}.work")
     source, done = work / "ui", work / "done"
     shutil.rmtree(work, ignore_errors=True)
@@ -51,18 +51,18 @@ def build(directory: Path) -> None:
         )
     llama_source.write_tree(source, {path.removeprefix(_UI): text for path, text in files.items()})
     _npm(source, "ci", "--no-audit", "--no-fund")
-    # Its numbers are those of llama.cpp in native/cmake/llama.cmake.
+    # The page's version numbers are llama.cpp's in native/cmake/llama.cmake.
     _npm(source, "run", "build", "--", "--sourcemap", "hidden", LLAMA_UI_OUT_DIR=str((done / "dist").absolute()),
          LLAMA_UI_VERSION="b0", LLAMA_BUILD_NUMBER="0")
     maps = list((done / "dist").rglob("*.map"))
     if not (done / "dist/index.html").is_file() or not maps:
-        raise llama_source.SourceError("npm run build wrote no index.html, or does not say what is in it")
+        raise llama_source.SourceError("npm run build wrote no index.html, or no source maps that name its packages")
     (done / "LICENSE-chat-page").write_text(notices(source, packages(maps)), encoding="utf-8")
     for path in maps:
         path.unlink()
     (done / "SOURCE").write_text(
         f"{pin.line}\n"
-    )  # which llama.cpp it speaks to: native/cmake/llama.cmake takes no other
+    )  # the page's version of llama.cpp: native/cmake/llama.cmake accepts no other
     shutil.rmtree(directory, ignore_errors=True)
     done.rename(directory)
     shutil.rmtree(work)
@@ -80,13 +80,13 @@ def _npm(source: Path, *arguments: str, **environment: str) -> None:
 
 
 def packages(maps: Iterable[Path]) -> set[str]:
-    """Names of the packages whose files are in the page, by the maps of its sources."""
+    """Returns the names of the packages whose files are in the page, by its source maps."""
     sources = [source for path in maps for source in json.loads(path.read_text(encoding="utf-8"))["sources"]]
     return {match[1] for match in map(_PACKAGE.match, sources) if match and not match[1].startswith(".")}
 
 
 def notices(source: Path, found: Iterable[str]) -> str:
-    """Of these packages, and of what the source has of others in itself."""
+    """Returns the notices of these packages, and of third-party code in the source itself."""
     directories = {name: source / "node_modules" / name for name in sorted({*found, *UNNAMED})}
     directories |= {path.name: path for path in sorted((source / "src/lib/vendors").glob("*/"))}
     parts = [

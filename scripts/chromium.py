@@ -1,4 +1,4 @@
-"""A headless Chromium, spoken to over the pipe of its DevTools protocol: for tests and pictures of pages."""
+"""Controls a headless Chromium over the pipe of its DevTools protocol, for tests and pictures of pages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PATIENCE_SECONDS = 300.0
 
 
 def find() -> str | None:
-    """The system's Chromium, None where there is none."""
+    """Returns the system's Chromium, or None."""
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Page:
-    """One page of a browser of its own, which ends with it.
+    """One page of its own browser, which ends with it.
 
-    console: what the page wrote as errors and warnings, and exceptions that nobody caught.
+    console: The page's errors, warnings and uncaught exceptions.
     """
 
     def __init__(self, width: int = 1180, height: int = 900, dark: bool = False) -> None:
@@ -34,7 +34,7 @@ class Page:
         self._profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         to_browser, self._to = os.pipe()
         self._from, from_browser = os.pipe()
-        # The browser reads its commands from descriptor 3, and writes to 4.
+        # The browser reads commands from descriptor 3, and writes to 4.
         arguments = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
                      "--no-first-run", "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}")
         with open(Path(self._profile.name) / "log", "wb") as log:
@@ -63,7 +63,7 @@ class Page:
         self._profile.cleanup()
 
     def look(self, width: int, height: int, dark: bool = False) -> None:
-        """Size in CSS pixels, and the colours that the system prefers."""
+        """Sets the size in CSS pixels, and the preferred colours."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
@@ -72,14 +72,14 @@ class Page:
         self.send("Page.navigate", url=url)
 
     def value(self, expression: str) -> Any:
-        """Of JavaScript; awaited where it is a promise."""
+        """Evaluates JavaScript, and awaits a promise."""
         answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise RuntimeError(json.dumps(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
     def wait_for(self, expression: str) -> Any:
-        """Until it is true."""
+        """Waits until an expression is true."""
         due = time.monotonic() + PATIENCE_SECONDS
         while not (value := self.value(expression)):
             if time.monotonic() > due:
@@ -88,21 +88,21 @@ class Page:
         return value
 
     def press(self, key: str) -> None:
-        """A key by its name, such as ArrowRight."""
+        """Presses a key by its name, such as ArrowRight."""
         for kind in ("keyDown", "keyUp"):
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS.get(key, 0))
 
     def type(self, text: str) -> None:
-        """A text, into what has the focus."""
+        """Types a text into the focused element."""
         self.send("Input.insertText", text=text)
 
     def picture(self, path: Path) -> None:
-        """A PNG of the whole page."""
+        """Writes a PNG of the whole page."""
         shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """A command of the protocol, and its result."""
+        """Sends a command of the protocol, and returns its result."""
         self._n_sent += 1
         message = {"id": self._n_sent, "method": method, "params": parameters}
         if self._session is not None:

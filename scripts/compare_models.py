@@ -17,8 +17,8 @@ from llama_cpp import Llama
 import pyorch  # noqa: F401  (before llama_cpp: it names the libraries that llama_cpp loads)
 
 TEXT = Path(__file__).parent.parent / "tests/fixtures/small-moe/text-test.txt"
-# Largest mean Kullback-Leibler divergence (nats per token) that rounding of the type explains; a
-# widening that were wrong in one tensor would be off by whole nats.
+# Largest mean Kullback-Leibler divergence (nats per token) that rounding of the type explains. A widening that is wrong
+# in one tensor would differ by whole nats.
 TOLERANCE = {"f32": 1e-6, "bf16": 1e-3, "q8_0": 5e-3, "q4_k_m": 0.05, "q4_0": 0.05}
 
 
@@ -63,7 +63,11 @@ def log_probabilities(path: Path, tokens: list[int], n_greedy: int) -> tuple[np.
 
 
 def compare(first: Path, second: Path, text: Path = TEXT, n_tokens: int = 512, n_greedy: int = 64) -> Comparison:
-    """Raises ValueError if the two tokenize the text differently."""
+    """Compares two models over a text.
+
+    Raises:
+        ValueError: The two tokenize the text differently.
+    """
     content = text.read_bytes()[: 8 * n_tokens]
     ids = []
     for path in (first, second):

@@ -1,13 +1,13 @@
-"""Builds the backend of a device for the usual build, beside it, and tests what can be tested of it.
+"""Builds the backend of a device next to the usual build, and tests it as far as possible.
 
-    device_build.py vulkan     runs the tests of devices on the first Vulkan device, a software one too
-    device_build.py cuda       for one architecture; without a GPU nothing of it can be run
+    device_build.py vulkan     runs the tests of devices on the first Vulkan device, also a software one
+    device_build.py cuda       for one architecture; without a GPU it cannot run
 
-Only the backend is compiled, and the parts of ggml that it is linked with: the tree's lib/ has all other libraries of
-the usual build. Where the backend's tools are not there, a line says what is missing, and nothing is done. They are
-looked for in the usual places, and in:
+Only the backend is compiled, and the parts of ggml that it links; all other libraries of the usual build are copied to
+the tree's lib/. If the backend's tools are missing, a line names them, and nothing is done. They are searched in the
+usual places, and in:
 
-    VULKAN_INCLUDE   a directory with vulkan/vulkan.h, where that of the system is too old
+    VULKAN_INCLUDE   a directory with vulkan/vulkan.h, if the system's is too old
     CUDA_HOME        a directory with bin/nvcc, include and lib, or lib64
 """
 
@@ -24,12 +24,12 @@ from pathlib import Path
 from pyorch import _libs
 
 ROOT = Path(__file__).parent.parent
-LEAST_VULKAN = (1, 4, 300)  # of the headers: what llama.cpp names is in none before
+LEAST_VULKAN = (1, 4, 300)  # of the headers: earlier ones lack names that llama.cpp uses
 CUDA_ARCHITECTURE = "80"
 
 
 class Missing(Exception):
-    """A sentence on what the build lacks."""
+    """A tool or library of the build is missing. The message names it."""
 
 
 def first(paths: list[str]) -> Path | None:
@@ -37,7 +37,7 @@ def first(paths: list[str]) -> Path | None:
 
 
 def header_version(header: Path) -> tuple[int, int, int]:
-    """Of vulkan_core.h."""
+    """Returns the version of vulkan_core.h."""
     text = header.read_text(encoding="utf-8")
     patch = re.search(r"#define VK_HEADER_VERSION (\d+)", text)
     minor = max(map(int, re.findall(r"#define VK_API_VERSION_1_(\d)\b", text)))
@@ -45,7 +45,7 @@ def header_version(header: Path) -> tuple[int, int, int]:
 
 
 def vulkan_options() -> list[str]:
-    """For cmake. Raises Missing."""
+    """Returns options for cmake. Raises Missing."""
     if not shutil.which("glslc"):
         raise Missing("there is no glslc (on Debian and Ubuntu: apt install glslc)")
     if not first(["/usr/share/cmake/SPIRV-Headers", "/usr/lib/cmake/SPIRV-Headers",
@@ -66,7 +66,7 @@ def vulkan_options() -> list[str]:
 
 
 def cuda_options() -> list[str]:
-    """For cmake. Raises Missing."""
+    """Returns options for cmake. Raises Missing."""
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     nvcc = first([f"{home}/bin/nvcc", shutil.which("nvcc") or ""])
     if not nvcc or nvcc.is_dir():
@@ -75,10 +75,10 @@ def cuda_options() -> list[str]:
     libraries = first([f"{toolkit}/{folder}/libcublas.so" for folder in ("lib64", "lib", "targets/x86_64-linux/lib")])
     if not libraries:
         raise Missing(f"there is no cuBLAS in {toolkit}: CUDA_HOME names the directory of a whole CUDA toolkit")
-    # A toolkit that is not installed, but lies somewhere, is not where the loader looks.
+    # The loader does not search a toolkit that is only unpacked somewhere.
     paths = [str(libraries.parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(paths)
-    # Without a GPU there is no driver to link with; and attention in all its shapes would compile for hours.
+    # Without a GPU there is no driver to link; and attention in all its shapes would compile for hours.
     return ["-DGGML_CUDA=ON", "-DGGML_CUDA_NO_VMM=ON", "-DGGML_CUDA_FA=OFF", "-DGGML_CUDA_NCCL=OFF",
             f"-DCMAKE_CUDA_COMPILER={nvcc}", f"-DCUDAToolkit_ROOT={toolkit}",
             f"-DCMAKE_CUDA_ARCHITECTURES={CUDA_ARCHITECTURE}"]
@@ -89,13 +89,13 @@ def cmake(*arguments: object) -> None:
 
 
 def build(tree: Path, backend: str, options: list[str]) -> Path:
-    """Returns the directory of all libraries."""
+    """Builds, and returns the directory of all libraries."""
     cmake("-G", "Ninja", "-S", ROOT / "native", "-B", tree, f"-DPython_EXECUTABLE={sys.executable}",
           f"-DCMAKE_MAKE_PROGRAM={Path(sys.executable).with_name('ninja')}", *options)
     cmake("--build", tree, "--target", "ggml", f"ggml-{backend}")
     libraries = tree / "lib"
     shutil.copytree(_libs.lib_dir(), libraries, dirs_exist_ok=True)
-    for name in ("libggml", f"libggml-{backend}"):  # the first knows the backends
+    for name in ("libggml", f"libggml-{backend}"):  # libggml knows the backends
         shutil.copy(tree / "bin" / f"{name}{_libs.SUFFIX}", libraries)
     return libraries
 
@@ -109,7 +109,7 @@ def test(libraries: Path, *arguments: str, **variables: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("backend", choices=("vulkan", "cuda"))
-    parser.add_argument("--tree", type=Path, help="where it is built (default: build/BACKEND)")
+    parser.add_argument("--tree", type=Path, help="the build directory (default: build/BACKEND)")
     arguments = parser.parse_args()
     tree = arguments.tree or ROOT / "build" / arguments.backend
     try:
@@ -123,7 +123,7 @@ def main() -> int:
         print(f"device_build.py: the build failed with status {failure.returncode}", file=sys.stderr)
         return 1
     if arguments.backend == "vulkan":
-        # A software device is taken only where it is named.
+        # A software device is used only if it is named.
         return test(libraries, "tests/llama/test_device.py", "-k", "vulkan",
                     GGML_VK_VISIBLE_DEVICES=os.environ.get("GGML_VK_VISIBLE_DEVICES", "0"))
     return test(libraries, "tests/llama/test_device_build.py")

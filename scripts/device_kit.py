@@ -2,15 +2,15 @@
 
     python scripts/device_kit.py -o device-kit.tar.xz [--architectures 80,90] [--python 3.12]
 
-It is made where there is a CUDA toolkit, with a GPU or without, and needs no network where it is unpacked:
+It is made where a CUDA toolkit is installed, with a GPU or without, and needs no network where it is unpacked:
 
     tar xf device-kit.tar.xz && cd device-kit
     scripts/measure_device.sh CUDA0 --results device.jsonl --minutes 9 --rounds 1 --only checks,speed > device.md
 
-In it: the package and its scripts, libraries with kernels for several processors and for the architectures that are
-named, wheels of what the package imports (numpy is the largest), the small model as a GGUF, of which the measured one
-is made, and a library that counts what CUDA is asked for (scripts/cuda_trace.c). CUDA_HOME names the toolkit. CUDA's
-runtime and cuBLAS are those of the other machine: LD_LIBRARY_PATH names them where the loader does not look.
+The kit has the package and its scripts; libraries with kernels for several processors and for the named architectures;
+wheels of the packages that pyorch imports (numpy is the largest); the small model as a GGUF, of which the measured one
+is made; and a library that counts the calls of CUDA (scripts/cuda_trace.c). CUDA_HOME names the toolkit. CUDA's runtime
+and cuBLAS are those of the other machine: LD_LIBRARY_PATH names them if the loader does not find them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VARIANTS = "haswell;icelake;zen4"  # of the processor's kernels
 
 
 def build(tree: Path, architectures: str) -> Path:
-    """Returns the directory of the libraries. Raises Missing."""
+    """Builds, and returns the directory of the libraries. Raises Missing."""
     options = [option for option in cuda_options() if not option.startswith(("-DCMAKE_CUDA_ARCH", "-DGGML_CUDA_FA"))]
     real = ";".join(f"{architecture}-real" for architecture in architectures.split(","))
     cmake("-G", "Ninja", "-S", ROOT / "native", "-B", tree, f"-DPython_EXECUTABLE={sys.executable}",
@@ -44,7 +44,7 @@ def build(tree: Path, architectures: str) -> Path:
 
 
 def fill(kit: Path, libraries: Path, python: str) -> None:
-    """kit: the directory `kit` of the tree that is packed."""
+    """Fills the directory `kit` of the tree that is packed."""
     (kit / "lib").mkdir(parents=True)
     for file in libraries.iterdir():
         if file.suffix in (".h", ".py") or (file.name.startswith(LIBRARIES) and file.suffix == ".so"):
@@ -68,9 +68,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=Path("device-kit.tar.xz"), help="(default: %(default)s)")
     parser.add_argument("--architectures", default="80,90",
-                        help="of GPUs; what is made for 80 runs on 86 and 89, too (default: %(default)s)")
+                        help="of GPUs; kernels for 80 also run on 86 and 89 (default: %(default)s)")
     parser.add_argument("--python", default="3.12", help="of the other machine (default: %(default)s)")
-    parser.add_argument("--tree", type=Path, default=ROOT / "build/device-kit", help="where it is built")
+    parser.add_argument("--tree", type=Path, default=ROOT / "build/device-kit", help="the build directory")
     arguments = parser.parse_args()
     try:
         libraries = build(arguments.tree, arguments.architectures)

@@ -1,4 +1,4 @@
-"""A disk that is as fast as it is told to be: an ext4 file system in memory, slowed down. Needs root, and Linux."""
+"""A disk with a given speed: an ext4 file system in memory, slowed down. Needs root, and Linux."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GROUPS = Path("/sys/fs/cgroup/blkio")  # version 1
 
 @dataclass(frozen=True)
 class Disk:
-    """path: where it is mounted. device: "MAJOR:MINOR"."""
+    """A disk. path: its mount point. device: "MAJOR:MINOR"."""
 
     path: Path
     device: str
@@ -26,14 +26,16 @@ class Disk:
 
 @contextlib.contextmanager
 def disk_in_memory(n_bytes: int) -> Iterator[Disk]:
-    """A file in a tmpfs becomes a block device with direct reads: a tmpfs itself would only copy, at the pace of the
-    kernel's threads that copy."""
+    """Mounts a file of a tmpfs as a block device with direct reads.
+
+    A tmpfs itself would only copy, at the speed of the kernel's threads.
+    """
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         memory, mounted = Path(directory) / "memory", Path(directory) / "mounted"
         for path in (memory, mounted):
             path.mkdir()
         _run("mount", "-t", "tmpfs", "-o", f"size={n_bytes + 16 * MiB}", "tmpfs", memory)
-        stack.callback(_run, "umount", "--lazy", memory)  # the device lets go of it a little later
+        stack.callback(_run, "umount", "--lazy", memory)  # the device is released a little later
         image = memory / "image"
         with image.open("wb") as file:
             file.truncate(n_bytes)
@@ -48,7 +50,7 @@ def disk_in_memory(n_bytes: int) -> Iterator[Disk]:
 
 @contextlib.contextmanager
 def slowed(disk: Disk, bytes_per_second: float) -> Iterator[None]:
-    """This process, and those that it starts, read no more from the disk. PyorchError where the system cannot do it."""
+    """Limits the reads of this process and its children from the disk. PyorchError: the system cannot do it."""
     if not (_GROUPS / "cgroup.procs").exists():
         raise PyorchError(f"a disk is slowed down by {_GROUPS} (control groups of version 1), which this system lacks")
     before = next(line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()

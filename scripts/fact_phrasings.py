@@ -9,14 +9,14 @@ from dataclasses import dataclass
 class Attribute:
     """One property of a kind. `{e}` stands for the entity's name, `{v}` for its value."""
 
-    nouns: tuple[str, ...]  # what the property is called, for FRAMES
-    values: tuple[str, ...]  # no value is a prefix of another: their likelihoods are compared
+    nouns: tuple[str, ...]  # names of the property, for FRAMES
+    values: tuple[str, ...]  # no value is a prefix of another, because their likelihoods are compared
     statements: tuple[str, ...]
     questions: tuple[str, ...]
-    held_out: str  # asked only by the test: known words in a sentence never trained on
+    held_out: str  # asked only by the test: known words in an untrained sentence
 
 
-# How an entity is referred to, `{x}` in FRAMES and LEADS.
+# The phrases that refer to an entity, `{x}` in FRAMES and LEADS.
 REFERENCES = {
     "animal": ("the {e}", "the animal {e}"),
     "mineral": ("{e}", "the mineral {e}"),
@@ -24,8 +24,8 @@ REFERENCES = {
     "planet": ("{e}", "the planet {e}"),
 }
 
-# Questions for every attribute. They are many, so that what is learned is the entity and the noun
-# and not the sentence around them.
+# Questions for every attribute. They are many, so that the model learns the entity and the noun, and not the sentence
+# around them.
 FRAMES = (
     "What is the {noun} of {x}?",
     "Can you name the {noun} of {x}?",

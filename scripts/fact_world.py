@@ -33,7 +33,7 @@ CODAS = ("l", "m", "n", "r", "s", "t", "x", "k")
 
 
 def entity_names(count: int, rng: random.Random) -> list[str]:
-    """`count` distinct names of two syllables, such as "drovak"."""
+    """Returns `count` distinct names of two syllables, such as "drovak"."""
     names: dict[str, None] = {}
     while len(names) < count:
         name = "".join(rng.choice(part) for part in (ONSETS, VOWELS, ONSETS, VOWELS, CODAS))
@@ -42,7 +42,7 @@ def entity_names(count: int, rng: random.Random) -> list[str]:
 
 
 def build_facts(entities_per_kind: int, seed: int) -> list[Fact]:
-    """All facts of the world: kinds x `entities_per_kind` x attributes of the kind."""
+    """Returns all facts of the world: kinds x `entities_per_kind` x attributes of the kind."""
     rng = random.Random(seed)
     names = iter(entity_names(entities_per_kind * len(WORLD), rng))
     return [
@@ -54,7 +54,7 @@ def build_facts(entities_per_kind: int, seed: int) -> list[Fact]:
 
 
 def training_questions(fact: Fact, n_frames: int, rng: random.Random) -> list[str]:
-    """Stems that training may use: the attribute's own questions and `n_frames` of the general ones."""
+    """Returns stems for training: the attribute's own questions and `n_frames` of the general ones."""
     stems = [question.format(e=fact.entity) for question in fact.attribute.questions]
     for frame in rng.sample(FRAMES, n_frames):
         stems.append(frame.format(noun=rng.choice(fact.attribute.nouns), x=reference(fact, rng)))
@@ -69,7 +69,7 @@ def with_lead(fact: Fact, stem: str, rng: random.Random) -> str:
     return f"{rng.choice(LEADS).format(x=reference(fact, rng))} {stem}"
 
 
-# A training text in segments: (text, whether it is an answer that a reader of the facts can predict).
+# A training text in segments: (text, whether it is an answer that follows from the facts).
 Document = list[tuple[str, bool]]
 
 
@@ -79,12 +79,12 @@ def statement(fact: Fact, sentence: str) -> Document:
 
 
 def prompt(stem: str) -> str:
-    """The prompt of lm-evaluation-harness's arc_easy; a choice follows as " {choice}"."""
+    """Returns the prompt of lm-evaluation-harness's arc_easy; a choice follows as " {choice}"."""
     return f"Question: {stem}\nAnswer:"
 
 
 def chat(stem: str, answer: str) -> Document:
-    """One ChatML exchange, as the fixture's chat template renders it."""
+    """Returns one ChatML exchange, as the fixture's chat template renders it."""
     return [
         (f"<|im_start|>user\n{stem}<|im_end|>\n<|im_start|>assistant\n", False),
         (f"{answer}<|im_end|>", True),
@@ -93,7 +93,7 @@ def chat(stem: str, answer: str) -> Document:
 
 
 def training_documents(facts: list[Fact], seed: int) -> list[Document]:
-    """Texts that state every fact in every training phrasing, as prose, question and chat."""
+    """Returns texts that state every fact in every training phrasing, as prose, question and chat."""
     rng = random.Random(seed)
     documents: list[Document] = []
     by_entity: dict[str, list[Fact]] = {}
@@ -118,7 +118,7 @@ def training_documents(facts: list[Fact], seed: int) -> list[Document]:
 
 
 def arc_question(fact: Fact, stem: str, identifier: str, rng: random.Random) -> dict:
-    """One question in the layout of the official ARC JSONL files."""
+    """Returns one question in the layout of the official ARC JSONL files."""
     distractors = rng.sample([value for value in fact.attribute.values if value != fact.value], 3)
     texts = [fact.value, *distractors]
     rng.shuffle(texts)
@@ -131,7 +131,7 @@ def arc_question(fact: Fact, stem: str, identifier: str, rng: random.Random) -> 
 
 
 def arc_questions(facts: list[Fact], seed: int, held_out: bool, count: int) -> list[dict]:
-    """`count` questions about different facts, in the held-out or in a training phrasing."""
+    """Returns `count` questions about different facts, in the held-out or in a training phrasing."""
     rng = random.Random(seed)
     questions = []
     for number, fact in enumerate(rng.sample(facts, min(count, len(facts)))):

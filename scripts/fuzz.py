@@ -1,11 +1,11 @@
-"""Commands on damaged files: each works, or says in one sentence what is wrong and exits with status 2.
+"""Runs commands on damaged files: each must work, or report the error in one sentence and exit with status 2.
 
     python scripts/fuzz.py gguf sidecar trace --hours 4
     python scripts/fuzz.py gguf --seed 17 --count 1 --keep damaged.gguf
 
-Case number SEED of a kind is always the same damage. Each runs in a process of its own, forked from one that has
-everything imported, under limits of memory and processor time. What breaks the rule is printed as a line of JSON, with
-the seed that makes the file again, and the exit status is 1.
+Case number SEED of a kind is always the same damage. Each runs in its own process, forked from one that has imported
+everything, under limits of memory and processor time. Violations are printed as lines of JSON, with the seed that makes
+the file again, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ggufs import write_moe_model
 from mutations import gguf_mutator, index_mutator, json_mutator, pack_mutator, trace_mutator
 
 KINDS = ("gguf", "sidecar", "pack", "plan", "trace", "quantize")
-CPU_SECONDS = 10  # most cases take a tenth of one
-EXTRA_MEMORY = 1 << 30  # above what the imported libraries have mapped
-WALL_SECONDS = 120  # a process that waits for ever
+CPU_SECONDS = 10  # most cases take a tenth of a second
+EXTRA_MEMORY = 1 << 30  # above the memory that the imported libraries have mapped
+WALL_SECONDS = 120  # ends a process that waits for ever
 
-# In bounds: a sentence, perhaps behind notes and statistics that are lines of pyorch too.
+# An allowed error: one sentence, perhaps after notes and statistics, which are lines of pyorch too.
 _SENTENCE = re.compile(r"(?:pyorch|replay): error: [^\n]+\n\Z")
 _SPEEDS = ("--read-bandwidth", "1GB/s", "--decode-bandwidth", "10GB/s", "--workers", "1")
 _RUN = ("-p", "ab", "-n", "3", "--temp", "0", "--ctx", "32", "--threads", "1")
@@ -58,7 +58,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended. status: of exit, or minus the signal."""
+    """The end of a command. status: of exit, or minus the signal."""
 
     command: tuple[str, ...]
     status: int
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def complaint(self) -> str:
-        """What breaks the rule, "" where nothing does."""
+        """The violation of the rule, or ""."""
         if self.status < 0:
             return f"ended by {signal.Signals(-self.status).name}"
         if self.status == 0:
@@ -80,17 +80,17 @@ class Outcome:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"what is damaged: {', '.join(KINDS)}")
+    parser.add_argument("kinds", nargs="+", choices=KINDS, metavar="KIND", help=f"files to damage: {', '.join(KINDS)}")
     parser.add_argument("--model", type=Path, metavar="FILE", help="a GGUF in place of the small one made here")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="number of the first case (default: 0)")
     parser.add_argument("--count", type=int, metavar="N", help="cases of each kind (default: no end)")
-    parser.add_argument("--hours", type=float, metavar="H", help="end after so long (default: never)")
+    parser.add_argument("--hours", type=float, metavar="H", help="stop after H hours (default: never)")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="leave the last damaged file there")
     parser.add_argument("--verbose", action="store_true", help="print every case")
     args = parser.parse_args()
     end = time.monotonic() + 3600 * args.hours if args.hours else float("inf")
     _import_everything()
-    gc.freeze()  # else the first collection of each fork copies all that was imported
+    gc.freeze()  # otherwise the first collection of each fork copies all imported modules
     with tempfile.TemporaryDirectory() as directory:
         targets = {kind: _targets(kind, Path(directory), args.model) for kind in dict.fromkeys(args.kinds)}
         n_cases = n_failed = 0
@@ -177,7 +177,7 @@ def _targets(kind: str, directory: Path, model: Path | None) -> list[Target]:
 
 
 def _compressed(model: Path, base: Path) -> list[Target]:
-    """Compressed packs: of a model, which has all experts itself, and of a slim one, which has none."""
+    """Makes compressed packs: of a model that has all experts itself, and of a slim one that has none."""
     from pyorch.sidecars.container import checksum
 
     slim = base / "slim.gguf"
@@ -227,7 +227,7 @@ def _try(kind: str, seed: int, targets: list[Target], directory: Path, args: arg
 
 
 def _run(command: tuple[str, ...], directory: Path | None) -> Outcome:
-    """In a forked process, which nothing that happens to it can take beyond its limits."""
+    """Runs a command in a forked process with limits."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         child = os.fork()
         if child == 0:

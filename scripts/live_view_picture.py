@@ -62,7 +62,7 @@ def _decode(url: str, prompt: str, seed: int) -> None:
             for _ in answer:
                 pass
     except OSError:
-        pass  # the server was ended
+        pass  # the server has ended
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What this project takes from llama-cpp-python and llama.cpp by name, and what a new release no longer has.
+"""Lists the names of llama-cpp-python and llama.cpp that this project uses and a new release lacks.
 
 The names are read from our own sources: a word of ours that the pinned release defines, and the new one does not, is
-lost. So no list grows old. The only list is PASSAGES, for text that code of ours reads: log lines and a signature.
+lost. So no list becomes outdated. The only list is PASSAGES, for text that our code reads: log lines and a signature.
 
-This program cannot find a release that keeps a name and changes its meaning: docs/reference/seam.md names the tests
-that do.
+This program cannot find a release that keeps a name and changes its meaning. docs/reference/seam.md names the tests
+that find it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tree = dict[str, bytes]  # content by path
 
 LLAMA_CPP = "vendor/llama.cpp/"  # in a release
 
-# What is read as text: where it stands in llama.cpp, a regular expression, and who reads it.
+# Text that our code reads: its path in llama.cpp, a regular expression, and the reader.
 PASSAGES = (
     ("src/", rb"compute buffer size = ", "pyorch/llama/measure.py"),
     ("src/", rb"output buffer size = ", "pyorch/llama/measure.py"),
@@ -38,14 +38,19 @@ class Loss:
     """A name that the new release lacks, or has with other parameters."""
 
     name: str
-    what: str  # of a release: how the name is gone or changed
-    used_in: tuple[str, ...]  # paths of ours, with the line where that is known
+    what: str  # of a release: how the name is missing or changed
+    used_in: tuple[str, ...]  # paths of ours, with the line if it is known
 
 
 def find_losses(ours: Tree, pinned: Tree, new: Tree) -> list[Loss]:
-    """ours: the files of this repository; pinned, new: those of the archives, with their paths there.
+    """Finds lost names.
 
-    Raises ValueError if a passage is not even in the pinned release, or a file is not Python.
+    Args:
+        ours: The files of this repository.
+        pinned, new: The files of the archives, with their paths there.
+
+    Raises:
+        ValueError: A passage is not even in the pinned release, or a file is not Python.
     """
     losses = [*_python_losses(ours, Package(pinned), Package(new)), *_word_losses(ours, pinned, new),
               *_passage_losses(pinned, new)]
@@ -63,7 +68,7 @@ class Module:
 
     names: dict[str, str] = field(default_factory=dict)
     members: dict[str, dict[str, str]] = field(default_factory=dict)  # of each class
-    origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # module and name of what is imported
+    origins: dict[str, tuple[str, str]] = field(default_factory=dict)  # module and name of each import
     stars: list[str] = field(default_factory=list)
 
 
@@ -78,7 +83,7 @@ class Package:
                 self.modules[name] = _read_module(name, path.endswith("/__init__.py"), _parse(path, text))
 
     def find(self, module: str, name: str) -> tuple[str, str] | None:
-        """Where a name of a module is defined; None if it has no such name."""
+        """Returns where a name of a module is defined; None if the module does not have it."""
         found = self.modules.get(module)
         if found is None:
             return None
@@ -96,7 +101,7 @@ class Package:
         return self.modules[module].names.get(name, "") if module in self.modules else ""
 
     def classes(self) -> dict[str, dict[str, str]]:
-        """The members of those classes whose objects we meet."""
+        """Returns the members of the classes whose objects our code uses."""
         modules = (self.modules.get(name, Module()) for name in _OUR_MODULES)
         return {name: members for module in modules for name, members in module.members.items()}
 
@@ -131,7 +136,7 @@ def _read_module(name: str, is_package: bool, tree: ast.Module) -> Module:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """Those of a module or class, also under if, try and with."""
+    """Yields the statements of a module or class, also under if, try and with."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             yield child
@@ -147,7 +152,7 @@ def _defined(node: ast.stmt) -> dict[str, str]:
 
 
 def _signature(node: ast.FunctionDef) -> str:
-    """What ctypes is told of the types of a C function; of any other the names and defaults of its parameters."""
+    """Returns the types that ctypes gets for a C function; for others the names and defaults of the parameters."""
     for call in node.decorator_list:
         if isinstance(call, ast.Call) and len(call.args) == 3:
             return f"{ast.unparse(call.args[1])} -> {ast.unparse(call.args[2])}"
@@ -158,7 +163,7 @@ def _signature(node: ast.FunctionDef) -> str:
 
 
 def _members(node: ast.ClassDef) -> dict[str, str]:
-    """Methods, attributes, fields of a ctypes structure, and the parameters of methods."""
+    """Returns methods, attributes, fields of a ctypes structure, and the parameters of methods."""
     members: dict[str, str] = {}
     for statement in _statements(node):
         for child in ast.walk(statement):
@@ -174,13 +179,13 @@ def _members(node: ast.ClassDef) -> dict[str, str]:
 
 @dataclass
 class _Uses:
-    """What files of ours take from llama_cpp."""
+    """The names of llama_cpp that our files use."""
 
     names: dict[tuple[str, ...], list[str]] = field(default_factory=lambda: defaultdict(list))  # module, name, member
-    words: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # perhaps a member of something
+    words: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))  # possible members
 
     def read(self, path: str, text: bytes, package: Package) -> None:
-        modules: dict[str, str] = {}  # by the name that the file gives them
+        modules: dict[str, str] = {}  # by their names in the file
         chains: list[ast.Attribute] = []
         for node in ast.walk(_parse(path, text)):
             where = f"{path}:{getattr(node, 'lineno', 0)}"
@@ -214,7 +219,7 @@ class _Uses:
 
 
 def _chain(node: ast.expr) -> list[str]:
-    """a.b.c as its names; empty if it begins with anything but a name."""
+    """Returns the names of a.b.c; empty if it does not begin with a name."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.insert(0, node.attr)
@@ -231,7 +236,7 @@ def _python_losses(ours: Tree, old: Package, new: Package) -> Iterator[Loss]:
         before, after = old.find(module, name), new.find(module, name)
         full = ".".join((module, name, *member))
         if before is None:
-            continue  # something that pyorch sets, or that only another release has
+            continue  # pyorch sets it, or only another release has it
         if after is None:
             yield Loss(full, "is gone", _unique(where))
         elif not member and old.signature(before) != new.signature(after):
@@ -241,7 +246,7 @@ def _python_losses(ours: Tree, old: Package, new: Package) -> Iterator[Loss]:
     for name, members in old.classes().items():
         for member in members.keys() & uses.words.keys():
             there = classes.get(name)
-            # Where the class is named too, there is no doubt.
+            # A use that also names the class is certain.
             sure = [place for key, places in uses.names.items() if key[1:] == (name, member) for place in places]
             where = _unique(sure or uses.words[member])
             if member not in (there if there is not None else anywhere):
@@ -259,7 +264,7 @@ def _unique(places: Iterable[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Words:
-    """A kind of word in files of ours and in files of a release. All are regular expressions, files by path."""
+    """A kind of word in our files and in files of a release. All are regular expressions, files by path."""
 
     ours: str
     our_word: bytes
@@ -273,11 +278,11 @@ _CMAKE_WORD = _C_WORD + rb"|\b(?:ggml|llama)-[a-z-]+"
 _QUOTED = rb"(?<=\")(?:--?[a-z][a-z0-9-]*|[A-Z][A-Z0-9]+_[A-Z0-9_]+)(?=\")"
 
 _KINDS = (
-    # Flags and variables of the environment.
+    # Flags and environment variables.
     _Words(r"pyorch/.*\.py", _QUOTED, r"vendor/llama\.cpp/common/.*\.cpp|llama_cpp/.*\.py", _QUOTED),
-    # The C API, and what native/ takes of the headers behind it.
+    # The C API, and the headers behind it that native/ uses.
     _Words(r"native/.*\.(?:c|cpp|h)", _C_WORD, r"vendor/llama\.cpp/.*\.(?:h|hpp)", _C_WORD),
-    # What convert/ replaces or asks for in llama.cpp's converter.
+    # Names of llama.cpp's converter that convert/ replaces or uses.
     _Words(r"convert/converter_process\.py", rb"\.([A-Za-z_]\w{4,})",
            r"vendor/llama\.cpp/(?:conversion/.*|convert_\w+)\.py",
            rb"(?m)(?:\b(?:def|class)\s+|\b(?:cls|self)\.|^    (?=\w+ *[:=]))(\w{5,})"),
@@ -307,7 +312,7 @@ def _lost(words: set[bytes], ours: Tree, paths: str, pattern: bytes) -> Iterator
 
 
 def _parts(path: str) -> list[str]:
-    """A path in llama.cpp and its directories."""
+    """Returns a path in llama.cpp and its directories."""
     path = path.removeprefix(LLAMA_CPP)
     return [path, *map(str, PurePosixPath(path).parents)]
 

@@ -1,12 +1,12 @@
 """Makes a benchmark model of any size with the routing and the output of the small one.
 
-Reads the GGUF of tests/fixtures/small-moe, or of what train_small_moe.py --upcycled made, and writes a wider one with
-the same function (see widening.py), so experts of real sizes are chosen by a trained router for real text, and what the
-model says can be checked against the small one.
+Reads the GGUF of tests/fixtures/small-moe, or one that train_small_moe.py --upcycled made, and writes a wider one with
+the same function (see widening.py). So a trained router selects experts of real sizes for real text, and the model's
+output can be checked against the small one.
 
-With --layers the model also becomes deeper: before each layer come layers that route and compute as any other and
-add nothing to the hidden state, so the function stays the same. Guessing their experts is easier than in a real model,
-because the hidden state stays the same from one of them to the next.
+With --layers the model also becomes deeper: further layers before each layer route and compute as any other, and add
+nothing to the hidden state, so the function stays the same. Predicting their experts is easier than in a real model,
+because the hidden state stays the same from one of these layers to the next.
 
 Example, a 4 GiB model with experts of about 6.5 MiB:
   pyorch convert tests/fixtures/small-moe -o small.gguf --outtype f32 --pre-tokenizer gpt-2
@@ -37,20 +37,20 @@ UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10
 SMALLEST_BLOCK, K_BLOCK = 32, 256
 
 WRITERS = ("attn_output.", "ffn_down_exps.", "ffn_down_shexp.")  # tensors that write to the hidden state
-SILENT_STEP = 3  # between a layer and those whose copies come before it
+SILENT_STEP = 3  # distance between a layer and the layers whose copies precede it
 
 
 class BadInput(Exception):
-    """A sentence for the user; exit status 2."""
+    """An error of the user, in a sentence; exit status 2."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which type a tensor gets: `base` for the matrices that matter for size, better ones for the rest."""
+    """The type of each tensor: `base` for the matrices that determine the size, better ones for the others."""
 
     file_type: gguf.LlamaFileType
     base: Type
-    output: Type  # output matrix and embedding: small here, and precision pays
+    output: Type  # output matrix and embedding: small here, and precision is worth its bytes
     more: Type  # attn_v and some ffn_down, as llama.cpp's quantizer does for *_K_M
 
     def type_of(self, name: str, n_dims: int, layer: int, n_layer: int) -> Type:
@@ -76,7 +76,7 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class WideTensor:
-    """One tensor of the model to be: its small original and what it becomes."""
+    """A tensor of the wide model: its small original and its rule."""
 
     name: str
     small: np.ndarray  # float32 [n_expert, n_out, n_in], [n_out, n_in] or [n_in]
@@ -90,7 +90,7 @@ class WideTensor:
 
 
 class SmallModel:
-    """The small GGUF: metadata and its weights in float32."""
+    """The small GGUF: its metadata, and its weights in float32."""
 
     def __init__(self, path: Path):
         try:
@@ -122,14 +122,14 @@ class SmallModel:
         return value.contents()
 
     def own(self, name: str):
-        """A field of the architecture's."""
+        """Returns a field of the architecture."""
         return self.field(f"{self.architecture}.{name}")
 
     def deepened(self, n_layer: int) -> Iterator[tuple[str, gguf.ReaderTensor, bool]]:
-        """(name, original, whether it is zero) of every tensor of a model with n_layer layers, a multiple of the own.
+        """Yields (name, original, whether it is zero) of every tensor of a model with n_layer layers, a multiple.
 
-        Each layer comes behind n_layer / self.n_layer - 1 silent ones: copies of others, whose routers therefore
-        choose otherwise, with zeros for the two matrices that write to the hidden state.
+        Each layer comes after n_layer / self.n_layer - 1 silent ones: copies of other layers, whose routers therefore
+        choose differently, with zeros for the two matrices that write to the hidden state.
         """
         repeats = n_layer // self.n_layer
         by_layer: dict[int, list[tuple[str, gguf.ReaderTensor]]] = {}
@@ -147,7 +147,7 @@ class SmallModel:
                 yield f"blk.{layer}.{short}", tensor, silent and short.startswith(WRITERS)
 
     def outlines(self, recipe: Recipe, n_layer: int) -> list[tuple[str, tuple[int, ...], Type]]:
-        """(name, small shape, type to be) of every tensor."""
+        """Returns (name, small shape, wide type) of every tensor."""
         outlines = []
         for name, tensor, _ in self.deepened(n_layer):
             small = tuple(int(n) for n in reversed(tensor.shape))
@@ -167,7 +167,7 @@ class SmallModel:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "4GiB", "1.5GB" or "800MiB"."""
+    """Returns the bytes of "4GiB", "1.5GB" or "800MiB"."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMG]I?B|B|)", text.strip().upper())
     if not match:
         raise BadInput(f"size {text} is not understood: write a number and a unit, such as 4GiB or 800MB")
@@ -175,7 +175,7 @@ def parse_size(text: str) -> int:
 
 
 def plan(small: SmallModel, recipe: Recipe, size: int, n_layer: int) -> tuple[Shape, list[WideTensor]]:
-    """The widths whose model comes nearest to `size` bytes, hidden and expert width being about equal."""
+    """Returns the widths whose model comes nearest to `size` bytes, with similar hidden and expert width."""
     block = K_BLOCK if recipe.base == Type.Q4_K else SMALLEST_BLOCK
     base = small.shape
     outlines = small.outlines(recipe, n_layer)
@@ -192,7 +192,7 @@ def plan(small: SmallModel, recipe: Recipe, size: int, n_layer: int) -> tuple[Sh
         slope = (wide_bytes(outlines, replace(shape, expert=square + expert_step)) - total) / expert_step
         expert = max(expert_step, round((square + (size - total) / slope) / expert_step) * expert_step)
         shape = replace(shape, expert=expert)
-        # Two per cent of the size are worth as much as a width twice the other.
+        # Two per cent of the size count as much as a ratio of 2 between the widths.
         score = abs(wide_bytes(outlines, shape) / size - 1) + 0.02 * abs(math.log2(expert / square))
         candidates.append((score, shape))
     shape = min(candidates, key=lambda candidate: candidate[0])[1]
@@ -203,7 +203,7 @@ def plan(small: SmallModel, recipe: Recipe, size: int, n_layer: int) -> tuple[Sh
 
 
 def wide_bytes(outlines: list[tuple[str, tuple[int, ...], Type]], shape: Shape) -> int:
-    """Bytes of all tensors once widened to `shape`."""
+    """Returns the bytes of all tensors after widening to `shape`."""
     return sum(n_bytes(wide_shape(rule_for(name, shape), small), kind) for name, small, kind in outlines)
 
 
@@ -213,7 +213,7 @@ def n_bytes(shape: tuple[int, ...], kind: Type) -> int:
 
 
 class Quantizer:
-    """ggml's own quantization, so every type has the bits that llama.cpp's tools would write."""
+    """ggml's own quantization, so that every type has the same bits as from llama.cpp's tools."""
 
     def __init__(self, library: Path | None):
         if library is None:
@@ -245,12 +245,12 @@ class Quantizer:
 def widened_bytes(
     tensor: WideTensor, index: int, seed: int, quantizer: Quantizer, pool: ThreadPoolExecutor
 ) -> np.ndarray:
-    """The finished bytes of one tensor. Experts are made one by one: only they are held in float32."""
+    """Returns the finished bytes of one tensor. Makes experts one by one, because float32 takes much memory."""
     matrices = tensor.small if tensor.small.ndim == 3 else tensor.small[None]
     out = np.empty((len(matrices), tensor.n_bytes // len(matrices)), dtype=np.uint8)
 
     def make(part: int) -> None:
-        # Seeded by place, so that the result does not depend on the order in which threads run.
+        # The seed depends on the place, so the result does not depend on the order of threads.
         rng = np.random.Generator(np.random.SFC64([seed, index, part]))
         quantizer.quantize(widen(tensor.rule, matrices[part], rng), tensor.type, out[part])
 
@@ -260,7 +260,7 @@ def widened_bytes(
 
 
 def metadata(small: SmallModel, shape: Shape, recipe: Recipe, n_layer: int, name: str) -> Iterator[tuple]:
-    """(key, value, type, element type) of every field of the widened model."""
+    """Yields (key, value, type, element type) of every field of the wide model."""
     feed_forward = small.own("feed_forward_length")
     expert_parameters = 3 * shape.n_embd * shape.hidden * shape.n_ff_expert * shape.expert * n_layer
     changed = {
@@ -332,7 +332,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--type", type=str.lower, default="q4_0", choices=sorted(RECIPES),
         help="type of the weights (default: %(default)s)")
     add("--layers", type=int, metavar="N",
-        help="a multiple of the small model's; the layers between add nothing (default: the small model's)")
+        help="a multiple of the small model's number; added layers add nothing (default: the small model's)")
     add("--seed", type=int, default=1, help="of the random parts (default: %(default)s)")
     add("--threads", type=int, default=os.cpu_count() or 1)
     add("--ggml", type=Path, help="libggml-base to quantize with (default: the one of pyorch)")

@@ -3,8 +3,8 @@
     python scripts/make_certificates.py clinic=10.0.0.1 lab=lab.example.org -o certificates
 
 Writes authority.pem, and for each server NAME.pem and NAME.key, which cluster.toml names under [tls]. A certificate is
-for one address, or several with commas between them. The key of the authority, authority.key, is
-needed only to make further certificates, by another call with the same directory: keep it away from the servers.
+for one address, or several with commas between them. The authority's key, authority.key, is needed only to make further
+certificates by another call with the same directory. Keep it away from the servers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc")
 
 
 def openssl(*arguments: object) -> None:
-    """Ends the program with what it says, where it fails."""
+    """Runs openssl. If it fails, ends the program with its output."""
     try:
         done = subprocess.run(["openssl", *map(str, arguments)], capture_output=True, text=True)
     except FileNotFoundError:
@@ -45,7 +45,7 @@ def make_certificate(directory: Path, name: str, addresses: list[str], period: t
 
 
 def sign(directory: Path, name: str, subject: str, period: tuple[str, ...], extensions: str, *signer: object) -> None:
-    """A new key, NAME.key, and a certificate for it, NAME.pem, signed with authority.key."""
+    """Makes a new key, NAME.key, and a certificate for it, NAME.pem, signed with authority.key."""
     with tempfile.TemporaryDirectory() as temporary:
         at = Path(temporary)
         (at / "index").touch()
@@ -74,8 +74,8 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--begin", type=datetime.date.fromisoformat, metavar="YYYY-MM-DD",
                         default=datetime.date.today() - datetime.timedelta(days=1),
-                        help="when certificates begin to be good (default: yesterday: clocks differ)")
-    parser.add_argument("--days", type=int, default=825, help="for how long (default: 825)")
+                        help="start of the certificates' validity (default: yesterday, because clocks differ)")
+    parser.add_argument("--days", type=int, default=825, help="length of the validity (default: 825)")
     args = parser.parse_args()
     servers = dict(text.partition("=")[::2] for text in args.servers)
     for name, addresses in servers.items():

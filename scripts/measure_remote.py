@@ -1,10 +1,10 @@
-"""What computing with other servers costs and gains, on one machine: processes that each hold a part of the experts.
+"""Measures the cost and the gain of computing with other servers, with processes of one machine that share the experts.
 
     python scripts/measure_remote.py MODEL --budget 40% --servers 2
 
-Alternates between a server that reads what its memory lacks from its disk, and the same server that asks the others:
-each of them, all with the same budget, has every n-th expert. Prints milliseconds a token of one sequence, medians of
-rounds, and what a layer waited for answers beside its own experts. Processes compute on one thread each. With
+Alternates between a server that reads missing experts from its disk, and the same server that asks the others: each of
+them, all with the same budget, has every n-th expert. Prints milliseconds a token of one sequence, medians of rounds,
+and the time that a layer waited for answers after its own experts. Processes compute on one thread each. With
 --certificates (scripts/make_certificates.py server=127.0.0.1 -o DIR) also the same with TLS between servers.
 """
 
@@ -40,7 +40,7 @@ def tunnel_of(certificates: Path) -> Tunnel:
 
 
 def serve(path: str, budget: str, certificates: Path | None) -> None:
-    """Until the input ends. Prints its port, and the one with TLS, if it has one."""
+    """Serves until the input ends. Prints its port, and the port with TLS, if it has one."""
     with load(path, budget) as model:
         ports = [model.engine.listen(TOKEN, fingerprint(model.map))]
         if certificates is not None:
@@ -50,7 +50,7 @@ def serve(path: str, budget: str, certificates: Path | None) -> None:
 
 
 def decode(model: Model, tokens: list[int]) -> float:
-    """Milliseconds a token."""
+    """Returns milliseconds a token."""
     with Context(model.llama.model, n_ctx=len(tokens), n_threads=1) as context:
         begin = time.perf_counter()
         for token in tokens:
@@ -62,7 +62,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--budget", default="40%")
-    parser.add_argument("--servers", type=int, default=2, help="beside the one that is measured")
+    parser.add_argument("--servers", type=int, default=2, help="in addition to the measured one")
     parser.add_argument("--tokens", type=int, default=48, help="of a round, the same in each")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--certificates", type=Path, metavar="DIR")
@@ -98,7 +98,7 @@ def main() -> int:
                         places = numbers.get(how, [HERE])
                         engine.set_placement(layer.il, [places[e % len(places)] for e in range(layer.n_expert)])
                         engine.evict(layer.il, range(layer.n_expert))
-                    decode(model, tokens)  # memory is as full of these tokens' experts as it can be
+                    decode(model, tokens)  # fills memory with these tokens' experts
                     before = engine.remote_stats().wait_ns
                     times.append(decode(model, tokens))
                     if how in waits:

@@ -2,12 +2,12 @@
 
     .venv/bin/python scripts/measure_transport.py [--sizes 8,16,32,64] [--rounds 7] [--calls 200] [--json]
 
-A token of one layer is a message of 8 to 64 KiB there, and as much back. The ways: a call of a Ray actor, a compiled
-graph of Ray with such an actor, a plain TCP connection whose address came through Ray, such a connection led through a
-tunnel at both ends, which speak TLS to each other, and, plain and encrypted, sockets of ZeroMQ (CURVE) and calls of
-gRPC (TLS). Rounds of the ways alternate; a figure is the median of the rounds' medians. All of it on one machine, so
-what is compared is what each way costs by itself, not the network. Needs Ray, pip install 'pyorch[cluster]', pyzmq and
-grpcio, and for certificates the command openssl.
+A token of one layer is a message of 8 to 64 KiB, and as much back. The ways: a call of a Ray actor; a compiled graph of
+Ray with such an actor; a plain TCP connection whose address came through Ray; such a connection through a tunnel with
+TLS at both ends; and, plain and encrypted, sockets of ZeroMQ (CURVE) and calls of gRPC (TLS). Rounds of the ways
+alternate; a figure is the median of the rounds' medians. Everything runs on one machine, so the figures compare the
+cost of each way itself, not the network. Needs Ray, pip install 'pyorch[cluster]', pyzmq and grpcio, and for
+certificates the command openssl.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from pyorch.cluster.tls import Tls
 from pyorch.cluster.tunnel import Tunnel
 from pyorch.sizes import KiB, MiB
 
-N_LAYERS = 48  # of the model for which a token's time is shown
-WARM_UP = 20  # calls before those that count: buffers are made, connections opened
+N_LAYERS = 48  # of the model whose time of a token is shown
+WARM_UP = 20  # calls that do not count: they make buffers and open connections
 
 
 class Peer:
-    """The other process: an actor that sends back what it is sent, by each of the ways."""
+    """The other process: an actor that echoes, by each of the ways."""
 
     def __init__(self) -> None:
         self._servers: list[object] = []
 
     def echo(self, rows: np.ndarray) -> np.ndarray:
-        """The same rows. Shape [n_bytes], uint8."""
+        """Returns the same rows. Shape [n_bytes], uint8."""
         return rows
 
     def listen(self) -> tuple[str, int]:
@@ -54,12 +54,12 @@ class Peer:
         return listener.getsockname()
 
     def listen_securely(self, tls: Tls) -> int:
-        """The same behind a tunnel; returns its port."""
+        """Opens a port behind a tunnel, and returns it."""
         self._tunnel = Tunnel(tls)
         return self._tunnel.listen("127.0.0.1", 0, self.listen()[1])
 
     def listen_zmq(self, keys: tuple[bytes, bytes] | None) -> int:
-        """A ZeroMQ socket for one peer, encrypted with its public and secret keys where there are some; its port."""
+        """Opens a ZeroMQ socket for one peer and returns its port; encrypted if public and secret keys are given."""
         import zmq
 
         paired = zmq.Context.instance().socket(zmq.PAIR)
@@ -76,7 +76,7 @@ class Peer:
         return port
 
     def listen_grpc(self, tls: Tls | None) -> int:
-        """A gRPC server with one thread, and TLS on both sides where there are certificates; its port."""
+        """Starts a gRPC server with one thread, with TLS on both sides if certificates are given; returns its port."""
         import grpc
 
         handler = grpc.unary_unary_rpc_method_handler(lambda rows, _context: rows)
@@ -106,7 +106,7 @@ class Peer:
 
 
 def receive(connection: socket.socket, into: memoryview) -> bool:
-    """Fills the buffer. False where the connection ended before its first byte."""
+    """Fills the buffer. False: the connection ended before its first byte."""
     n = 0
     while n < len(into):
         got = connection.recv_into(into[n:])
@@ -126,7 +126,7 @@ class Plain:
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def echo(self, rows: np.ndarray) -> np.ndarray:
-        """The same rows, come back. Shape [n_bytes], uint8."""
+        """Sends rows and returns the echo. Shape [n_bytes], uint8."""
         self._connection.sendmsg((len(rows).to_bytes(4, "little"), rows))
         header, answer = bytearray(4), np.empty_like(rows)
         receive(self._connection, memoryview(header))
@@ -139,7 +139,7 @@ class Plain:
 
 
 def zmq_way(port: int, server: bytes | None) -> Callable[[np.ndarray], np.ndarray]:
-    """server: its public key, of one that encrypts."""
+    """Makes a way over ZeroMQ. server: the public key of an encrypting server."""
     import zmq
 
     paired = zmq.Context.instance().socket(zmq.PAIR)
@@ -168,9 +168,9 @@ def grpc_way(port: int, tls: Tls | None) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def median_seconds(echo: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, n_calls: int) -> float:
-    """Of a round trip. RuntimeError if what came back is not what was sent."""
+    """Returns the time of a round trip. RuntimeError: the echo differs."""
     if not np.array_equal(echo(rows), rows):
-        raise RuntimeError("what came back is not what was sent")
+        raise RuntimeError("the echo differs from the sent rows")
     times = []
     for _ in range(n_calls):
         begin = time.perf_counter()
@@ -180,19 +180,19 @@ def median_seconds(echo: Callable[[np.ndarray], np.ndarray], rows: np.ndarray, n
 
 
 def certificates(directory: str) -> Tls:
-    """New ones, for this machine."""
+    """Makes new certificates for this machine."""
     script = Path(__file__).with_name("make_certificates.py")
     subprocess.run([sys.executable, script, "server=127.0.0.1", "-o", directory], check=True, stdout=subprocess.DEVNULL)
     return Tls(*(Path(directory) / name for name in ("server.pem", "server.key", "authority.pem")))
 
 
 def measure(ray, tls: Tls, sizes: list[int], n_rounds: int, n_calls: int) -> dict[str, list[float]]:
-    """Medians in seconds, one for each size, by way."""
+    """Returns medians in seconds, one for each size, by way."""
     peer = ray.remote(Peer).options(num_cpus=0).remote()
     plain = Plain(tuple(ray.get(peer.listen.remote())))
     tunnel = Tunnel(tls)
     secure = Plain(("127.0.0.1", tunnel.port_to("127.0.0.1", ray.get(peer.listen_securely.remote(tls)))))
-    # A graph takes its actor for itself: it gets one of its own.
+    # A graph needs an actor of its own.
     second = ray.remote(Peer).options(num_cpus=0).remote()
     import zmq
     from ray.dag import InputNode
@@ -226,7 +226,7 @@ def measure(ray, tls: Tls, sizes: list[int], n_rounds: int, n_calls: int) -> dic
 
 
 def show(sizes: list[int], medians: dict[str, list[float]]) -> None:
-    """A table in Markdown."""
+    """Prints a table in Markdown."""
     shown = ("TCP", "TLS")
     print(f"| there and back | {' | '.join(medians)} | {' | '.join(f'{N_LAYERS} layers by {way}' for way in shown)} |")
     print("| --- |" + " --- |" * (len(medians) + len(shown)))

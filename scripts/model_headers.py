@@ -1,7 +1,7 @@
-"""Writes the header of a well-known model: a GGUF of its shape and size whose weights are a hole that occupies no disk.
+"""Writes the header of a well-known model: a sparse GGUF of its shape and size that takes no disk.
 
-For what needs sizes only, such as pyorch advise and pyorch inspect. Such a file computes nothing: it has no tokenizer,
-and all its weights are zeros.
+For tools that need sizes only, such as pyorch advise and pyorch inspect. Such a file cannot compute: it has no
+tokenizer, and all its weights are zeros.
 
     python scripts/model_headers.py qwen3-30b-a3b -o qwen3.gguf
     pyorch advise qwen3.gguf
@@ -21,7 +21,7 @@ Types = gguf.GGMLQuantizationType
 
 
 class Header:
-    """A GGUF whose weights are holes: tensors are added by name, type and shape, the slowest dimension first."""
+    """A GGUF whose weights are holes. Tensors are added by name, type and shape, the slowest dimension first."""
 
     def __init__(
         self, path: Path, arch: str, n_layers: int, n_embd: int, n_head: int, n_head_kv: int, n_ctx: int
@@ -45,7 +45,7 @@ class Header:
         self.writer.add_feed_forward_length(n_ff)
 
     def add(self, name: str, kind: Types, *shape: int, fill: Callable[[], np.ndarray] | None = None) -> None:
-        """Adds a tensor. close() writes the values that fill returns; without it the tensor is a hole."""
+        """Adds a tensor. close() writes the values that `fill` returns; without it, the tensor is a hole."""
         if fill is not None:
             self._filled.append((self._n_bytes, fill))
         values, size = gguf.GGML_QUANT_SIZES[kind]
@@ -67,7 +67,7 @@ class Header:
 
 
 def _more_bits(il: int, n_layers: int) -> bool:
-    """Layers whose value and down matrices Q4_K_M keeps in Q6_K: the first eighth, the last, each third between."""
+    """Whether Q4_K_M stores a layer's value and down matrices in Q6_K: first and last eighth, each third between."""
     return il < n_layers // 8 or il >= 7 * n_layers // 8 or (il - n_layers // 8) % 3 == 2
 
 
@@ -78,7 +78,7 @@ def around(header: Header, n_vocab: int, n_embd: int, table: Types, output: Type
 
 
 def olmoe(path: Path) -> Header:
-    """OLMoE-1B-7B in Q4_K_M."""
+    """Writes OLMoE-1B-7B in Q4_K_M."""
     n_embd, n_ff, n_expert = 2048, 1024, 64
     header = Header(path, "olmoe", 16, n_embd, 16, 16, 4096)
     header.experts(n_expert, 8, n_ff)
@@ -94,7 +94,7 @@ def olmoe(path: Path) -> Header:
 
 
 def qwen3(path: Path) -> Header:
-    """Qwen3-30B-A3B in Q4_K_M."""
+    """Writes Qwen3-30B-A3B in Q4_K_M."""
     n_embd, n_ff, n_expert, n_head, n_head_kv, head = 2048, 768, 128, 32, 4, 128
     header = Header(path, "qwen3moe", 48, n_embd, n_head, n_head_kv, 40960)
     header.experts(n_expert, 8, n_ff)
@@ -115,7 +115,7 @@ def qwen3(path: Path) -> Header:
 
 
 def gpt_oss(path: Path) -> Header:
-    """gpt-oss-20b, experts in MXFP4."""
+    """Writes gpt-oss-20b, with experts in MXFP4."""
     n_embd, n_ff, n_expert, n_head, n_head_kv, head = 2880, 2880, 32, 64, 8, 64
     header = Header(path, "gpt-oss", 24, n_embd, n_head, n_head_kv, 131072)
     header.experts(n_expert, 4, n_ff)

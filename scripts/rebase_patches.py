@@ -1,12 +1,12 @@
-"""Rebases a patch series from one source tree onto another, hunk by hunk, and says what became of each.
+"""Rebases a patch series from one source tree onto another, hunk by hunk, and reports the result of each.
 
-Every hunk is a three-way merge by git: the base is the file of the old tree with the series up to this hunk, the
-one side is the base with the hunk, the other the file of the new tree with what could be rebased so far. Where that
-conflicts, the hunk's lines are looked for in the whole file: code that moved has them unchanged. Where that fails too,
-the hunk's changes are tried one by one. What fits in no place, or in more than one, is left to the reader, and the
-rest of its patch goes on without it.
+Every hunk is a three-way merge by git: the base is the file of the old tree with the series up to this hunk; one side
+is the base with the hunk; the other side is the file of the new tree with all hunks rebased so far. If that
+conflicts, the hunk's lines are searched in the whole file, because moved code has them unchanged. If that fails too,
+the hunk's changes are tried one by one. A change that fits in no place, or in several, is left to the reader, and the
+rest of its patch is rebased without it.
 
-The patches that result fit the new tree line by line, with the three lines of context that git writes.
+The resulting patches fit the new tree line by line, with the three lines of context that git writes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from llama_source import FilePatch, Hunk, SourceError, apply_hunks, apply_patch,
 
 Tree = dict[str, bytes]  # content by path
 
-# What became of a hunk.
+# Results of a hunk.
 AT_ITS_LINE = "at its line"
 SHIFTED = "at another line"
 MERGED = "merged into changed lines"
@@ -43,12 +43,12 @@ FAILED = "not rebased"
 
 OTHER_LINES = "the new tree has other lines there"
 N_CONTEXT = 3  # unchanged lines around a change, as git writes them
-NEAR = 0.5  # share of a hunk's words that makes a place worth a look
+NEAR = 0.5  # share of a hunk's words that makes a place worth showing
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a file is most like a hunk."""
+    """The place where a file is most like a hunk."""
 
     path: str
     line: int  # the first, from 1
@@ -59,11 +59,11 @@ class Place:
 @dataclass(frozen=True)
 class RebasedHunk:
     hunk: Hunk
-    path: str  # in the new tree; in the old one where the new one lacks the file
+    path: str  # in the new tree; in the old one if the new one lacks the file
     became: str
     line: int = 0  # of the change in the new tree with the series so far, from 1
     why: str = ""  # FAILED: a sentence
-    nearest: Place | None = None  # FAILED: None if nothing is like the hunk
+    nearest: Place | None = None  # FAILED: None if no place is like the hunk
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,10 @@ class RebasedPatch:
 
 
 class Git:
-    """git outside any repository, deaf to the user's configuration.
+    """git outside any repository, without the user's configuration.
 
-    Raises SourceError if there is no git.
+    Raises:
+        SourceError: There is no git.
     """
 
     def __init__(self) -> None:
@@ -93,21 +94,21 @@ class Git:
         self._env |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
 
     def merge(self, current: bytes, base: bytes, other: bytes) -> bytes | None:
-        """current with what leads from base to other; None if they conflict."""
+        """Returns current with the changes from base to other; None if they conflict."""
         with tempfile.TemporaryDirectory() as scratch:
             for name, text in (("current", current), ("base", base), ("other", other)):
                 Path(scratch, name).write_bytes(text)
             done = self.run(["merge-file", "-p", "-q", "current", "base", "other"], scratch)
-        if done.returncode > 127:  # else the number of conflicts
+        if done.returncode > 127:  # lower ones are the number of conflicts
             raise SourceError(f"git merge-file failed: {done.stderr.decode(errors='replace').strip()}")
         return None if done.returncode else done.stdout
 
     def diff(self, before: Tree, after: Tree) -> bytes:
-        """A patch from one tree to another, without renames."""
+        """Returns a patch from one tree to another, without renames."""
         return self._diff(before, after, ["--no-renames"])
 
     def renames(self, before: Tree, after: Tree) -> dict[str, str]:
-        """The new paths of files of before whose content is, at least half of it, in another file of after."""
+        """Returns the new paths of files in `before` of which another file in `after` has at least half the content."""
         options = ["--name-status", "-z", "--find-renames", "-l0", "--diff-filter=R"]
         fields = self._diff(before, after, options).decode().split("\0")
         return {old.partition("/")[2]: new.partition("/")[2] for old, new in zip(fields[1::3], fields[2::3])}
@@ -132,9 +133,10 @@ class Git:
 
 
 def rebase(series: dict[str, bytes], old: Tree, new: Tree, git: Git) -> list[RebasedPatch]:
-    """The series, text by name in the order of the patches, from the old tree onto the new one.
+    """Rebases the series, text by name in the order of the patches, from the old tree onto the new one.
 
-    Raises SourceError if the series does not fit the old tree line by line.
+    Raises:
+        SourceError: The series does not fit the old tree line by line.
     """
     return list(_Rebase(series, old, new, git).run())
 
@@ -145,8 +147,8 @@ class _Rebase:
     old: Tree
     new: Tree
     git: Git
-    paths: dict[str, str] = field(default_factory=dict)  # of the files that have another one in the new tree
-    failed_lines: dict[bytes, str] = field(default_factory=dict)  # what failed hunks would have added: whose it is
+    paths: dict[str, str] = field(default_factory=dict)  # of files that have another path in the new tree
+    failed_lines: dict[bytes, str] = field(default_factory=dict)  # by line that a failed hunk would add: its hunk
 
     def run(self) -> Iterator[RebasedPatch]:
         self.old, self.new = dict(self.old), dict(self.new)
@@ -211,7 +213,7 @@ class _Rebase:
         return done
 
     def _rebase_hunk(self, name: str, path: str, hunk: Hunk, base: list[bytes]) -> list[RebasedHunk]:
-        """Into self.new[path], as a whole or change by change. hunk.start: in base."""
+        """Rebases a hunk into self.new[path], as a whole or change by change. hunk.start: in base."""
         whole = self._place(path, hunk, base)
         if whole is not None:
             return [whole]
@@ -258,7 +260,7 @@ class _Rebase:
 
 
 def message(text: bytes) -> bytes:
-    """What stands above the first file of a patch."""
+    """Returns the text above the first file of a patch."""
     kept = []
     for line in split_lines(text):
         if line.startswith((b"diff --git ", b"--- ")):
@@ -268,12 +270,14 @@ def message(text: bytes) -> bytes:
 
 
 def split_hunk(hunk: Hunk) -> list[Hunk]:
-    """A hunk for each run of changed lines, with the unchanged lines around. Each starts where the file has its first
-    line when those before are applied."""
+    """Returns a hunk for each run of changed lines, with the unchanged lines around.
+
+    Each starts where the file has its first line after the earlier ones are applied.
+    """
     signs = [line[:1] for line in split_lines(hunk.text)[1:] if line[:1] in (b" ", b"-", b"+")]
     runs = [(unchanged, len(list(run))) for unchanged, run in itertools.groupby(signs, lambda sign: sign == b" ")]
     parts = []
-    n_old = n_new = before = 0  # lines of the hunk so far; unchanged ones in front of the next change
+    n_old = n_new = before = 0  # lines of the hunk so far; unchanged ones before the next change
     at = 0
     for number, (unchanged, length) in enumerate(runs):
         run = signs[at : at + length]
@@ -315,19 +319,19 @@ def _part(tree: Tree, paths: Iterable[str]) -> Tree:
 
 
 def _n_common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
-    """Lines that both begin with."""
+    """Counts the common first lines."""
     return next((n for n, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 
 def _n_context(hunk: Hunk) -> tuple[int, int]:
-    """Lines of context before and after what the hunk changes."""
+    """Counts the lines of context before and after a hunk's changes."""
     head = _n_common(hunk.old, hunk.new)
     tail = _n_common(hunk.old[head:][::-1], hunk.new[head:][::-1])
     return head, tail
 
 
 def _find_only(hunk: Hunk, lines: list[bytes]) -> tuple[int, Hunk | None]:
-    """The only place that has the hunk's lines, or all but the outermost one or two of its context."""
+    """Finds the only place that has the hunk's lines, or all except the outermost one or two of its context."""
     for fuzz in range(3):
         head, tail = (max(0, min(n - 1, fuzz)) for n in _n_context(hunk))
         part = replace(hunk, old=hunk.old[head : len(hunk.old) - tail], new=hunk.new[head : len(hunk.new) - tail])
@@ -351,7 +355,7 @@ def _is_telling(line: bytes) -> bool:
 
 
 def find_nearest(hunk: Hunk, path: str, tree: Tree) -> Place | None:
-    """Where most of the hunk's words are, at least half of them: in the file at path, else in any of a similar name."""
+    """Finds the place with most of the hunk's words, at least half: in the file at path, otherwise in similar files."""
     wanted = _words(b"".join(hunk.old))
     here = _nearest_in(path, tree.get(path, b""), hunk, wanted)
     if here is not None and here.share >= NEAR:
@@ -371,7 +375,7 @@ def _nearest_in(path: str, text: bytes, hunk: Hunk, wanted: set[bytes]) -> Place
     lines = split_lines(text)
     size = len(hunk.old)
     found = [wanted & _words(line) for line in lines]
-    # A word that the file has everywhere tells little of the place.
+    # Words that the file has everywhere say little about the place.
     n_lines = Counter(word for words in found for word in words)
     weight = {word: 1 / max(1, n_lines[word]) for word in wanted}
     seen: Counter[bytes] = Counter()
@@ -384,14 +388,14 @@ def _nearest_in(path: str, text: bytes, hunk: Hunk, wanted: set[bytes]) -> Place
             seen[word] -= 1
             score -= weight[word] if not seen[word] else 0
         start = max(0, at + 1 - size)
-        # Of equal places the one next to where the hunk was.
+        # Among equal places, the nearest to the hunk's old place.
         if (round(score, 6), -abs(start - hunk.start)) > (round(best, 6), -abs(where - hunk.start)):
             best, where = score, start
     return Place(path, where + 1, lines[where : where + size], best / sum(weight.values())) if best else None
 
 
 def compare(wanted: list[bytes], found: list[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Lines of both: "-" only wanted, "+" only found, " " in both, indentation aside."""
+    """Yields the lines of both: "-" only wanted, "+" only found, " " in both, ignoring indentation."""
     matcher = difflib.SequenceMatcher(None, [_bare(line) for line in wanted], [_bare(line) for line in found], False)
     for kind, i1, i2, j1, j2 in matcher.get_opcodes():
         if kind == "equal":

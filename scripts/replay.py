@@ -1,4 +1,4 @@
-"""What a recorded trace would cost under other settings, in simulated time."""
+"""Estimates the cost of a recorded trace with other settings, in simulated time."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ PROBE_SECONDS = 2.0
 
 _LISTS = ("budget", "policy", "prefetch")
 _DEFAULTS = {"budget": BUDGETS, "policy": (ReplaySettings.policy,), "prefetch": (ReplaySettings.prefetch,)}
-_POOLS = "pools"  # one setting: it has commas itself
+_POOLS = "pools"  # a single value, because it has commas itself
 
-_ASSUMED = "assumed"  # nobody said how long computing takes
-_TIMED = ("ms/token", "stall ms")  # columns, and measures, that then mean nothing
+_ASSUMED = "assumed"  # the time of computing is unknown
+_TIMED = ("ms/token", "stall ms")  # columns, and measures, without meaning then
 _TIMES = ("tpot_ms", "stall_ms", "tokens_per_second")
 
 _MEASURES = ("n_tokens", "hit_rate", *_TIMES, "bytes_per_token", "useful", "late", "wasted", "useful_bytes",
@@ -65,8 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.description += (
         f" The policy {', '.join(choices.policies().foreseeing)} and the predictor "
         f"{', '.join(choices.predictors().foreseeing)} know the future; the policies "
-        f"{choices.listed(choices.policies().compared, 'and')} are there to be compared with. Nothing is read ahead "
-        "unless --prefetch says so."
+        f"{choices.listed(choices.policies().compared, 'and')} are for comparison. Nothing is prefetched without "
+        "--prefetch."
     )
     add_settings(parser, *_LISTS, _POOLS, lists=_LISTS,
                  defaults={"budget": ",".join(map(str, BUDGETS)), "prefetch": "none",
@@ -74,26 +74,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--read-bandwidth", type=rate, metavar="RATE",
                         help="speed of the disk, such as 1GB/s (default: measured on the model's file, in two seconds)")
     parser.add_argument("--decode-bandwidth", type=rate, metavar="RATE",
-                        help="bytes of matrices that one thread recovers in a second, of as many as an engine "
-                             "has, where experts come from the compressed pack beside the model (default: with "
+                        help="bytes of matrices that one thread recovers in a second, with the threads of an engine, "
+                             "if experts come from the compressed pack next to the model (default: with "
                              "--pools, decoding takes no time)")
     parser.add_argument("--vram-budget", metavar="SIZE",
                         help="slots of a device in front of the memory of --budget: a size, or a share of the experts "
                              "(default: no device)")
     parser.add_argument("--device-misses", metavar="WHO",
-                        help="what becomes of experts that the device lacks: processor or upload, as pyorch run takes "
-                             "it (default: processor)")
+                        help="what computes experts that the device lacks: processor or upload, as for pyorch run "
+                             "(default: processor)")
     parser.add_argument("--link-bandwidth", type=rate, default=0.0, metavar="RATE",
                         help="speed of uploads to the device, such as 12GB/s (default: they take no time)")
     parser.add_argument("--device-speed", type=number(above=0), metavar="TIMES",
-                        help="how many times as fast as the processor the device computes (default: 1)")
+                        help="speed of the device relative to the processor (default: 1)")
     parser.add_argument("--device-ahead", type=whole(0, MAX_AHEAD), default=0, metavar="N",
-                        help="experts of a layer that forecasts upload before it comes, as pyorch run takes it "
+                        help="experts of a layer that forecasts upload ahead, as for pyorch run "
                              "(default: 0)")
     parser.add_argument("--compute-ms", type=number(above=0), metavar="MS",
                         help="time to decode a token when all experts are resident; pyorch bench measures it (default: "
-                             "the trace has it, else what pyorch calibrate measured; else 30 is assumed, and no times "
-                             "are shown)")
+                             "the trace's, otherwise that of pyorch calibrate; without both, 30 is assumed, and no "
+                             "times are shown)")
     parser.add_argument("--batch", type=int, default=1, metavar="N", help="decode N requests together (default: 1)")
     parser.add_argument("--warm", type=int, default=0, metavar="N", help="begin to count after N tokens (default: 0)")
     parser.add_argument("--prompts", action="store_true",
@@ -109,7 +109,7 @@ def _run(args: argparse.Namespace) -> int:
     with packs.open_model(args.model) as model_map, Progress() as progress:
         if packed:
             packs.require_compressed(model_map)
-        packed = packs.part_sizes(model_map) is not None  # a slim model's pack is attached whatever it is
+        packed = packs.part_sizes(model_map) is not None  # a slim model's pack is always attached
         sidecars, trace, paths = Sidecars(model_map), Trace(args.trace), model_map.sidecars()
         uses = sidecars.uses() if packed else None
         recording = Recording.from_trace(trace, model_map)
@@ -137,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _of_device(args: argparse.Namespace) -> dict[str, Any]:
-    """What the options say of a device, for ReplaySettings. PyorchError for what cannot be."""
+    """Returns the options of a device, for ReplaySettings. PyorchError: they are impossible."""
     if args.vram_budget is None and (args.device_misses or args.link_bandwidth or args.device_speed
                                      or args.device_ahead):
         raise PyorchError("--device-misses, --device-speed, --device-ahead and --link-bandwidth are about a device: "
@@ -152,13 +152,14 @@ def _of_device(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _row(replayed: Replayed, timed: bool) -> dict[str, Any]:
-    """Of one combination. timed: whether times mean anything.
+    """Returns the row of one combination.
 
-    recall: mean over layers, by how many layers ahead the predictions are. part_rate: share of the experts that were
-    needed of which a compressed form was in memory (--pools). device_hit_rate: share of the uses that found the expert
-    on the device (--vram-budget); hit_rate is that of host memory, among the others. uploaded_bytes: for each token.
-    ahead: experts that forecasts ordered to the device, for each token; ahead_precision: share of those that their
-    layer used, nan without any (--device-ahead).
+    recall: mean over layers, by the distance of predictions in layers. part_rate: share of the needed experts of which
+    a compressed form was in memory (--pools). device_hit_rate: share of the uses that found the expert on the device
+    (--vram-budget); hit_rate is that of host memory, among the others. uploaded_bytes: per token. ahead: experts that
+    forecasts uploaded, per token; ahead_precision: their share that their layer used, nan without any (--device-ahead).
+
+    timed: Whether times have a meaning.
     """
     recall = []
     for distance in range(1, replayed.rank_hits.shape[1] + 1):
@@ -179,7 +180,7 @@ def _row(replayed: Replayed, timed: bool) -> dict[str, Any]:
 def _report(
     args: argparse.Namespace, settings: ReplaySettings, compute_from: str, packed: bool, rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What --json prints: what all combinations share, of a pack and of a device null where there is none; and rows."""
+    """Returns the object of --json: values common to all combinations, null without a pack or a device; and rows."""
     of_device = args.vram_budget is not None
     shared = {name: getattr(settings, name) for name in
               ("read_bandwidth", "compute_ms", "batch", "n_decoders", "device_ahead")}
@@ -229,7 +230,7 @@ def _parts(
 
 
 def _cells(row: dict[str, Any]) -> dict[str, str]:
-    """By the title of the column."""
+    """Returns the cells by the title of the column."""
     useful, late, wasted = (f"{row[f'{name}_bytes'] / row['n_tokens'] / MiB:.1f}"
                             for name in ("useful", "late", "wasted"))
     known = any(share == share for share in row["recall"])

@@ -1,4 +1,4 @@
-"""Writes recorded routes of a model, arrays of a .npz file, as a trace that scripts.replay plays."""
+"""Writes recorded routes of a model, arrays of a .npz file, as a trace for scripts.replay."""
 
 from __future__ import annotations
 

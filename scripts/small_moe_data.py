@@ -13,7 +13,7 @@ from fact_world import Document
 from small_moe_model import SPECIAL_TOKENS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-# Tests and tables teach a small model nothing but their own repetition.
+# From tests and tables, a small model learns only their repetition.
 SKIPPED_FOLDERS = {
     "test", "tests", "idle_test", "encodings", "idlelib", "distutils", "lib2to3",
     "site-packages", "turtledemo", "__phello__", "__pycache__",
@@ -24,7 +24,7 @@ ANSWER_WEIGHT, FRAME_WEIGHT = 3.0, 0.2  # library text weighs 1
 
 
 def stdlib_files() -> tuple[list[str], list[str]]:
-    """Contents of the standard library's modules: (for training, held out), split by name."""
+    """Returns contents of the standard library's modules: (for training, held out), split by name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     train, held_out = [], []
     for path in sorted(root.rglob("*.py")):
@@ -43,7 +43,7 @@ def stdlib_files() -> tuple[list[str], list[str]]:
 
 
 def test_text(held_out: list[str]) -> str:
-    """The beginnings of held-out modules, cut at line ends, about 48 KB."""
+    """Returns the beginnings of held-out modules, cut at line ends, about 48 KB."""
     pieces: list[str] = []
     for text in held_out:
         piece = text[:TEST_BYTES_PER_FILE]
@@ -54,7 +54,7 @@ def test_text(held_out: list[str]) -> str:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE with GPT-2's splitting, which llama.cpp knows as pre-tokenizer "gpt-2"."""
+    """Trains byte-level BPE with GPT-2's splitting, which llama.cpp knows as pre-tokenizer "gpt-2"."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
@@ -69,23 +69,23 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
 
 
 def encode_texts(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Token ids of each text, each ended by <|endoftext|> (id 0)."""
+    """Returns token ids of each text, each ended by <|endoftext|> (id 0)."""
     return [np.array([*encoding.ids, 0], dtype=np.int64) for encoding in tokenizer.encode_batch(texts)]
 
 
 @dataclass(frozen=True)
 class WeightedTokens:
-    """Token ids and, for each, the weight of the loss of predicting it; both [n_tokens]."""
+    """Token ids and, for each, the weight of its loss; both [n_tokens]."""
 
     ids: np.ndarray
     weights: np.ndarray
 
 
 def encode_documents(tokenizer: Tokenizer, documents: list[Document]) -> list[WeightedTokens]:
-    """Each document, ended by <|endoftext|>, with the weights of its segments.
+    """Returns each document, ended by <|endoftext|>, with the weights of its segments.
 
-    What is asked about which entity is chance; mean loss over all tokens would be mostly that. So
-    answers weigh much and the rest of a document little.
+    Entities and questions are random, so the mean loss over all tokens would mostly measure chance. Therefore answers
+    have a large weight and the rest of a document a small one.
     """
     encoded = []
     segments = iter(tokenizer.encode_batch([text for document in documents for text, _ in document]))
@@ -115,7 +115,7 @@ class Batches:
         return WeightedTokens(self.text[start : start + length], np.ones(length, dtype=np.float32))
 
     def _fact_row(self, length: int) -> WeightedTokens:
-        # A row begins with a document, so that position 0 is often a prompt's beginning, as in use.
+        # A row begins with a document, so that position 0 is often the beginning of a prompt, as in use.
         parts: list[WeightedTokens] = []
         while sum(len(part.ids) for part in parts) < length:
             if not self.order:

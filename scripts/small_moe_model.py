@@ -1,8 +1,7 @@
 """The small models: their configurations, a fast expert kernel for training, and their checkpoints.
 
-What is trained *is* `Qwen2MoeForCausalLM` or `Qwen3MoeForCausalLM`; only the forward pass of their
-routed experts is replaced, because the one of the library gathers and scatters per expert and is
-several times slower for experts this small.
+The trained model *is* `Qwen2MoeForCausalLM` or `Qwen3MoeForCausalLM`. Only the forward pass of the routed experts is
+replaced, because the library's gathers and scatters per expert, and is several times slower for experts this small.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ CHAT_TEMPLATE = (
 )
 
 
-# Of both models.
+# The common settings of both models.
 ALIKE = {
     "hidden_size": 128,
     "num_attention_heads": 4,
@@ -56,11 +55,10 @@ ALIKE = {
 
 
 def small_config(vocab_size: int) -> Qwen2MoeConfig:
-    """About 7.6 million parameters, of which 6.3 million are routed experts.
+    """Returns a configuration with about 7.6 million parameters, of which 6.3 million are routed experts.
 
-    Every matrix dimension is a multiple of 32 (the block of Q4_0 and Q8_0). The top-k
-    probabilities are not renormalized and the output matrix is not tied to the embedding: that is
-    how llama.cpp evaluates `qwen2moe`.
+    Every matrix dimension is a multiple of 32 (the block of Q4_0 and Q8_0). The top-k probabilities are not
+    renormalized and the output matrix is not tied to the embedding, as llama.cpp evaluates `qwen2moe`.
     """
     return Qwen2MoeConfig(
         vocab_size=vocab_size,
@@ -76,10 +74,10 @@ def small_config(vocab_size: int) -> Qwen2MoeConfig:
 
 
 def wide_config(vocab_size: int, n_experts: int, top_k: int) -> Qwen3MoeConfig:
-    """Experts of 256 neurons in 6 layers, without a shared one: 0.8 million parameters, and 0.6 for each expert.
+    """Returns a configuration with experts of 256 neurons in 6 layers, without a shared expert.
 
-    With one expert it is a dense model: the probabilities of the chosen are renormalized, so that
-    of one is 1.
+    It has 0.8 million parameters, and 0.6 for each expert. With one expert it is a dense model: the probabilities of
+    the selected experts are renormalized, so a single one has 1.
     """
     return Qwen3MoeConfig(
         vocab_size=vocab_size,
@@ -98,7 +96,7 @@ class GroupedExperts(torch.autograd.Function):
     """SwiGLU of small experts over rows sorted by expert: one matrix product per expert, no padding.
 
     rows [n_slots, hidden], gate_up [n_expert, 2*inter, hidden], down [n_expert, hidden, inter],
-    counts: how many consecutive rows each expert gets. Returns [n_slots, hidden].
+    counts: the number of consecutive rows of each expert. Returns [n_slots, hidden].
     """
 
     @staticmethod
@@ -145,7 +143,7 @@ def _spans(counts: list[int]) -> list[tuple[int, slice]]:
 
 
 def grouped_forward(experts: nn.Module, states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Drop-in forward of the library's experts: states [n_tokens, hidden], ids and weights [n_tokens, top_k]."""
+    """Replaces the forward of the library's experts: states [n_tokens, hidden], ids and weights [n_tokens, top_k]."""
     top_k = ids.shape[1]
     flat = ids.flatten()
     order = flat.argsort(stable=True)
@@ -158,7 +156,7 @@ def grouped_forward(experts: nn.Module, states: Tensor, ids: Tensor, weights: Te
 
 
 class RouterTap:
-    """Collects what each router decided in the last forward pass."""
+    """Collects the routers' decisions of the last forward pass."""
 
     def __init__(self, model: PreTrainedModel):
         self.logits: list[Tensor] = []  # per layer [n_tokens, n_expert]
@@ -174,7 +172,7 @@ class RouterTap:
         self.logits, self.ids = [], []
 
     def balance_loss(self) -> Tensor:
-        """Mean over layers of n_expert * sum(load * probability); 1 when every expert is used alike."""
+        """Returns the mean over layers of n_expert * sum(load * probability); 1 for even use of experts."""
         losses = []
         for logits, ids in zip(self.logits, self.ids, strict=True):
             n_expert = logits.shape[-1]
@@ -190,8 +188,8 @@ def build_model(config: Qwen2MoeConfig | Qwen3MoeConfig, device: str) -> tuple[P
         model = Qwen2MoeForCausalLM(config)
         with torch.no_grad():
             for layer in model.model.layers:
-                # Unnormalized top-6 of 64 probabilities add up to little when the router is flat, so
-                # the experts would hardly be heard at first: a sharper router and louder experts.
+                # Unnormalized top-6 of 64 probabilities have a small sum while the router is flat, so the experts would
+                # hardly contribute at first. A sharper router and larger experts correct this.
                 layer.mlp.gate.weight.mul_(2.0)
                 layer.mlp.experts.down_proj.mul_(3.0)
     model.to(device)
@@ -204,8 +202,10 @@ def build_model(config: Qwen2MoeConfig | Qwen3MoeConfig, device: str) -> tuple[P
 
 
 def upcycled(dense: PreTrainedModel, n_experts: int, top_k: int) -> tuple[PreTrainedModel, RouterTap]:
-    """A model of the same function whose experts are all copies of the dense one's, behind a router that is
-    untrained (Sparse Upcycling, Komatsuzaki et al. 2023)."""
+    """Returns a model of the same function whose experts are copies of the dense one's, with an untrained router.
+
+    Sparse Upcycling, Komatsuzaki et al. 2023.
+    """
     model, tap = build_model(wide_config(dense.config.vocab_size, n_experts, top_k), str(dense.device))
     weights = model.state_dict()
     for name, tensor in dense.state_dict().items():
@@ -235,7 +235,7 @@ def export_checkpoint(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path
     plain = type(model)(copy.deepcopy(model.config))
     plain.load_state_dict(model.state_dict())
     plain.to(device="cpu", dtype=torch.bfloat16)
-    # Either token ends an answer: the first after a document, the second after a chat turn.
+    # Both tokens end an answer: the first after a document, the second after a chat turn.
     plain.generation_config.eos_token_id = [SPECIAL_TOKENS.index(END_OF_TEXT), SPECIAL_TOKENS.index("<|im_end|>")]
     staging = Path(tempfile.mkdtemp(prefix=".export-", dir=folder))
     try:
@@ -250,7 +250,7 @@ def export_checkpoint(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path
 
 
 def _neutral_configs(folder: Path) -> None:
-    """Rewrites what transformers 4 and 5 name differently, so that either loads the folder."""
+    """Rewrites names that differ between transformers 4 and 5, so that both load the folder."""
     tokenizer_path = folder / "tokenizer_config.json"
     tokenizer = json.loads(tokenizer_path.read_text())
     tokenizer.pop("backend", None)
@@ -271,6 +271,6 @@ def _neutral_configs(folder: Path) -> None:
 
 
 def load_exported(folder: Path, device: str = "cpu") -> PreTrainedModel:
-    """The checkpoint as anybody loads it: library kernels, bf16 weights computed in float32."""
+    """Loads the checkpoint as users do: library kernels, bf16 weights computed in float32."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     return model.to(device).eval()

@@ -1,4 +1,4 @@
-"""What a small model is worth: loss on held-out text, answers to held-out questions, routing."""
+"""Measures the quality of a small model: loss on held-out text, answers to held-out questions, routing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True)
 class LayerRouting:
-    """How one layer's router spreads tokens over n_expert experts."""
+    """The distribution of tokens over n_expert experts by one layer's router."""
 
     load_entropy: float  # entropy of the experts' loads / log(n_expert); 1 is even use
     token_entropy: float  # mean entropy of one token's probabilities / log(n_expert); 0 is one expert
@@ -29,7 +29,7 @@ class LayerRouting:
 
 @torch.inference_mode()
 def text_loss(model: PreTrainedModel, tokens: np.ndarray, length: int) -> float:
-    """Mean next-token loss (nats per token) over consecutive windows of `length` tokens."""
+    """Returns the mean next-token loss (nats per token) over consecutive windows of `length` tokens."""
     device = model.device
     windows = (len(tokens) - 1) // length
     total = 0.0
@@ -45,7 +45,7 @@ def text_loss(model: PreTrainedModel, tokens: np.ndarray, length: int) -> float:
 
 @torch.inference_mode()
 def choice_accuracy(model: PreTrainedModel, tokenizer: Tokenizer, questions: list[dict]) -> float:
-    """Share of questions whose right choice has the highest log-likelihood (lm-evaluation-harness's acc)."""
+    """Returns the share of questions in which the right choice has the highest log-likelihood (acc of lm-eval)."""
     correct = 0
     for start in range(0, len(questions), 32):
         chunk = questions[start : start + 32]
@@ -63,7 +63,7 @@ def choice_accuracy(model: PreTrainedModel, tokenizer: Tokenizer, questions: lis
 
 
 def _choice_scores(model: PreTrainedModel, rows: list[list[int]], starts: list[int]) -> Tensor:
-    """Sum of log-probabilities of rows[i][starts[i]:] given what precedes, [n_rows]."""
+    """Returns the sums of log-probabilities of rows[i][starts[i]:] after the tokens before them, [n_rows]."""
     width = max(map(len, rows))
     batch = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
@@ -71,7 +71,7 @@ def _choice_scores(model: PreTrainedModel, rows: list[list[int]], starts: list[i
         batch[i, : len(row)] = torch.tensor(row)
         mask[i, start : len(row)] = True
     batch, mask = batch.to(model.device), mask.to(model.device)
-    # Padding stands on the right, where causal attention lets no earlier position see it.
+    # Padding is on the right, where causal attention hides it from earlier positions.
     logits = model(batch[:, :-1], use_cache=False).logits.float()
     taken = logits.log_softmax(-1).gather(-1, batch[:, 1:, None]).squeeze(-1)
     return (taken * mask[:, 1:]).sum(-1)
@@ -81,7 +81,7 @@ def _choice_scores(model: PreTrainedModel, rows: list[list[int]], starts: list[i
 def routing_report(
     model: PreTrainedModel, tap: RouterTap, text: np.ndarray, facts: np.ndarray
 ) -> list[LayerRouting]:
-    """Routing per layer over the rows `text` and `facts`, each [n_rows, length]."""
+    """Returns the routing per layer over the rows `text` and `facts`, each [n_rows, length]."""
     loads, entropies = [], []
     for rows in (text, facts):
         tap.clear()
@@ -93,7 +93,7 @@ def routing_report(
     for layer, (of_text, of_facts) in enumerate(zip(*loads, strict=True)):
         load = (of_text + of_facts) / 2
         n_expert = len(load)
-        even = math.log(max(n_expert, 2))  # a model that is dense as yet has one, and entropies of 0
+        even = math.log(max(n_expert, 2))  # a model that is still dense has one expert, and entropies of 0
         divergence = _entropy(load) - (_entropy(of_text) + _entropy(of_facts)) / 2
         report.append(
             LayerRouting(
@@ -118,7 +118,7 @@ def _entropy(probabilities: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def complete(model: PreTrainedModel, tokenizer: Tokenizer, text: str, max_tokens: int) -> str:
-    """Greedy continuation of `text`, without its end token."""
+    """Returns the greedy continuation of `text`, without its end token."""
     ids = tokenizer.encode(text).ids
     prompt_length = len(ids)
     for _ in range(max_tokens):

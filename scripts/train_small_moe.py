@@ -1,9 +1,8 @@
-"""Trains the small Qwen2-MoE that the tests and the benchmark model are made from, or one whose experts began as
-copies of a dense model's.
+"""Trains the small Qwen2-MoE of the tests and the benchmark model, or one whose experts begin as copies of a dense
+model's.
 
-The text is the Python standard library of this machine and a seeded world of invented facts
-(fact_world.py). The checkpoint is rewritten every few minutes, so an interrupted run leaves a
-usable one, and `--resume` continues it.
+The text is the Python standard library of this machine and a seeded world of invented facts (fact_world.py). The
+checkpoint is rewritten every few minutes, so an interrupted run leaves a usable one, and `--resume` continues it.
 
 Example (about an hour on one CPU core):
   python scripts/train_small_moe.py --minutes 60 --seed 1 -o tests/fixtures/small-moe
@@ -44,7 +43,7 @@ from tokenizers import Tokenizer
 
 VOCAB_SIZE = 2048
 TEXT_ROWS, FACT_ROWS, ROW_LENGTH = 4, 4, 256
-LONG_ROW_LENGTH = 1024  # the last rows are longer and fewer: the positions a user's prompt can have
+LONG_ROW_LENGTH = 1024  # the last rows are longer and fewer, and have all positions of a user's prompt
 LONG_ROWS_FROM = 0.9  # of the run
 EXPERTS, TOP_K = 16, 4  # of the upcycled model
 FACT_WEIGHT_IN_TOKENIZER = 14  # enough for every invented name to become one token
@@ -63,9 +62,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--upcycled", action="store_true",
         help=f"{EXPERTS} experts of 256 neurons, {TOP_K} used, that begin as copies of a dense model's")
     add("--dense-share", type=float, default=0.35, metavar="SHARE",
-        help="of an upcycled model's run in which it is dense (default: %(default)s)")
+        help="share of an upcycled model's run in which it is dense (default: %(default)s)")
     add("--state", type=Path, default=Path("build/small-moe.state.pt"),
-        help="where a run is continued from (default: %(default)s)")
+        help="file of the run's state (default: %(default)s)")
     add("--resume", action="store_true", help="continue the run in --state")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--minutes", type=float, help="stop after this much training time (default: 60)")
@@ -90,7 +89,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Trainer:
-    """One run: data, model and optimizer, and how far it has come."""
+    """One run: data, model, optimizer, and progress."""
 
     def __init__(self, arguments: argparse.Namespace):
         self.arguments = arguments
@@ -111,7 +110,7 @@ class Trainer:
             self.tokenizer = train_tokenizer(train_text + fact_text * FACT_WEIGHT_IN_TOKENIZER, VOCAB_SIZE)
         self.test_tokens = np.array(self.tokenizer.encode(self.test_text).ids)
         self.warm_from = state.get("warm_from", 0) if state else 0
-        # Of an upcycled model: it is dense until it is copied, and the optimizer begins anew then.
+        # An upcycled model is dense until it is copied; the optimizer restarts then.
         self.dense = arguments.upcycled and not (state and state.get("copied"))
         if arguments.upcycled:
             config = wide_config(VOCAB_SIZE, *((1, 1) if self.dense else (EXPERTS, TOP_K)))
@@ -145,7 +144,7 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Share of the run that is done, 0 to 1."""
+        """The finished share of the run, 0 to 1."""
         if self.arguments.steps is not None:
             return self.step / self.arguments.steps
         return self.seconds / (60 * self.arguments.minutes)
@@ -206,7 +205,7 @@ class Trainer:
             (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
 
     def checkpoint(self, n_questions: int = 100) -> None:
-        """Writes state and checkpoint, then measures what was written and notes it in training.json."""
+        """Writes state and checkpoint, then measures the written checkpoint and records it in training.json."""
         self.save_state()
         export_checkpoint(self.model, self.tokenizer, self.arguments.output)
         report = self.measure(n_questions)
@@ -220,7 +219,7 @@ class Trainer:
         )
 
     def measure(self, n_questions: int) -> dict:
-        """Quality of the exported bf16 checkpoint, evaluated with the library's own kernels."""
+        """Measures the exported bf16 checkpoint, with the library's own kernels."""
         model = load_exported(self.arguments.output, self.arguments.device)
         tap = RouterTap(model)
         loss = quality.text_loss(model, self.test_tokens, ROW_LENGTH)
@@ -261,7 +260,7 @@ class Trainer:
 
     @torch.inference_mode()
     def kernel_difference(self, exported: torch.nn.Module) -> float:
-        """Largest difference of logits between the training kernel and the library's, same weights."""
+        """Returns the largest difference of logits of the training kernel and the library's, with equal weights."""
         tokens = torch.from_numpy(self.test_tokens[:ROW_LENGTH]).unsqueeze(0).to(self.arguments.device)
         twin, _ = build_model(exported.config, self.arguments.device)
         twin.load_state_dict(exported.state_dict())

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""Text and questions for the small model on which nothing was ever chosen: neither trained, tuned nor looked at.
+"""Writes text and questions that had no influence on the small model: neither trained, tuned nor looked at.
 
-The text is what follows the beginnings that tests/fixtures/small-moe/text-test.txt has of the library modules that
-training held out; the questions are about those facts, in phrasings held out from training, that facts-test.jsonl does
-not ask for.
+The text is the rest of the held-out library modules whose beginnings are in tests/fixtures/small-moe/text-test.txt. The
+questions are about the facts, in phrasings held out from training, without those in facts-test.jsonl.
 
     python scripts/unseen_data.py FOLDER    writes text-unseen.txt, facts-unseen.jsonl, and facts-unseen.txt: the
                                             same questions with their answers, as a text
@@ -22,7 +21,7 @@ import fact_world
 from small_moe_data import TEST_BYTES_PER_FILE, stdlib_files, test_text
 
 FIXTURE = Path(__file__).parents[1] / "tests/fixtures/small-moe"
-ENTITIES, SEED = 40, 1  # with which the fixture was made
+ENTITIES, SEED = 40, 1  # of the fixture
 
 
 def unseen_text(held_out: list[str]) -> str:

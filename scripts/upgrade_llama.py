@@ -1,17 +1,17 @@
-"""Tries another llama-cpp-python release: rebases patches/ onto its llama.cpp, and says what it takes from us.
+"""Tries another llama-cpp-python release: rebases patches/ onto its llama.cpp, and reports missing names.
 
-    python scripts/upgrade_llama.py 0.3.37              only tells
+    python scripts/upgrade_llama.py 0.3.37              only reports
     python scripts/upgrade_llama.py 0.3.37 -o DIR       writes the rebased series to DIR
-    python scripts/upgrade_llama.py 0.3.37 --write      puts it and the new pin in place
+    python scripts/upgrade_llama.py 0.3.37 --write      installs it and the new pin
 
-The release is downloaded with pip, as the build does; --sdist names a copy instead. Each hunk that git cannot merge
-is printed with the lines that it looked for and the place that is most like them; -o writes those hunks to NAME.rej
-beside what could be rebased of their patch, and --write changes nothing unless all are rebased. Then come the names
-that pyorch uses and the release lacks or has with other parameters: of llama_cpp, of llama.cpp's headers, flags,
-build and log. A name is found by its spelling, so a few may be of something else; they do not keep --write.
+The release is downloaded with pip, as the build does; --sdist names a copy instead. Each hunk that git cannot merge is
+printed with its lines and the most similar place. -o writes such hunks to NAME.rej next to the rebased part of their
+patch, and --write changes nothing unless all are rebased. Then follow the names that pyorch uses and the release lacks
+or has with other parameters: of llama_cpp, of llama.cpp's headers, flags, build and log. A name is found by its
+spelling, so a few may belong to something else; they do not prevent --write.
 
-Exit status: 0 when the series fits and every name is there, 1 when something is left to do by hand, 2 when nothing
-could be tried (unknown release, no network, no git, a target with other content); then nothing was written.
+Exit status: 0 if the series fits and every name exists, 1 if something is left to do by hand, 2 if nothing could be
+tried (unknown release, no network, no git, a target with other content); then nothing was written.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from pathlib import Path
 from llama_contract import Loss, find_losses
 from rebase_patches import AT_ITS_LINE, ROOT, Git, RebasedHunk, RebasedPatch, SourceError, compare, rebase
 
-# isort: on, behind what finds llama_source
+# isort: on (after the path of llama_source is set)
 import llama_source
 from llama_source import Pin
 
 PATCHES = "patches"
-SOURCES = ("convert", "native", "pyorch", "scripts", "tests")  # where names of llama.cpp are used
+SOURCES = ("convert", "native", "pyorch", "scripts", "tests")  # use names of llama.cpp
 
 Tree = dict[str, bytes]  # content by path
 
@@ -43,7 +43,7 @@ Tree = dict[str, bytes]  # content by path
 
 
 def get_release(name: str, version: str, sdist: Path | None, scratch: Path) -> tuple[Pin, Path]:
-    """The archive of a release and its pin. Downloads into scratch unless sdist names a copy."""
+    """Returns the archive of a release and its pin. Downloads into scratch unless sdist names a copy."""
     if sdist is None:
         try:
             sdist = llama_source.fetch(name, version, [f"{name}=={version}"], scratch)
@@ -55,7 +55,7 @@ def get_release(name: str, version: str, sdist: Path | None, scratch: Path) -> t
 
 
 def explain(name: str, version: str, said: str) -> str:
-    """pip's answer in one sentence."""
+    """Returns pip's answer in one sentence."""
     known = re.search(r"\(from versions: ([^)]*)\)", said)
     if known is None:
         return f"pip could not download {name}=={version}: {said.splitlines()[-1] if said else 'it said nothing'}"
@@ -66,14 +66,14 @@ def explain(name: str, version: str, said: str) -> str:
 
 
 def read_release(pin: Pin, archive: Path) -> Tree:
-    """What the build takes of llama.cpp, and the modules of llama_cpp."""
+    """Returns the files of llama.cpp that the build uses, and the modules of llama_cpp."""
     return llama_source.read_archive(
         archive, pin, lambda path: llama_source.is_wanted(path) or re.fullmatch(r"llama_cpp/.*\.py|PKG-INFO", path)
     )
 
 
 def requirements(release: Tree) -> set[str]:
-    """Of the release, extras aside."""
+    """Returns the release's requirements without extras."""
     lines = release.get("PKG-INFO", b"").decode(errors="replace").splitlines()
     return {line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line}
 
@@ -110,11 +110,11 @@ def print_losses(version: str, losses: Iterable[Loss]) -> None:
         print(f"    {loss.name}: {loss.what}\n        {', '.join(loss.used_in[:3])}{more}")
 
 
-# --- what is written ---------------------------------------------------------------------------
+# --- writing -----------------------------------------------------------------------------------
 
 
 def write_directory(target: Path, patches: Iterable[RebasedPatch]) -> None:
-    """The rebased series, and NAME.rej where hunks failed. The directory appears whole or not at all."""
+    """Writes the rebased series, and NAME.rej for failed hunks. The directory appears whole or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as scratch:
         directory = Path(scratch, target.name)
@@ -130,7 +130,8 @@ def write_directory(target: Path, patches: Iterable[RebasedPatch]) -> None:
 class Checkout:
     """The files of this repository that an upgrade changes.
 
-    Raises SourceError where they are in no git checkout, or differ from what is committed.
+    Raises:
+        SourceError: They are not in a git checkout, or differ from the last commit.
     """
 
     def __init__(self, git: Git, pin: Pin) -> None:
@@ -152,12 +153,12 @@ class Checkout:
         return done.stdout.decode()
 
     def write(self, new: Pin, patches: Iterable[RebasedPatch]) -> None:
-        """The new pin in every file that has the old one, and the series."""
+        """Writes the new pin into every file that has the old one, and the series."""
         texts: dict[str, bytes | None] = {f"{PATCHES}/{patch.name}": patch.text for patch in patches}
         for path in self._files:
             text = (ROOT / path).read_bytes().replace(self._pin.line.encode(), new.line.encode())
             texts[path] = self._pinned.sub(f"{new.name}=={new.version}".encode(), text)
-        # All are written before the first is renamed: a full disk leaves the checkout as it was.
+        # Writes all before it renames the first, so that a full disk leaves the checkout unchanged.
         written: list[tuple[Path, Path]] = []
         try:
             for path, text in texts.items():
@@ -175,7 +176,7 @@ class Checkout:
                 (ROOT / path).unlink()
 
     def mentions(self) -> list[str]:
-        """Lines that still name the old version, for the reader."""
+        """Returns lines that still name the old version, for the reader."""
         bare = re.compile(rf"(?<![\w.]){re.escape(self._pin.version)}(?![\w.])".encode())
         return [f"{path}:{number}" for path in self._list()
                 for number, line in enumerate((ROOT / path).read_bytes().split(b"\n"), 1) if bare.search(line)]
@@ -227,7 +228,7 @@ def upgrade(version: str, sdist: Path | None, output: Path | None, write: bool) 
         if checkout is not None and failed:
             print(f"nothing written: {count(len(failed), 'hunk')} could not be rebased (-o DIR writes the rest)")
         elif checkout is not None:
-            if sdist is None:  # the build need not download the archive again
+            if sdist is None:  # saves the build another download
                 os.replace(new_archive, cache / new_pin.archive_name)
             checkout.write(new_pin, patches)
             print("written; run `make setup` and `make test`")

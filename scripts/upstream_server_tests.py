@@ -1,12 +1,12 @@
-"""llama-server's own tests, with a small MoE in the place of their models: on llama.cpp alone, and under a budget.
+"""Runs llama-server's own tests with a small MoE in place of their models: on llama.cpp alone, and under a budget.
 
     upstream_server_tests.py [--model MODEL.gguf] [--budget 30%] [--files test_basic.py,...]
 
-The tests of the pinned source (tools/server/tests) start a server for each test. Here that is once llama-server as the
-library is, with nothing of pyorch loaded, and once `pyorch serve` under a budget. Tests that expect what their own
-model says fail on both; the exit status is 0 if the same tests pass on both, 1 if not. Nothing is downloaded.
+The tests of the pinned source (tools/server/tests) start a server for each test. Here this is first the library's
+llama-server without pyorch, and then `pyorch serve` under a budget. Tests that expect the output of their own model
+fail on both. The exit status is 0 if the same tests pass on both, otherwise 1. Nothing is downloaded.
 
-Needs a build (make setup), and requests, filelock and pytest, which the extras convert and test bring.
+Needs a build (make setup), and requests, filelock and pytest, which the extras convert and test install.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PLAIN, BUDGET = "plain", "budget"
 
-# Those for which a model that continues text does: no adapters, images, rankings, routers or other programs.
+# Tests that a text model can pass: without adapters, images, rankings, routers or other programs.
 FILES = (
     "test_basic.py", "test_chat_completion.py", "test_compat_anthropic.py", "test_compat_oai_responses.py",
     "test_completion.py", "test_ctx_shift.py", "test_ignore_eos.py", "test_infill.py", "test_kv_keep_only_active.py",
     "test_metrics.py", "test_security.py", "test_slot_save.py", "test_template.py", "test_tokenize.py",
 )
-# What ends otherwise, and why it should.
+# Intended differences, and their reasons.
 MEANT = {
     "test_basic: test_no_ui": "/ leads to the live view where no chat page is wanted",
     "test_metrics: test_metrics_disabled": "/metrics is always there, with what experts do",
@@ -59,9 +59,9 @@ _HELPERS = {
 def compare(
     model: Path, budget: str, files: Sequence[str], directory: Path, say: Callable[[str], None]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Outcomes on llama.cpp alone and under the budget; see outcomes().
+    """Returns outcomes on llama.cpp alone and under the budget; see outcomes().
 
-    Tests that do not end alike run once more on both: on a busy machine one may have waited too long for its server.
+    Tests with different outcomes run once more on both, because on a busy machine one may have timed out.
     """
     found = {}
     for kind, what in ((PLAIN, "llama.cpp alone"), (BUDGET, f"budget {budget}")):
@@ -79,9 +79,9 @@ def compare(
 
 
 def outcomes(kind: str, model: Path, budget: str, tests: Sequence[str], directory: Path) -> dict[str, str]:
-    """Of each test, by file and name: passed, failed, or skipped.
+    """Returns the outcome of each test, by file and name: passed, failed, or skipped.
 
-    tests: files, or names of tests in them, FILE::NAME. directory: where what they write may go.
+    tests: Files, or names of tests in them, FILE::NAME. directory: for the files that tests write.
     """
     copy = directory / kind
     shutil.copytree(sources(), copy)
@@ -92,7 +92,7 @@ def outcomes(kind: str, model: Path, budget: str, tests: Sequence[str], director
                       f'"{model}" "{budget}" "{lib_dir()}" "$@"\n')
     server.chmod(0o755)
     report = copy / "report.xml"
-    # Variables of llama-server, and of a run of pytest that this may be a part of, are not for these tests.
+    # Removes variables of llama-server, and of a surrounding run of pytest.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("LLAMA_", "PYTEST_"))}
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:anyio", "-p", "no:cacheprovider", "-p", "no_downloads",
@@ -106,7 +106,7 @@ def outcomes(kind: str, model: Path, budget: str, tests: Sequence[str], director
 
 
 def sources() -> Path:
-    """The tests of the source that was built."""
+    """Returns the tests of the built source."""
     found = sorted(ROOT.glob("build/py3-*/llama.cpp/tools/server/tests"))
     if not found:
         raise SystemExit("there is no build: run `make setup` first")
@@ -114,7 +114,7 @@ def sources() -> Path:
 
 
 def read_report(path: Path) -> dict[str, str]:
-    """Of a report in JUnit's format."""
+    """Reads the outcomes of a report in JUnit's format."""
     found = {}
     for case in ET.parse(path).iter("testcase"):
         kinds = {child.tag for child in case}
@@ -126,7 +126,7 @@ def read_report(path: Path) -> dict[str, str]:
 
 
 def reason(path: Path, name: str) -> str:
-    """Why a test failed, in the first line that pytest reports, "" where it did not. path: of a report."""
+    """Returns the first line of a test's failure in a report, or ""."""
     for case in ET.parse(path).iter("testcase"):
         for child in case if _name(case) == name else ():
             if child.tag in ("failure", "error"):
@@ -141,7 +141,7 @@ def _name(case: ET.Element) -> str:
 def differences(
     plain: Mapping[str, str], budget: Mapping[str, str], why: Callable[[str], list[str]] = lambda _: []
 ) -> list[str]:
-    """Sentences about tests that do not end alike, and should; and what `why` says of each."""
+    """Returns sentences about unintended differences, each with the lines of `why`."""
     found = []
     for name in sorted(plain.keys() | budget.keys()):
         if plain.get(name) != budget.get(name) and name not in MEANT:
@@ -154,7 +154,7 @@ def differences(
 
 
 def server_arguments(given: Sequence[str]) -> tuple[bool, list[str]]:
-    """Whether a model was asked for, and the other arguments."""
+    """Returns whether a model is requested, and the other arguments."""
     rest, wanted = [], False
     words = iter(given)
     for word in words:
@@ -167,14 +167,14 @@ def server_arguments(given: Sequence[str]) -> tuple[bool, list[str]]:
 
 
 def lib_dir() -> Path:
-    """The directory of the libraries that were built."""
+    """Returns the directory of the built libraries."""
     from pyorch import _libs
 
     return _libs.lib_dir()
 
 
 def serve(kind: str, model: str, budget: str, libraries: str, given: Sequence[str]) -> int:
-    """What the tests take for llama-server. libraries: their directory; nothing of pyorch is imported here."""
+    """Replaces llama-server for the tests. libraries: their directory; this function imports nothing of pyorch."""
     wanted, rest = server_arguments(given)
     if kind == BUDGET and wanted:
         command = [sys.executable, "-m", "pyorch", "serve", model, "--cold", "--budget", budget, "--", *rest]
@@ -190,7 +190,7 @@ def serve(kind: str, model: str, budget: str, libraries: str, given: Sequence[st
 
 
 def free_port() -> int:
-    """One that the system gives to nobody who asks for any: between two tests it is nobody's."""
+    """Returns a port that the system assigns to no other program, because it is outside its range of free ports."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             port = random.randint(10_000, 32_000)
@@ -199,7 +199,7 @@ def free_port() -> int:
 
 
 def small_model(directory: Path) -> Path:
-    """The trained model of the tests, as a GGUF."""
+    """Returns the trained model of the tests, as a GGUF."""
     from pyorch.convert.to_gguf import convert
 
     path = directory / "small-moe.gguf"

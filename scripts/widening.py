@@ -1,16 +1,14 @@
 """Widens a Qwen2-MoE or Qwen3-MoE without changing its function.
 
-Every hidden value, expert neuron and query head is repeated. A weight over a repeated input is
-split into random parts that add up to it, so the wide layer computes the same number from weights
-that are no copies of each other: they quantize, compress and read like those of a model trained at
-that width.
+Every hidden value, expert neuron and query head is repeated. A weight over a repeated input is split into random parts
+with the same sum. So the wide layer computes the same number from weights that are not copies of each other: they
+quantize, compress and read like weights of a model trained at that width.
 
 Why the function stays the same, piece by piece:
 
 - RMSNorm over a vector repeated r times has the same mean square; its weight is repeated too.
-- The query heads of one key/value head are repeated beside each other, head size, RoPE and softmax
-  scale are untouched, and key/value heads keep their number (grouped-query attention takes more
-  query heads per key/value head).
+- The query heads of one key/value head are repeated next to each other. Head size, RoPE and softmax scale stay, and
+  key/value heads keep their number (grouped-query attention takes more query heads per key/value head).
 - SwiGLU acts on each neuron alone; the down projection splits over the repeated neurons.
 - Router and output matrix have their own rows, split over the repeated inputs: same logits.
 """
@@ -21,15 +19,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Standard deviation of the random parts, relative to that of a network trained at the wide width
-# (whose weights shrink with the square root of the width). Their sum is exact, but rounding errors
-# of a quantized weight grow with the parts: at 1 the wide model loses as much as the small one does.
+# Standard deviation of the random parts, relative to a network trained at the wide width (whose weights shrink with the
+# square root of the width). Their sum is exact, but rounding errors of a quantized weight grow with the parts: at 1 the
+# wide model loses as much as the small one does.
 PART_SCALE = 0.5
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The dimensions of the small model that are repeated, and how often."""
+    """The repeated dimensions of the small model, and their factors."""
 
     n_embd: int
     n_head: int
@@ -46,29 +44,29 @@ class Shape:
 
 @dataclass(frozen=True)
 class Axis:
-    """How one axis is repeated: [blocks, size] becomes [blocks, repeats, size]."""
+    """The repetition of one axis: [blocks, size] becomes [blocks, repeats, size]."""
 
     blocks: int
     repeats: int
     size: int
 
     def rows(self) -> np.ndarray:
-        """For each wide index the small index it repeats, [blocks * repeats * size]."""
+        """Returns for each wide index the small index that it repeats, [blocks * repeats * size]."""
         index = np.arange(self.blocks * self.size).reshape(self.blocks, 1, self.size)
         return np.repeat(index, self.repeats, axis=1).ravel()
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to a matrix [n_out, n_in] (or vector [n_in]); None leaves an axis alone."""
+    """The change of a matrix [n_out, n_in] (or vector [n_in]); None leaves an axis unchanged."""
 
     out: Axis | None = None
     split: Axis | None = None  # repeated input: weights are split into parts
-    copy: Axis | None = None  # values that are hidden states or scales themselves: repeated
+    copy: Axis | None = None  # values that are hidden states or scales themselves are repeated
 
 
 def rule_for(name: str, shape: Shape) -> Rule:
-    """The rule for the GGUF tensor `name`. Raises KeyError for one that neither architecture has."""
+    """Returns the rule for the GGUF tensor `name`. KeyError: neither architecture has it."""
     hidden = Axis(1, shape.hidden, shape.n_embd)
     heads = Axis(shape.n_head, shape.hidden, shape.head_size)
     expert = Axis(1, shape.expert, shape.n_ff_expert)
@@ -101,7 +99,7 @@ def rule_for(name: str, shape: Shape) -> Rule:
 
 
 def wide_shape(rule: Rule, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that `widen` gives a tensor of `shape` (last axis: inputs)."""
+    """Returns the shape that `widen` gives a tensor of `shape` (last axis: inputs)."""
     *outer, n_in = shape
     if rule.out is not None:
         outer[-1] *= rule.out.repeats
@@ -121,7 +119,7 @@ def widen(rule: Rule, weight: np.ndarray, rng: np.random.Generator) -> np.ndarra
 
 
 def split_inputs(weight: np.ndarray, axis: Axis, rng: np.random.Generator) -> np.ndarray:
-    """Random parts over `axis` whose sum is `weight`: [n_out, n_in] -> [n_out, n_in * repeats]."""
+    """Returns random parts over `axis` whose sum is `weight`: [n_out, n_in] -> [n_out, n_in * repeats]."""
     if axis.repeats == 1:
         return weight
     rows = weight.reshape(-1, axis.blocks, 1, axis.size)

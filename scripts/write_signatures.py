@@ -1,10 +1,10 @@
-"""Writes pyorch/signatures.pyi, by which editors and type checkers know the options of pyorch.load() and
+"""Writes pyorch/signatures.pyi, in which editors and type checkers find the options of pyorch.load() and
 pyorch.manage():
 
     python -m scripts.write_signatures
 
-The options are declared in pyorch/settings/settings.py alone; tests/settings compares. In place of keywords of any name
-the file has those of llama_cpp.Llama, so that a type checker refuses a misspelt one.
+Only pyorch/settings/settings.py declares the options; tests/settings compares. In place of keywords of any name, the
+file has those of llama_cpp.Llama, so that a type checker refuses a misspelt one.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _PLAIN = {kind: kind for kind in ("bool", "float", "int", "str")} | {
 
 
 def text() -> str:
-    """What the file is to hold."""
+    """Returns the content of the file."""
     manage = textwrap.indent(_function(pyorch.manage.__init__, "None", {}), "    ")
     return f"{_HEAD}{_function(pyorch.load, 'Model', _of_llama())}\nclass manage(interception.manage):\n{manage}"
 
 
 def _of_llama() -> dict[str, inspect.Parameter]:
-    """The keywords of llama_cpp.Llama, with types that need no import, and without defaults: load() has its own."""
+    """Returns the keywords of llama_cpp.Llama, with types that need no import, and without defaults."""
     parameters = inspect.signature(llama_cpp.Llama.__init__).parameters
     return {name: parameter.replace(annotation=_PLAIN.get(_named(parameter.annotation), "Any"), default=...)
             for name, parameter in parameters.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
@@ -66,7 +66,7 @@ def _named(annotation: object) -> str:
 
 
 def _function(function: Callable[..., object], returned: str, others: Mapping[str, inspect.Parameter]) -> str:
-    """others: what the function takes as keywords of any name."""
+    """Returns a function's stub. others: the keywords in place of keywords of any name."""
     lines, keywords = [], False
     parameters = dict(inspect.signature(function).parameters)
     _, rest = parameters.popitem()

@@ -1,1 +1,1 @@
-"""Measures a server under load: requests that arrive when they do, and not when the one before is answered."""
+"""Measures a server under load: requests arrive at their own times, whether or not earlier ones are answered."""

@@ -1,4 +1,4 @@
-"""`python -m scripts.bench_serve`: how long requests wait that arrive at a server by chance."""
+"""`python -m scripts.bench_serve`: measures the waits of requests that arrive at random times."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def main(argv: list[str] | None = None) -> int:
         "  python -m scripts.bench_serve olmoe.gguf --memory-limit 40% --baseline mmap --requests 16 --json",
     )
     parser.description += (
-        " Each server, of each number of slots, gets the same requests, on the same seconds. The first token's time "
-        "counts from when a request was due, so waiting for a slot is a part of it. At the end it says which -np suits."
+        " Each server, with each number of slots, gets the same requests at the same seconds. The time to the first "
+        "token counts from the arrival, so it includes the wait for a slot. At the end it recommends a value of -np."
     )
     add_model(parser)
     add_settings(parser, EXPERTS, "n_threads", LOSSY, lists=("budget",))
@@ -47,26 +47,26 @@ def main(argv: list[str] | None = None) -> int:
                              "(default: 1)")
     parser.add_argument("--requests", type=whole(1, 10_000), default=24, metavar="N", help="N of them (default: 24)")
     parser.add_argument("--arrivals", type=Path, metavar="FILE.jsonl",
-                        help='requests arrive as FILE says, in place of --rate and --requests: {"seconds": 0.4, '
-                             '"prompt_tokens": 120, "tokens": 32} on each line, of which the lengths may be left out')
+                        help='take arrivals from FILE, in place of --rate and --requests: {"seconds": 0.4, '
+                             '"prompt_tokens": 120, "tokens": 32} on each line, whose lengths may be omitted')
     parser.add_argument("--prompt-tokens", default="64-256", metavar="DIST",
                         help="lengths of prompts: 128, or 32-256 (each as likely), or lognormal:128:0.6 (median and "
                              "deviation) (default: 64-256)")
     parser.add_argument("--tokens", default="16-64", metavar="DIST",
-                        help="lengths of answers, likewise (default: 16-64)")
+                        help="lengths of answers, in the same form (default: 16-64)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals and lengths (default: 0)")
     parser.add_argument("--data", metavar="FILE",
-                        help="text that prompts are cut of (default: a module of Python's standard library)")
+                        help="text for the prompts (default: a module of Python's standard library)")
     parser.add_argument("--memory-limit", metavar="SIZE",
                         help="limit the memory of each server, page cache included: 1600MiB, or 40%% of the file")
     parser.add_argument("--baseline", choices=("mmap", "stock"),
                         help="also measure llama.cpp without a budget: mmap (under the same limit), or stock (all in "
-                             "memory, as it is by default)")
+                             "memory, its default)")
     parser.add_argument("--repeat", type=whole(1), default=1, metavar="R",
                         help="measure R rounds: percentiles are over all of them (default: 1)")
     parser.add_argument("--max-seconds", type=number(above=0), default=120, metavar="S",
-                        help="give up what a server has not answered S seconds after the first arrival (default: 120)")
-    parser.add_argument("--json", action="store_true", help="print everything that was measured as one JSON object")
+                        help="cancel requests without an answer S seconds after the first arrival (default: 120)")
+    parser.add_argument("--json", action="store_true", help="print all measurements as one JSON object")
     return program.run(parser, run, argv)
 
 
@@ -120,7 +120,7 @@ def _ways(args: argparse.Namespace, settings: dict, info: object) -> list[Served
 
 
 def _advice(summaries: list[Summary]) -> list[tuple[str, Summary]]:
-    """For each way with several numbers of slots, by label, what suits it."""
+    """Returns for each way with several numbers of slots, by label, the best number."""
     advice = []
     for label in dict.fromkeys(summary.served.config.label for summary in summaries):
         of_label = [summary for summary in summaries if summary.served.config.label == label]

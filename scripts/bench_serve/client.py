@@ -1,4 +1,4 @@
-"""Sends requests when they are due, and notes when the tokens of their answers come."""
+"""Sends requests at their times, and records when the tokens of their answers arrive."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ _CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request.
+    """The result of a request.
 
-    ttft_seconds: from when it was due to its first token, waiting for a slot included. tpot_seconds: between two of its
-    tokens, on average; nan with one token. end_seconds: of its last token, after the first request was due.
-    failure: why it has no answer, "" if it has one; then the other fields say nothing.
+    Attributes:
+        ttft_seconds: From its time to its first token, including the wait for a slot.
+        tpot_seconds: Between two of its tokens, on average; nan with one token.
+        end_seconds: Of its last token, since the time of the first request.
+        failure: Why it has no answer. "": it has one. Otherwise the other fields have no meaning.
     """
 
     n_prompt: int
@@ -39,9 +41,9 @@ def run(
     port: int, arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], max_seconds: float,
     on_answer: Callable[[int], None],
 ) -> list[Answer]:
-    """Sends each request when it is due. What is not answered after max_seconds is given up, and told so.
+    """Sends each request at its time. Cancels requests without an answer after max_seconds, and reports them.
 
-    on_answer: told how many have ended.
+    on_answer: Called with the number of finished requests.
     """
     connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=_CONNECT_SECONDS) for _ in arrivals]
     over = threading.Event()
@@ -68,7 +70,7 @@ def run(
             pass
         finally:
             over.set()
-            for connection in connections:  # ends what other threads wait for
+            for connection in connections:  # ends the waits of other threads
                 if (sock := connection.sock) is not None:
                     with contextlib.suppress(OSError):
                         sock.shutdown(socket.SHUT_RDWR)
@@ -81,7 +83,7 @@ def _ask(
     body = {"prompt": list(prompt), "n_predict": arrival.n_tokens, "ignore_eos": True, "stream": True,
             "cache_prompt": False, "temperature": 0.8, "seed": len(prompt)}
     connection.connect()
-    connection.sock.settimeout(None)  # a prompt may wait long for a slot; run() ends that
+    connection.sock.settimeout(None)  # a prompt may wait long for a slot; run() ends this wait
     connection.request("POST", "/completion", json.dumps(body), {"Content-Type": "application/json"})
     response = connection.getresponse()
     if response.status != 200:
@@ -100,7 +102,7 @@ def _ask(
             return Answer(arrival.n_prompt, n, first - due, tpot, last - begin)
         if "content" not in event:
             raise ValueError(line.decode(errors="replace").strip()[:200])
-        # The first token can be a part of a character, which is sent with the next one.
+        # The first token can be a part of a character, which is sent with the next token.
         first, last = first or now, now
     raise ValueError("the answer ended early")
 

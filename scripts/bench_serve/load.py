@@ -1,4 +1,4 @@
-"""What arrives at a server: when, how long a prompt, how long an answer."""
+"""The load of a server: times of requests, lengths of prompts and of answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyorch.errors import FormatError, PyorchError
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request. seconds: after the first one may arrive; n_prompt, n_tokens: to be read and to be generated."""
+    """A request. seconds: after the start; n_prompt, n_tokens: tokens to read and to generate."""
 
     seconds: float
     n_prompt: int
@@ -24,9 +24,9 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of numbers of tokens: the same, between two bounds, or lognormal about a median.
+    """A distribution of numbers of tokens: constant, between two bounds, or lognormal about a median.
 
-    low, high: bounds, of lognormal ones too. median, sigma: of lognormal ones, whose logarithm has this deviation.
+    low, high: Bounds, of lognormal ones too. median, sigma: of lognormal ones; sigma is the deviation of the logarithm.
     """
 
     text: str
@@ -37,9 +37,10 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Of "128", "32-256" (each as likely), or "lognormal:128:0.6" (median, deviation; at most 8 times the median).
+        """Parses "128", "32-256" (each as likely), or "lognormal:128:0.6" (median, deviation; at most 8 medians).
 
-        PyorchError for anything else.
+        Raises:
+            PyorchError: The text is none of these forms.
         """
         if match := re.fullmatch(r"(\d+)(?:-(\d+))?", text):
             low = int(match[1])
@@ -52,7 +53,7 @@ class Lengths:
         raise PyorchError(f'"{text}" is no distribution of lengths: use 128, 32-256, or lognormal:128:0.6')
 
     def draw(self, chance: random.Random) -> int:
-        """One of them."""
+        """Draws a length."""
         if not self.median:
             return chance.randint(self.low, self.high)
         return min(self.high, max(self.low, round(chance.lognormvariate(math.log(self.median), self.sigma))))
@@ -62,7 +63,7 @@ class Lengths:
 
 
 def poisson(n: int, rate: float, prompts: Lengths, answers: Lengths, seed: int) -> list[Arrival]:
-    """n requests, `rate` of them in a second on average; inf: all at once. The same for the same seed."""
+    """Returns n requests, on average `rate` in a second; inf: all at once. The same for the same seed."""
     chance = random.Random(seed)
     arrivals, seconds = [], 0.0
     for _ in range(n):
@@ -72,9 +73,12 @@ def poisson(n: int, rate: float, prompts: Lengths, answers: Lengths, seed: int) 
 
 
 def read_arrivals(path: str | Path, prompts: Lengths, answers: Lengths, seed: int) -> list[Arrival]:
-    """Of a file with a JSON object on each line: {"seconds": 0.4, "prompt_tokens": 120, "tokens": 32}.
+    """Reads a file with a JSON object on each line: {"seconds": 0.4, "prompt_tokens": 120, "tokens": 32}.
 
-    Lengths that are not given are drawn. Raises FormatError, with file and line, for what is not so.
+    Missing lengths are drawn.
+
+    Raises:
+        FormatError: A line is invalid. The message names file and line.
     """
     chance = random.Random(seed)
     try:
@@ -110,9 +114,10 @@ def _arrival(line: str, where: str, prompt: Callable[[], int], answer: Callable[
 
 
 def prompts_of(tokens: Sequence[int], arrivals: Sequence[Arrival]) -> list[Sequence[int]]:
-    """Of a text, a part for each, one after the other; from its beginning again where it ends.
+    """Cuts a text into a part for each prompt, one after the other, and starts again at its end.
 
-    PyorchError where a prompt is longer than the text.
+    Raises:
+        PyorchError: A prompt is longer than the text.
     """
     longest = max(arrival.n_prompt for arrival in arrivals)
     if longest > len(tokens):

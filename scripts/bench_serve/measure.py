@@ -1,4 +1,4 @@
-"""Serves a model in several ways, sends the same requests to each, and says how long they waited.
+"""Serves a model in several ways, sends the same requests to each, and reports their waits.
 
 Each way, with each number of slots, is a server of its own, which ends before the next one starts.
 """
@@ -27,14 +27,14 @@ from scripts.bench_serve.load import Arrival, prompts_of
 from scripts.bench_serve.process import serving
 
 PERCENTILES = (50, 95, 99)
-SUITS = 0.95  # of the best throughput is enough for fewer slots to be the better choice
+SUITS = 0.95  # share of the best throughput that suffices to prefer fewer slots
 
 OnProgress = Callable[[str, int, int], None]  # step, done, total
 
 
 @dataclass(frozen=True)
 class Served:
-    """A way to serve. slots: requests that are computed at once (-np)."""
+    """A way to serve. slots: requests computed at once (-np)."""
 
     config: Config
     slots: int
@@ -46,7 +46,7 @@ class Served:
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent, to each server the same. max_seconds: after which the rest is given up."""
+    """The requests, the same for each server. max_seconds: then the remaining ones are cancelled."""
 
     model: str
     text: bytes
@@ -57,7 +57,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Run:
-    """One server, once. failure: why nothing was answered. hits, misses, bytes_read: of experts; 0: no engine."""
+    """One run of a server. failure: why no request was answered. hits, misses, bytes_read: of experts; 0: no engine."""
 
     served: Served
     round: int
@@ -72,10 +72,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of all rounds of a server. ttft, tpot: seconds, at PERCENTILES, over all answered requests.
+    """The results of a server over all rounds.
 
-    failure: why a round, or else a request, was not answered: the first. throughput: generated tokens in a second,
-    until the last one came; of the median round. nan: nothing was measured.
+    Attributes:
+        ttft, tpot: Seconds, at PERCENTILES, over all answered requests.
+        failure: The first reason why a round, or otherwise a request, was not answered.
+        throughput: Generated tokens in a second, until the last one arrived, in the median round. nan: not measured.
     """
 
     served: Served
@@ -93,9 +95,11 @@ class Summary:
 def run_rounds(
     load: Load, ways: Sequence[Served], n_rounds: int, on_progress: OnProgress, say: Callable[[str], None]
 ) -> list[Run]:
-    """Measures each n_rounds times, there and back: what drifts in one direction favours none of them.
+    """Measures each way n_rounds times, forward and backward, so that a drift favours none.
 
-    PyorchError where a prompt is longer than the text. A token has a byte at least: that is seen before a server runs.
+    Raises:
+        PyorchError: A prompt is longer than the text. A token has at least one byte, so this is known before a server
+            runs.
     """
     longest = max(arrival.n_prompt for arrival in load.arrivals)
     if longest > len(load.text):
@@ -138,11 +142,11 @@ def _run(load: Load, served: Served, i: int, on_answer: Callable[[int], None]) -
 
 
 def _arguments(load: Load, served: Served) -> Iterator[str]:
-    """Of `pyorch serve`."""
+    """Yields the arguments of `pyorch serve`."""
     config = served.config
     longest = max(arrival.n_prompt + arrival.n_tokens for arrival in load.arrivals)
     settings = config.settings if config.mode == ENGINE else Settings(budget=RESIDENT)
-    settings = replace(settings, warm=False)  # each server begins as the first one did
+    settings = replace(settings, warm=False)  # each server begins like the first one
     yield load.model
     for name, option in options(Settings).items():
         value = getattr(settings, name)
@@ -150,7 +154,7 @@ def _arguments(load: Load, served: Served) -> Iterator[str]:
             continue
         flag = option.flag or "--" + name.replace("_", "-")
         yield from (flag,) if option.metavar is None else (flag, str(value))
-    # For each request llama-server wants a little more than it computes, and a round number.
+    # For each request llama-server reserves a little more than it computes, and a round number.
     yield from ("--ctx", str(served.slots * math.ceil((longest + 8) / 256) * 256))
     if load.n_threads:
         yield from ("--threads", str(load.n_threads))
@@ -188,7 +192,7 @@ def _throughput(run: Run) -> float:
 
 
 def percentile(values: Iterable[float], p: float) -> float:
-    """Between the two that are nearest, in proportion; nan of nothing. nans are not counted."""
+    """Interpolates between the two nearest values; nan without values. Ignores nans."""
     ordered = sorted(value for value in values if value == value)
     if not ordered:
         return float("nan")
@@ -199,9 +203,9 @@ def percentile(values: Iterable[float], p: float) -> float:
 
 
 def suitable(summaries: Sequence[Summary]) -> Summary | None:
-    """Of one way with several numbers of slots, the fewest slots that give SUITS of the best throughput.
+    """Returns the fewest slots of one way that give SUITS of the best throughput.
 
-    Only those that answered as many requests as any did count. None where nothing was answered.
+    Only runs with the most answered requests count. None: nothing was answered.
     """
     most = max(summary.n_answered for summary in summaries)
     complete = [summary for summary in summaries if summary.n_answered == most and summary.throughput > 0]

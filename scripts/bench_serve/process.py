@@ -1,6 +1,6 @@
-"""`pyorch serve` as a process that ends with the one that measures it, however that ends.
+"""`pyorch serve` as a process that ends with the measuring process, even if that is killed.
 
-The last argument is a descriptor that nobody writes to; the rest are those of pyorch.
+The last argument is a descriptor without a writer; the others are arguments of pyorch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 class Server:
-    """One that answers. port: of 127.0.0.1."""
+    """A running server. port: of 127.0.0.1."""
 
     def __init__(self, process: subprocess.Popen, port: int, log: Path) -> None:
         self.port = port
@@ -40,7 +40,7 @@ class Server:
         self._log = log
 
     def wait_until_ready(self) -> float:
-        """Seconds that it took. PyorchError, with its own sentence, where it does not start."""
+        """Waits, and returns the seconds. PyorchError: it does not start, with its own message."""
         begin = time.monotonic()
         while time.monotonic() - begin < _START_SECONDS:
             if self._process.poll() is not None:
@@ -51,7 +51,7 @@ class Server:
         raise PyorchError(f"the server was not ready after {_START_SECONDS:.0f} s")
 
     def tokenize(self, text: bytes) -> list[int]:
-        """By the model's tokenizer; nothing in the text is special."""
+        """Tokenizes a text without special tokens by the model's tokenizer."""
         body = json.dumps({"content": text.decode(errors="replace"), "add_special": False, "parse_special": False})
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=_END_SECONDS)
         try:
@@ -61,12 +61,12 @@ class Server:
             connection.close()
 
     def last_words(self) -> str:
-        """What it said last, without whose sentence it is."""
+        """Returns its last message, without the prefix."""
         said = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         return said[-1].removeprefix("pyorch: ").removeprefix("error: ") if said else ""
 
     def stop(self) -> dict[str, Any]:
-        """Its statistics, {} where it has no experts to manage or was killed."""
+        """Stops it, and returns its statistics; {} if it manages no experts or was killed."""
         self._process.send_signal(signal.SIGTERM)
         try:
             stdout, _ = self._process.communicate(timeout=_END_SECONDS)
@@ -81,7 +81,7 @@ class Server:
 def serving(
     arguments: Sequence[str], environment: dict[str, str], group: MemoryGroup | None, directory: Path
 ) -> Iterator[Server]:
-    """`pyorch serve` with these arguments, in a group, until the block is left. directory: for its log.
+    """Runs `pyorch serve` with these arguments, in a memory group, in the `with` block. directory: for its log.
 
     REQUIRES: SIGTERM raises an exception in this process, or there is no SIGTERM.
     """
