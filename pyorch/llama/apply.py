@@ -180,9 +180,8 @@ def find_buddies(
         if substitution is None or not substitution.needs_buddies or not sidecars.map.layers:
             return None
         if sidecars.buddies is None and substitution.mode != "buddies":
-            raise PyorchError(f"percentiles such as p30 need buddy lists, which store them for their trace, and there "
-                              f"are none next to "
-                              f"{sidecars.map.path}: make them with `pyorch buddies`, or give numbers")
+            raise PyorchError("percentiles such as p30 need buddy lists, which store them for their trace, and there "
+                              f"are none next to {sidecars.map.path}: make them with `pyorch buddies`, or give numbers")
         if sidecars.buddies is None:
             raise PyorchError(
                 f"there are no buddy lists next to {sidecars.map.path}: make them with `pyorch buddies`, name them "

@@ -228,8 +228,8 @@ class Model:
         if too_long is None:
             return PyorchError(str(error))
         n_tokens, n_ctx = too_long.groups()
-        return PyorchError(f"the prompt has {n_tokens} tokens, and the context has room for {n_ctx}: make the "
-                           "context larger (--ctx N, in Python n_ctx=N), or the prompt shorter")
+        return PyorchError(f"the prompt has {n_tokens} tokens, and the context window has room for {n_ctx}: make it "
+                           "larger (--ctx N, in Python n_ctx=N), or the prompt shorter")
 
     def substitute(
         self, substitution: Substitution | str | None, buddies: Buddies | str | os.PathLike[str] | None = None

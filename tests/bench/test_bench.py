@@ -332,7 +332,7 @@ def test_wrong_options_are_refused(small_moe: Path, arguments: tuple[str, str], 
 
 @pytest.mark.parametrize(("settings", "lacks"), [
     ("ghosts", "there are no ghosts next to"), ("buddies", "there are no buddy lists next to"),
-    ("mode=none,miss=drop,min_entropy=p30", "percentiles such as p30 are of the trace"),
+    ("mode=none,miss=drop,min_entropy=p30", "percentiles such as p30 need buddy lists"),
 ])
 def test_lossy_settings_without_their_file_are_refused_before_anything_is_measured(
     small_moe: Path, settings: str, lacks: str, capfd: pytest.CaptureFixture[str]
