@@ -175,7 +175,7 @@ def test_what_llama_cpp_asserts_of_a_model_is_a_sentence(refused, tiny_moe: Path
     ):
         tiny_moe.write_bytes(set_metadata(whole, f"dots1.{key}", value))
         sentence = refused("run", tiny_moe, "-p", "x", "--budget", budget)
-        assert str(tiny_moe) in sentence and f"what llama.cpp needs does not hold: {needed}" in sentence
+        assert str(tiny_moe) in sentence and f"a condition of llama.cpp does not hold: {needed}" in sentence
         assert "GGML_ASSERT" not in sentence
         assert "/llama.cpp/" not in sentence, "whose directories these were tells nothing"
 

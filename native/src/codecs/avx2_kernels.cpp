@@ -15,12 +15,12 @@ INLINE_VECTORS __m256i load(const uint8_t * from) { return _mm256_loadu_si256((c
 
 INLINE_VECTORS void store(uint8_t * to, __m256i bytes) { _mm256_storeu_si256((__m256i *) to, bytes); }
 
-// 16 numbers of 16 bits from two bytes each.
+// Combines two bytes each to 16 numbers of 16 bits.
 INLINE_VECTORS __m256i words(__m128i low, __m128i high) {
     return _mm256_or_si256(_mm256_cvtepu8_epi16(low), _mm256_slli_epi16(_mm256_cvtepu8_epi16(high), 8));
 }
 
-// 16 numbers of 16 bits from exponents and sign << 7 | mantissa.
+// Combines exponents and sign << 7 | mantissa to 16 numbers of 16 bits.
 INLINE_VECTORS __m256i bf16(__m128i e, __m128i sm) {
     const __m256i exponents = _mm256_slli_epi16(_mm256_cvtepu8_epi16(e), 7);
     const __m256i mantissas = _mm256_cvtepu8_epi16(sm);
@@ -28,7 +28,7 @@ INLINE_VECTORS __m256i bf16(__m128i e, __m128i sm) {
     return _mm256_or_si256(_mm256_or_si256(_mm256_and_si256(mantissas, _mm256_set1_epi16(0x7f)), exponents), signs);
 }
 
-// Of 32 bits, each as a byte: `value` or 0.
+// Expands 32 bits to bytes: `value` or 0.
 INLINE_VECTORS __m256i bytes_of(uint32_t bits, char value) {
     const __m256i spread = _mm256_setr_epi8(
         0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);

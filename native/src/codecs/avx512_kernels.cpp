@@ -6,7 +6,7 @@
 #include <immintrin.h>
 
 #if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized" // GCC 12 warns of vectors that its own header leaves undefined
+#pragma GCC diagnostic ignored "-Wuninitialized" // GCC 12 warns of undefined vectors in its own header
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
@@ -16,12 +16,12 @@
 namespace pyorch {
 namespace {
 
-// 32 numbers of 16 bits from two bytes each.
+// Combines two bytes each to 32 numbers of 16 bits.
 INLINE_VECTORS __m512i words(__m256i low, __m256i high) {
     return _mm512_or_si512(_mm512_cvtepu8_epi16(low), _mm512_slli_epi16(_mm512_cvtepu8_epi16(high), 8));
 }
 
-// 32 numbers of 16 bits from exponents and sign << 7 | mantissa.
+// Combines exponents and sign << 7 | mantissa to 32 numbers of 16 bits.
 INLINE_VECTORS __m512i bf16(__m256i e, __m256i sm) {
     const __m512i exponents = _mm512_slli_epi16(_mm512_cvtepu8_epi16(e), 7);
     const __m512i mantissas = _mm512_cvtepu8_epi16(sm);
@@ -91,7 +91,7 @@ VECTORS const uint8_t * lookup(const uint8_t * table, const uint8_t * codes, siz
         if ((size_t) (end - escapes) < n) {
             return nullptr;
         }
-        // Only what is named is read: the others may be behind the end.
+        // Reads only the n escapes: later bytes may be out of bounds.
         const __m512i next = _mm512_maskz_loadu_epi8(_bzhi_u64(~0ull, (unsigned) n), escapes);
         exponents          = _mm512_mask_expand_epi8(exponents, escaped, next);
         escapes += n;

@@ -33,7 +33,7 @@ size_t shard_numbers(size_t n, size_t n_shards) {
     return std::max<size_t>((n_blocks_of(n) + n_shards - 1) / n_shards, 1) * PLANE_BLOCK;
 }
 
-// One block. sm is zeros before.
+// Splits one block. REQUIRES: sm is zeros.
 static void split_block(Numbers type, const uint8_t * raw, size_t n, uint8_t * e, uint8_t * sm) {
     for (size_t i = 0; i < n; ++i) {
         if (type == Numbers::F32) {

@@ -18,14 +18,14 @@ constexpr size_t  TABLE_BYTES = 8;
 constexpr int     ESCAPE      = 7;
 constexpr uint8_t NO_CODE     = 0xff;
 
-// Exponents that are looked up at once and then merged: with what becomes of them they fit into a core's first cache.
+// Exponents that are looked up at once and then merged: they fit into a core's first cache with their result.
 constexpr size_t STEP = 2048;
 static_assert(STEP % PLANE_BLOCK == 0, "a step is whole blocks");
 
-// Goes through the exponents of a stored chunk once, in order.
+// Reads the exponents of a stored chunk once, in order.
 class TableReader {
 public:
-    // ok() is false where the chunk cannot be one of n exponents.
+    // ok() is false if the chunk cannot have n exponents.
     TableReader(const uint8_t * stored, size_t stored_bytes, size_t n, Simd simd) :
             lookup(plane_kernels(simd).lookup), table(stored), n_left(n) {
         const size_t n_codes = n_blocks_of(n) * CODE_BYTES;
@@ -39,10 +39,10 @@ public:
 
     bool ok() const { return escapes != nullptr; }
 
-    // Nothing is left, neither numbers nor escapes.
+    // Returns whether no numbers and no escapes are left.
     bool is_at_end() const { return ok() && n_left == 0 && escapes == end; }
 
-    // The next n: whole blocks, or all that are left. False where the chunk is damaged.
+    // Reads the next n: whole blocks, or all that are left. Returns false if the chunk is damaged.
     bool read(uint8_t * e, size_t n) {
         const size_t whole = n / PLANE_BLOCK;
         escapes            = lookup(table, codes, whole, escapes, end, e);
@@ -65,7 +65,7 @@ private:
     const uint8_t *            end     = nullptr;
     size_t                     n_left;
 
-    // Codes behind the last exponent are zeros: an escape there would take one from nobody.
+    // Returns whether the codes after the last exponent are zeros: an escape there would have no number.
     static bool is_filled_up(const uint8_t * codes, size_t n) {
         const size_t rest = n % PLANE_BLOCK;
         if (rest == 0) {
@@ -78,7 +78,7 @@ private:
 };
 
 bool encode_table(const uint8_t * raw, size_t n, std::vector<uint8_t> & to) {
-    // Four counters each: one would wait for itself, as neighbours are often equal.
+    // Four counters each, because neighbours are often equal, and one counter would wait for itself.
     std::array<std::array<size_t, 256>, 4> counts = {};
     for (size_t i = 0; i < n; ++i) {
         ++counts[i % 4][raw[i]];
@@ -122,7 +122,7 @@ bool encode_table(const uint8_t * raw, size_t n, std::vector<uint8_t> & to) {
     return true;
 }
 
-// Its tables take too long to make for each chunk.
+// A thread keeps it, because making its tables for each chunk takes too long.
 ZSTD_DCtx * zstd_reader() {
     struct Free {
         void operator()(ZSTD_DCtx * context) const { ZSTD_freeDCtx(context); }
@@ -202,7 +202,7 @@ bool recover(Numbers type, PlaneCodec codec, const uint8_t * e_stored, size_t e_
         return true;
     }
     if (codec != PlaneCodec::TABLE) {
-        uint8_t * e = raw + n * (number_bytes(type) - 1); // at its end: no memory of its own
+        uint8_t * e = raw + n * (number_bytes(type) - 1); // at the end of raw, without memory of its own
         if (!decode(codec, e_stored, e_bytes, e, n, simd)) {
             return false;
         }

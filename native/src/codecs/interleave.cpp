@@ -19,7 +19,7 @@ INLINE_VECTORS __m256i load32(const uint8_t * from) { return _mm256_loadu_si256(
 INLINE_VECTORS void    store16(uint8_t * to, __m128i bytes) { _mm_storeu_si128((__m128i *) to, bytes); }
 INLINE_VECTORS void    store32(uint8_t * to, __m256i bytes) { _mm256_storeu_si256((__m256i *) to, bytes); }
 
-// Numbers of n_bytes, a multiple of 32, of each of 8 rows: the first 8 bytes of all rows, then the next 8 bytes.
+// Interleaves n_bytes (a multiple of 32) of numbers of 8 rows: the first 8 bytes of all rows, then the next 8 bytes.
 INLINE_VECTORS void interleave_numbers(const uint8_t * rows, size_t row_bytes, size_t n_bytes, uint8_t * to) {
     for (size_t at = 0; at < n_bytes; at += 32, to += 256) {
         for (int half = 0; half < 2; ++half) { // rows 0 to 3, rows 4 to 7
@@ -36,15 +36,15 @@ INLINE_VECTORS void interleave_numbers(const uint8_t * rows, size_t row_bytes, s
     }
 }
 
-// d and dmin of 8 rows, a pair of 16 bits in each word, rows 0 to 3 in the low half: all d, then all dmin.
+// Writes d and dmin of 8 rows (a pair of 16 bits in each word, rows 0 to 3 in the low half): all d, then all dmin.
 INLINE_VECTORS void interleave_deltas(__m256i pairs, uint8_t * to) {
     const __m256i d = _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff)), dmin = _mm256_srli_epi32(pairs, 16);
     store32(to, _mm256_permute4x64_epi64(_mm256_packus_epi32(d, dmin), 0xd8));
 }
 
-// Of four sub-blocks: scales and minima of rows 0 to 3 (low) and 4 to 7 (high), a word for each row with a byte for each
-// sub-block. Each becomes 12 bytes: 6 bits of the scales and minima of rows 0 to 3, above them the 2 high bits of rows 4
-// to 7, then the 4 low bits of these.
+// Writes the scales and minima of four sub-blocks, for rows 0 to 3 (low) and 4 to 7 (high): a word for each row with a
+// byte for each sub-block. Each becomes 12 bytes: 6 bits of the scales and minima of rows 0 to 3, above them the 2 high
+// bits of rows 4 to 7, then the 4 low bits of rows 4 to 7.
 INLINE_VECTORS void interleave_scales(__m256i scales, __m256i minima, uint8_t * to) {
     const __m256i by_block = _mm256_setr_epi8(
         0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -81,7 +81,7 @@ VECTORS void q4_k(const uint8_t * rows, size_t row_bytes, size_t n_blocks, uint8
         const __m256i low23  = _mm256_unpacklo_epi32(heads[2], heads[3]);
         const __m256i high01 = _mm256_unpackhi_epi32(heads[0], heads[1]);
         const __m256i high23 = _mm256_unpackhi_epi32(heads[2], heads[3]);
-        const __m256i first  = _mm256_unpackhi_epi64(low01, low23); // of the 12 bytes the first four
+        const __m256i first  = _mm256_unpackhi_epi64(low01, low23); // the first four of the 12 bytes
         const __m256i second = _mm256_unpacklo_epi64(high01, high23);
         const __m256i third  = _mm256_unpackhi_epi64(high01, high23);
         interleave_deltas(_mm256_unpacklo_epi64(low01, low23), to);
@@ -106,7 +106,7 @@ VECTORS void q2_k(const uint8_t * rows, size_t row_bytes, size_t n_blocks, uint8
             s[row] = load16(rows + row * row_bytes);
         }
         interleave_deltas(load32((const uint8_t *) deltas), to);
-        // Pairs of bytes: those of all rows, pair by pair.
+        // Pairs of bytes: the pair of each row, pair by pair.
         for (int half = 0; half < 2; ++half) {
             __m128i pairs[4]; // rows 2 i and 2 i + 1
             for (int i = 0; i < 4; ++i) {

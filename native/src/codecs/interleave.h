@@ -1,7 +1,7 @@
-// Rows of quantized matrices, interleaved in groups of eight as llama.cpp's repacked kernels want them.
+// Interleaves rows of quantized matrices in groups of eight, as llama.cpp's repacked kernels want them.
 //
-// llama.cpp interleaves Q4_K and Q2_K a byte at a time; these functions use vectors and make the same bytes. Other types
-// are not here, because llama.cpp interleaves them about as fast as memory is copied.
+// llama.cpp interleaves Q4_K and Q2_K byte by byte; these functions use vectors and make the same bytes. llama.cpp
+// interleaves other types about as fast as it copies memory.
 
 #pragma once
 
@@ -16,7 +16,7 @@ inline constexpr int64_t INTERLEAVED_ROWS = 8;
 // REQUIRES: rows and to do not overlap.
 using Interleave = void (*)(const uint8_t * rows, size_t row_bytes, size_t n_blocks, uint8_t * to);
 
-// Null if this processor has none of the vectors that they need.
+// Returns null if this processor lacks the vectors.
 Interleave interleave_q4_k();
 Interleave interleave_q2_k();
 

@@ -11,7 +11,7 @@ namespace {
 constexpr size_t LANES     = 16;
 constexpr size_t N_VECTORS = PLANE_BLOCK / LANES; // in a block
 
-// Of 16 bits, each as a byte: `value` or 0.
+// Expands 16 bits to bytes: `value` or 0.
 inline uint8x16_t bytes_of(const uint8_t * bits, uint8_t value) {
     static const uint8_t bit_of[8] = { 1, 2, 4, 8, 16, 32, 64, 128 };
     const uint8x16_t     spread    = vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
@@ -19,7 +19,7 @@ inline uint8x16_t bytes_of(const uint8_t * bits, uint8_t value) {
     return vandq_u8(vtstq_u8(spread, bit), vdupq_n_u8(value));
 }
 
-// The high and the low byte of numbers of 16 bits, from exponents and sign << 7 | mantissa.
+// Return the high and the low byte of numbers of 16 bits, from exponents and sign << 7 | mantissa.
 inline uint8x16_t bf16_high(uint8x16_t e, uint8x16_t sm) {
     return vorrq_u8(vandq_u8(sm, vdupq_n_u8(0x80)), vshrq_n_u8(e, 1));
 }
@@ -101,7 +101,7 @@ const uint8_t * lookup(const uint8_t * table, const uint8_t * codes, size_t n_bl
 void nibbles(const uint8_t * exponents, const uint8_t * blocks, size_t n_blocks, uint8_t * rows) {
     const uint8x16_t e = vld1q_u8(exponents);
     for (; n_blocks > 0; --n_blocks, blocks += NIBBLE_BLOCK_BYTES, rows += 2 * PLANE_BLOCK) {
-        for (size_t v = 0; v < N_VECTORS; ++v) { // the codes of v are in vector v % 2
+        for (size_t v = 0; v < N_VECTORS; ++v) { // vector v % 2 has the codes of v
             const uint8x16_t both = vld1q_u8(blocks + LANES * (v % 2));
             const uint8x16_t code = v < 2 ? vandq_u8(both, vdupq_n_u8(0xf)) : vshrq_n_u8(both, 4);
             const uint8x16_t sm   = vld1q_u8(blocks + 32 + LANES * v);

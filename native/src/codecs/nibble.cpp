@@ -11,10 +11,10 @@ namespace pyorch {
 namespace {
 
 constexpr size_t   HEADER = 64;
-constexpr size_t   N_IN   = 16; // where in it
+constexpr size_t   N_IN   = 16; // its offset in the header
 constexpr int      ESCAPE = 15;
 constexpr uint32_t COLUMN = 0xffffff; // of an escape
-constexpr uint64_t RARITY = 256;      // of so many numbers one may have an escape
+constexpr uint64_t RARITY = 256;      // numbers for each escape, at least
 
 constexpr uint64_t HALF       = PLANE_BLOCK / 2;
 constexpr size_t   HALF_BYTES = 2 * HALF; // of the last half block of a row: codes, signs and mantissas
@@ -45,7 +45,7 @@ uint64_t nibble_bytes(uint64_t n_in, uint64_t n_out) {
 bool encode_nibbles(const uint8_t * raw, uint64_t n_in, uint64_t n_out, std::vector<uint8_t> & to) {
     const auto number = [&](uint64_t i) { return (uint32_t) raw[2 * i] | (uint32_t) raw[2 * i + 1] << 8; };
 
-    std::array<std::array<uint64_t, 256>, 2> counts = {}; // two: neighbours are often equal, and would wait
+    std::array<std::array<uint64_t, 256>, 2> counts = {}; // two, because equal neighbours would wait for one counter
     for (uint64_t i = 0; i < n_in * n_out; ++i) {
         ++counts[i % 2][number(i) >> 7 & 0xff];
     }

@@ -1,4 +1,4 @@
-// The reference: what the others give is compared with this.
+// The reference: the results of the other kernels are compared with these.
 
 #include "codecs/plane_kernels.h"
 

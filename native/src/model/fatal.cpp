@@ -18,7 +18,7 @@ std::terminate_handler default_terminate = nullptr;
 
 void say(const char * what) { notice(std::string("fatal error in llama.cpp: ") + what); }
 
-// "/home/me/llama.cpp/src/llama-model.cpp:1328: GGML_ASSERT(...) failed": whose directories these are tells nothing.
+// "/home/me/llama.cpp/src/llama-model.cpp:1328: GGML_ASSERT(...) failed": the directories of the build say nothing.
 const char * without_directories(const char * message) {
     const char * place_end = strstr(message, ": ");
     const char * start     = message;
@@ -28,8 +28,8 @@ const char * without_directories(const char * message) {
     return start;
 }
 
-// "llama-model.cpp:1370: GGML_ASSERT(a <= b) failed", of a model that is refused for that. A text in the condition says
-// it better.
+// "llama-model.cpp:1370: GGML_ASSERT(a <= b) failed" becomes a sentence: the model is refused. A text in the condition
+// replaces it.
 std::string as_condition(std::string message) {
     static constexpr char BEGIN[] = ": GGML_ASSERT(", END[] = ") failed";
     message.erase(message.find_last_not_of(" \n") + 1);
@@ -43,10 +43,10 @@ std::string as_condition(std::string message) {
     if (text != std::string::npos && condition.back() == '"') {
         condition = condition.substr(text + 4, condition.size() - text - 5);
     }
-    return "what llama.cpp needs does not hold: " + condition + " (" + message.substr(0, begin) + ")";
+    return "a condition of llama.cpp does not hold: " + condition + " (" + message.substr(0, begin) + ")";
 }
 
-// Unwinds through C code of ggml, which holds nothing that a refused model would need again.
+// Unwinds through C code of ggml, which holds nothing that is needed after a model is refused.
 void on_fatal(const char * message) {
     if (n_guards > 0) {
         throw std::runtime_error(as_condition(without_directories(message)));

@@ -1,11 +1,10 @@
-// What becomes of llama.cpp's fatal errors (GGML_ABORT and GGML_ASSERT, in a damaged model too), which end the process.
+// Handles llama.cpp's fatal errors (GGML_ABORT and GGML_ASSERT, also for a damaged model), which end the process.
 //
-// Their sentence reaches the stderr that the process had when show_fatal_errors() was called: llama-cpp-python points
-// stderr elsewhere while it loads a model, and the process would die in silence.
+// The message goes to the stderr that the process had at show_fatal_errors(). llama-cpp-python redirects stderr while
+// it loads a model, so the process would otherwise end without a message.
 //
-// A FatalGuard turns them into exceptions on its thread. llama.cpp catches exceptions where it loads or quantizes a
-// model and where it makes a context, and reports a failure; it does so nowhere else, so a guard belongs around these
-// alone.
+// A FatalGuard turns fatal errors of its thread into exceptions. llama.cpp catches exceptions only where it loads or
+// quantizes a model and where it makes a context, and reports a failure. So use a guard only around these.
 
 #pragma once
 

@@ -16,7 +16,7 @@ uint64_t matrix_bytes(const MoeLayer & layer, int role) {
     return layer.pack && layer.pack->nibbles[role] ? nibble_bytes(tensor.n_in, tensor.n_out) : tensor.stride;
 }
 
-// From the beginning of the first matrix of a record to the end of the last.
+// Returns the bytes from the start of a record's first matrix to the end of its last one.
 static uint64_t packed_bytes(const MoeLayer & layer) {
     uint64_t bytes = 0;
     for (int role = 0; role < (int) layer.tensors.size(); ++role) {
@@ -86,7 +86,7 @@ Extent extent_of(const MoeLayer & layer, int expert, const Extent & e, int role)
     return of;
 }
 
-// Memory of one matrix that comes from the model's own files.
+// Returns the memory of one matrix that is read from the model's own files.
 static uint64_t block_bytes(const ExpertTensor & tensor) {
     // A direct read starts at the page before the matrix and ends at the page after it.
     return reads_directly(tensor) ? round_up(tensor.stride, PAGE) + PAGE : round_up(tensor.stride, CACHE_LINE);
@@ -100,7 +100,7 @@ uint64_t block_offset(const MoeLayer & layer, int role) {
         }
         return offset;
     }
-    // Those of whole pages come first, so that each of them begins at one.
+    // Blocks of whole pages come first, so that each starts at a page.
     const bool direct = reads_directly(layer.tensors[role]);
     for (int r = 0; r < (int) layer.tensors.size(); ++r) {
         const bool before = reads_directly(layer.tensors[r]) == direct ? r < role : !direct;

@@ -22,13 +22,13 @@ ggml_type type_of(const ExpertTensor & tensor) {
 
 namespace {
 
-// A group of rows is at most so many in any order.
+// The largest group of rows in any order.
 constexpr int64_t GROUP = 16;
 
-// Rows are copied before they are written over; so many fit beside what they become into a core's first cache.
+// Rows are copied before they are overwritten; this many fit into a core's first cache with their result.
 constexpr int64_t SLAB_BYTES = 8 * 1024;
 
-// What llama.cpp chooses kernels by: type and shape.
+// A tensor with the type and shape by which llama.cpp selects kernels.
 ggml_tensor experts_of(const ExpertTensor & tensor) {
     ggml_tensor t = {};
     t.type        = type_of(tensor);
@@ -42,7 +42,7 @@ ggml_tensor experts_of(const ExpertTensor & tensor) {
 
 namespace {
 
-// Bytes that all differ in some way.
+// Returns bytes without a period.
 std::vector<char> pattern_of(size_t n) {
     std::vector<char> bytes(n);
     uint32_t          state = 1;
@@ -53,7 +53,7 @@ std::vector<char> pattern_of(size_t n) {
     return bytes;
 }
 
-// An interleaving of ours, if it makes the bytes that llama.cpp makes of such rows here; else null.
+// Returns our interleaving if it makes the same bytes as llama.cpp's here, otherwise null.
 Interleave checked(Interleave interleave, ggml_type type) {
     constexpr int64_t N_BLOCKS = 3;
     ggml_tensor       rows     = {};
@@ -110,7 +110,7 @@ std::string layout_name(const ExpertTensor & tensor) {
     if (!can_repack(tensor)) {
         return PLAIN;
     }
-    // The order is known by what becomes of a pattern. Rows count by what groups they make.
+    // The order is identified by its result for a pattern. Only the grouping of rows depends on their number.
     ExpertTensor pattern    = tensor;
     pattern.n_in            = std::min<int64_t>(tensor.n_in, 1024);
     pattern.n_out           = std::min<int64_t>(tensor.n_out, GROUP + tensor.n_out % GROUP);

@@ -1,8 +1,8 @@
-// The order in which the kernels want the numbers of a matrix.
+// The order of a matrix's numbers that kernels want.
 //
-// A file has a matrix row by row. For some types and shapes llama.cpp has faster kernels, which want the rows of a
-// group interleaved: "repacked", as in its buffer type CPU_REPACK. Which there are, and what order, depends on the
-// processor and the build. It is as many bytes, and each group stays where its rows were.
+// A file stores a matrix row by row. For some types and shapes llama.cpp has faster kernels, which want groups of rows
+// interleaved: "repacked", as in its buffer type CPU_REPACK. The processor and the build decide which exist, and their
+// order. Repacking does not change the number of bytes, and each group stays in the place of its rows.
 
 #pragma once
 
@@ -14,20 +14,20 @@
 
 namespace pyorch {
 
-// GGML_TYPE_COUNT where nobody knows it.
+// Returns the type, or GGML_TYPE_COUNT if it is unknown.
 ggml_type type_of(const ExpertTensor & tensor);
 
-// Whether there is such a kernel for the matrices of a tensor.
+// Returns whether repacked kernels exist for the matrices of a tensor.
 bool can_repack(const ExpertTensor & tensor);
 
-// Brings one matrix [stride], as it lies in the file, into that order. to: where it lies, or before that.
+// Repacks one matrix [stride] from the file's order. to: equal to `from`, or before it.
 // REQUIRES: can_repack(tensor).
 void repack(const ExpertTensor & tensor, const char * from, char * to);
 
-// Of matrices as they lie in the file.
+// The name of the file's order.
 inline constexpr const char * PLAIN = "plain";
 
-// That, or the name of the repacked order: two are the same if their names are.
+// Returns PLAIN, or the name of the repacked order. Equal names mean equal orders.
 std::string layout_name(const ExpertTensor & tensor);
 
 } // namespace pyorch

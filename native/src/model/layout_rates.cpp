@@ -17,12 +17,12 @@
 namespace pyorch {
 namespace {
 
-constexpr size_t  MATRIX_BYTES = 24 << 20; // of all matrices: more than a core's caches keep until their next turn
+constexpr size_t  MATRIX_BYTES = 24 << 20; // of all matrices: they leave a core's caches before their next use
 constexpr int64_t MOST_EXPERTS = 4096;
 constexpr int     N_ROUNDS     = 3;
-constexpr int64_t ROWS         = 8; // that differ: quantizing takes long
+constexpr int64_t ROWS         = 8; // different ones: quantizing is slow
 
-// The shortest time of some rounds, of which the first is left out, in nanoseconds a byte.
+// Returns the shortest time of some rounds, without the first, in nanoseconds for each byte.
 template <class Work>
 double shortest(size_t n_bytes, const Work & work) {
     double best = INFINITY;
@@ -34,7 +34,7 @@ double shortest(size_t n_bytes, const Work & work) {
     return best / (double) n_bytes;
 }
 
-// Matrices of several experts, in one order, and what multiplies them.
+// Matrices of several experts in one order, and their multiplication.
 class Matrices {
 public:
     Matrices(const ExpertTensor & tensor, bool repacked) :
@@ -71,7 +71,7 @@ public:
     char *  matrix(int64_t expert) const { return (char *) experts_->data + expert * experts_->nb[2]; }
     int64_t n_experts() const { return n_experts_; }
 
-    // Nanoseconds of a core for each byte, where each expert gets so many inputs.
+    // Returns a core's nanoseconds for each byte, with n_inputs inputs for each expert.
     double multiplied(int n_inputs) {
         const ggml_init_params        params = { 4 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true };
         const GgmlOwned<ggml_context> others(ggml_init(params));

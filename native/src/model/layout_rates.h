@@ -1,4 +1,4 @@
-// What each order of an expert's matrix costs a core of this processor, measured.
+// Measures the costs of each order of an expert's matrix on a core of this processor.
 
 #pragma once
 
@@ -6,16 +6,16 @@
 
 namespace pyorch {
 
-// Processor time for a matrix, in nanoseconds for each of its bytes. Matrices are cold: they come from memory.
+// Processor time for a matrix, in nanoseconds for each byte. Matrices are cold: they come from memory, not from caches.
 struct LayoutRates {
     static constexpr int N_INPUTS = 8; // of an expert in a prompt
 
-    double repacking;             // a matrix that was read, into the order of the repacked kernels
+    double repacking;             // from the file's order
     double plain[2], repacked[2]; // a product with 1 input, and with N_INPUTS
 };
 
-// Takes some tenths of a second, and the memory of 72 MiB of matrices meanwhile, of three matrices at least. Throws
-// Failure if that cannot be allocated.
+// Measures for some tenths of a second, with 72 MiB of matrices, or three matrices if they are larger. Throws Failure
+// if that memory cannot be allocated.
 // REQUIRES: can_repack(tensor).
 LayoutRates measure_layouts(const ExpertTensor & tensor);
 

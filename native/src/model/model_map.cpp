@@ -27,7 +27,7 @@ uint64_t MoeLayer::slot_bytes() const { return pyorch::slot_bytes(*this, PART_MA
 static const char * const SLIM =
     "pyorch.slim"; // key: the model has no expert data; its value is the whole model's fingerprint
 
-// Rank in the order of the kernels, -1 for a tensor that is not a routed expert.
+// Returns the rank in the order of the kernels, -1 if the tensor is no routed expert.
 static int parse_name(const char * name, int & il, std::string & role) {
     char part[32];
     int  end = 0;
@@ -52,7 +52,7 @@ void check_readable(const std::string & path) {
     if (S_ISDIR(st.st_mode)) {
         throw Failure(PYORCH_FORMAT, format("%s is a directory, not a GGUF file", path.c_str()));
     }
-    if (!S_ISREG(st.st_mode)) { // a pipe would be waited for
+    if (!S_ISREG(st.st_mode)) { // reading a pipe would block
         throw Failure(PYORCH_FORMAT, format("%s is no file, so it is not a GGUF file", path.c_str()));
     }
     FILE * f = fopen(path.c_str(), "rb");
@@ -67,7 +67,7 @@ void check_readable(const std::string & path) {
     }
 }
 
-// ggml's reader says in its log why it refuses a file. Whoever has no log of his own would see that before our sentence.
+// ggml's reader logs why it refuses a file. Without a log of the caller's own, that line would precede our message.
 static thread_local bool is_reading = false;
 
 static const bool log_is_kept = [] {
@@ -87,7 +87,7 @@ static const bool log_is_kept = [] {
 static gguf_context_ptr read_header(const std::string & path, ggml_context ** meta) {
     struct Reading {
         Reading() { is_reading = true; }
-        ~Reading() { is_reading = false; } // also where ggml asserts what it should refuse
+        ~Reading() { is_reading = false; } // also if ggml asserts instead of refusing
     } const reading;
     return gguf_context_ptr(gguf_init_from_file(path.c_str(), { /*.no_alloc =*/true, /*.ctx =*/meta }));
 }
@@ -111,7 +111,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
     const uint64_t in_file      = (uint64_t) st.st_size;
     uint64_t       span         = in_file;
     uint64_t       needed       = 0;
-    // Read here: a slim model is one file, and its tensors are looked at before the rest of its metadata.
+    // Read here, because the tensors are checked before the rest of the metadata. A slim model is one file.
     slim = slim || gguf_find_key(ctx.get(), SLIM) >= 0;
 
     for (int64_t i = 0; i < gguf_get_n_tensors(ctx.get()); ++i) {
@@ -122,7 +122,7 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
         int                 il          = 0;
         std::string         role;
         const bool          is_expert = parse_name(tensor_name, il, role) >= 0 && t->ne[2] >= 2;
-        // What a slim file lacks begins where the file ends, or in its last page: the loader unmaps what is before it.
+        // Absent bytes of a slim file start at its end or in its last page; the loader unmaps the bytes before them.
         const bool lacked = slim && is_expert && offset >= in_file;
         first_lacked      = lacked ? std::min(first_lacked, offset) : first_lacked;
         span              = std::max(span, offset + bytes);
@@ -169,10 +169,10 @@ std::shared_ptr<gguf_context> ModelMap::read_file(const std::string & path) {
 }
 
 ModelMap::ModelMap(const std::string & path) {
-    const FatalGuard guard; // the readers of ggml assert what they should refuse
+    const FatalGuard guard; // ggml's readers assert conditions that they should refuse
     metadata = read_file(path);
 
-    // First: shards behind the first one have nothing else in their metadata.
+    // Read this first: later shards have no other metadata.
     int64_t n_split = 1, no = 0;
     get_int("split.count", 0, n_split);
     get_int("split.no", 0, no);
@@ -257,7 +257,7 @@ void ModelMap::read_top_k() {
     }
 }
 
-// 0 where there is none. An array has one for each layer, as far as the model has layers.
+// Returns 0 if the key is missing. An array has an element for each layer, and may be longer.
 int64_t ModelMap::checked_int(const char * name, int64_t low, int64_t high, bool even) const {
     const std::string key   = arch + "." + name;
     int64_t           first = 0;
@@ -276,8 +276,8 @@ int64_t ModelMap::checked_int(const char * name, int64_t low, int64_t high, bool
     return first;
 }
 
-// Kernels turn the numbers of a head in pairs, and learn only while they compute that there are none, or more than it
-// has: then they never end, or end the process.
+// Kernels rotate a head's numbers in pairs. If a head has no numbers, or fewer than are rotated, they notice only while
+// they compute, and then loop for ever or end the process.
 void ModelMap::check_heads() const {
     int64_t n_embd = 0, n_head = 0, n_rot = 0;
     get_int(arch + ".rope.dimension_count", 0, n_rot);
@@ -285,7 +285,7 @@ void ModelMap::check_heads() const {
         return;
     }
     const int64_t heads = gguf_find_key(metadata.get(), (arch + ".attention.head_count").c_str());
-    const bool    each  = gguf_get_kv_type(metadata.get(), heads) == GGUF_TYPE_ARRAY; // layers: some have no attention
+    const bool    each  = gguf_get_kv_type(metadata.get(), heads) == GGUF_TYPE_ARRAY; // some layers have no attention
     checked_int("attention.head_count", n_rot > 0 && !each, n_embd);
     if (n_head == 0) {
         return;
@@ -352,7 +352,7 @@ uint64_t ModelMap::parts_bytes() const {
     return n;
 }
 
-// Those of a token, and some that are read ahead meanwhile.
+// Returns the experts of a token, and some that are prefetched meanwhile.
 int ModelMap::max_staged() const {
     constexpr int AHEAD = 2;
     return std::max(MIN_STAGED, n_expert_used + AHEAD);

@@ -1,4 +1,4 @@
-// Packs: expert by expert what a GGUF holds matrix by matrix. The format is in docs/reference/packs.md.
+// Reads packs, which store matrices expert by expert. The format is in docs/reference/packs.md.
 
 #include "codecs/nibble.h"
 #include "model/fatal.h"
@@ -33,7 +33,7 @@ struct Chunk {
 
 constexpr int64_t MAX_SHARDS = 64; // of the exponents of a matrix
 
-constexpr uint64_t CHUNK_ALIGNMENT = 64; // of the chunks of a record, but for those of exponents, which have none
+constexpr uint64_t CHUNK_ALIGNMENT = 64; // of the chunks of a record; chunks of exponents have none
 
 constexpr int64_t COLUMNS = sizeof(Chunk) / sizeof(int64_t);
 
@@ -43,7 +43,7 @@ struct Tensor {
     uint64_t            bytes;
 };
 
-// A pack being read.
+// A pack as a file.
 class Pack {
 public:
     explicit Pack(const std::string & path) : path(path), file(nullptr, fclose) {
@@ -62,7 +62,7 @@ public:
 
     Failure damaged(const std::string & why) const { return { PYORCH_FORMAT, path + " is a damaged pack: " + why }; }
 
-    // An element of an array of strings, "" where there is none.
+    // Returns an element of an array of strings, "" if it is missing.
     std::string text(const char * key, size_t index) const {
         const int64_t id = gguf_find_key(gguf.get(), key);
         const bool    is = id >= 0 && gguf_get_kv_type(gguf.get(), id) == GGUF_TYPE_ARRAY &&
@@ -103,7 +103,7 @@ private:
     std::unique_ptr<FILE, int (*)(FILE *)> file;
 };
 
-// What the index of a layer says.
+// Reads and checks a layer's index.
 class IndexReader {
 public:
     IndexReader(const Pack & pack, const ModelMap & map, const MoeLayer & layer) :
@@ -112,7 +112,7 @@ public:
         as_packed.pack = packed;
     }
 
-    // Checks every number: what is read by them lands in memory of these sizes.
+    // Checks every number, because reads with these numbers go to memory of these sizes.
     std::shared_ptr<PackedLayer> read(int file) {
         if (data.shape->type != GGML_TYPE_I8 || data.offset % PAGE != 0) {
             throw pack.damaged(block + "experts does not begin at a page");
@@ -147,16 +147,16 @@ private:
     std::vector<int>                   first_chunk; // [matrices + 1]
     std::vector<Span>                  spans;       // of all records
     const std::shared_ptr<PackedLayer> packed = std::make_shared<PackedLayer>();
-    MoeLayer                           as_packed; // with what is known of it so far
+    MoeLayer                           as_packed; // with the facts that were read so far
 
-    // Whether it is a whole matrix, as kernels compute with it.
+    // Returns whether the chunk is a whole matrix in the form for kernels.
     static bool is_slot(const Chunk & row) {
         return row.plane == 0 && (row.codec == (int64_t) PlaneCodec::STORED || has_nibbles(row));
     }
 
     static bool has_nibbles(const Chunk & row) { return row.codec == (int64_t) PlaneCodec::NIBBLE; }
 
-    // By expert, matrix and plane.
+    // Returns the rows by expert, matrix and plane.
     std::vector<Chunk> read_rows() const {
         const size_t n_roles = layer.tensors.size();
         const Tensor index   = pack.tensor(block + "index");
@@ -191,7 +191,7 @@ private:
         return rows;
     }
 
-    // The first expert says how all are taken apart.
+    // Takes the division into chunks from the first expert; it is the same for all.
     void read_matrices(const std::vector<Chunk> & rows) {
         const int n_chunks = (int) (rows.size() / layer.n_expert);
         int       row      = 0;
@@ -202,7 +202,7 @@ private:
                 ++row;
             }
             const int n = row - first_chunk.back();
-            n_shards.push_back(n - 1); // a whole matrix is one chunk, one in planes has at least two
+            n_shards.push_back(n - 1); // a whole matrix has one chunk, a divided one at least two
             packed->nibbles.push_back(n == 1 && has_nibbles(rows[first_chunk.back()]));
             if (n == 0 || (packed->nibbles.back() && (packed->compressed || !makes_nibbles(tensor))) ||
                 (n > 1 && (numbers_of(tensor.type) == Numbers::BYTES || !makes_shards(tensor, n - 1)))) {
@@ -215,7 +215,7 @@ private:
         }
     }
 
-    // rows: of this expert, if the index is whole.
+    // REQUIRES: the row is of this expert if the index is whole.
     void check_chunk(int expert, int role, int i, const Chunk & row) const {
         const uint64_t raw = raw_bytes(role, i);
         if (has_nibbles(row) != packed->nibbles[role] ||
@@ -224,14 +224,13 @@ private:
         }
         if (row.expert != expert || row.role != role || row.plane != (n_shards[role] == 0 ? 0 : i + 1) ||
             row.raw != raw || row.stored == 0 || (row.codec == 0 ? row.stored != raw : row.stored >= raw) ||
-            (row.codec != 0 && n_shards[role] > 0 &&
-                i == n_shards[role]) || // signs and mantissas are stored as they are
+            (row.codec != 0 && n_shards[role] > 0 && i == n_shards[role]) || // signs and mantissas are not encoded
             (row.offset != NOWHERE && (row.offset > data.bytes || row.stored > data.bytes - row.offset))) {
             throw misplaced(expert);
         }
     }
 
-    // A record that is laid out as a slot.
+    // Adds a record with the layout of a slot.
     void add_plain(int expert, const Chunk * rows) {
         const uint64_t record = rows[0].offset;
         for (int role = 0; role < (int) layer.tensors.size(); ++role) {
@@ -249,7 +248,7 @@ private:
         packed->offset.push_back(data.offset + record);
     }
 
-    // A region has no gaps but those that alignment makes, so none of its chunks overlap.
+    // Adds a compressed record. A region has gaps only for alignment, so its chunks do not overlap.
     void add_compressed(int expert, const Chunk * rows) {
         uint64_t begin[N_STORED_PARTS] = { UINT64_MAX, UINT64_MAX };
         uint64_t end[N_STORED_PARTS]   = {};
@@ -272,7 +271,7 @@ private:
         if (expert == layer.n_expert - 1) {
             packed->first.push_back(packed->chunks.size());
         }
-        begin[PART_E] = begin[PART_E] == UINT64_MAX ? begin[PART_SM] : begin[PART_E]; // whole matrices have none
+        begin[PART_E] = begin[PART_E] == UINT64_MAX ? begin[PART_SM] : begin[PART_E]; // whole matrices lack it
         for (const Part part : { PART_E, PART_SM }) {
             add_span(expert, begin[part], end[part], region_alignment);
             packed->part_offset[part].push_back(data.offset + begin[part]);
@@ -280,7 +279,7 @@ private:
         }
     }
 
-    // Bytes of the data that are read at once, in whole units.
+    // Adds a range of the data that is read at once, in whole units.
     void add_span(int expert, uint64_t begin, uint64_t bytes, uint64_t unit) {
         if (begin % unit != 0 || begin > data.bytes || round_up(bytes, unit) > data.bytes - begin) {
             throw misplaced(expert);
@@ -317,7 +316,7 @@ private:
             tensor.stride == 2 * (uint64_t) (tensor.n_in * tensor.n_out);
     }
 
-    // Whether so many shards are what comes of asking for as many.
+    // Returns whether dividing into this many shards makes exactly this many.
     static bool makes_shards(const ExpertTensor & tensor, uint64_t n_shards) {
         const uint64_t n    = n_numbers(tensor);
         const uint64_t each = shard_numbers(n, n_shards);

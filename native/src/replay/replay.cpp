@@ -32,7 +32,7 @@ public:
         double * ends, const ReplayWatch & watch) :
             table(table), planner(planner), routers(routers), rec(recording), config(config), ranks(ranks), ends(ends),
             watch(watch), n_layers(recording.n_layers),
-            // Memory may be held by a read that nobody waits for any more: it ends, and time passes.
+            // A read that no layer needs any more may hold memory until it ends; meanwhile time passes.
             reader(table.loader(), disk_of(config), decoders_of(config), [this](double ended) { wait_until(ended); }),
             forecasts(table.map.layers.size()) {
         std::vector<int> executed(n_layers);
@@ -83,7 +83,7 @@ public:
                 ends[ubatch] = now;
             }
         }
-        // Nobody waits for the rest; the next replay on this engine finds nothing half read.
+        // No layer needs the remaining reads; finish them, so that the next replay on this engine starts without any.
         while (reader.at_work()) {
             reader.end_next();
         }
@@ -96,7 +96,7 @@ public:
     }
 
 private:
-    // What forecasts follow from, at their time.
+    // The input of forecasts, which is available from some time on.
     struct Pending {
         double                                    at;
         int64_t                                   ubatch;
@@ -104,11 +104,11 @@ private:
     };
 
     struct Forecasted {
-        int64_t  ubatch; // that it is for
+        int64_t  ubatch; // the forecast one
         Forecast forecast;
     };
 
-    // Says what the recording has for it.
+    // Forecasts from the recording.
     class Oracle : public Predictor {
     public:
         Oracle(const Replay & replay, const std::vector<int> & distance) : replay(replay), distance(distance) {}
@@ -156,10 +156,10 @@ private:
     Owner                                           owner;
     double                                          now         = 0;
     int64_t                                         ubatch      = 0;
-    int64_t                                         forecasting = 0; // the ubatch that forecasts now follow from
-    double                                          forecast_at = 0; // when they are made
+    int64_t                                         forecasting = 0; // the ubatch of the present forecasts
+    double                                          forecast_at = 0; // their time
     std::deque<Pending>                             pending;
-    std::vector<std::vector<Forecasted>>            forecasts; // by layer, that has not come yet
+    std::vector<std::vector<Forecasted>>            forecasts; // of future layers, by layer
     std::vector<std::vector<std::vector<uint64_t>>> uses;      // [layer][expert]: the ubatches, ascending
     pyorch_replay_result                            result = {};
 
@@ -189,8 +189,7 @@ private:
         }
     }
 
-    // Tells the table when an expert is next used, from a ubatch on. Layers are passed one by one, so they are the
-    // clock.
+    // Tells the table the next use of an expert, from a ubatch on. The clock counts layers.
     void foresee(int layer, int expert, uint64_t from) {
         const auto &   all  = uses[layer][expert];
         const auto     next = std::lower_bound(all.begin(), all.end(), from);
@@ -224,7 +223,7 @@ private:
         result.predict_wall_seconds += 1e-9 * (double) (clock_ns() - began);
     }
 
-    // Nothing can be computed until then.
+    // Lets time pass without computing.
     void wait_until(double time) {
         const double waited = std::max(0.0, time - now);
         now += waited;
@@ -274,8 +273,8 @@ private:
                 foresee(layer, e, ubatch + 1);
             }
             DevicePass       on_device;
-            std::vector<int> here = experts; // not there
-            std::vector<int> used = experts; // of host memory: those, and what only passes through the device
+            std::vector<int> here = experts; // computed by the processor
+            std::vector<int> used = experts; // of host memory: those of the processor, and uploads that pass through
             if (device) {
                 while (device->takes_forecasts() && !pending.empty()) {
                     wait_until(pending.front().at);
@@ -296,13 +295,13 @@ private:
             if (predicts || (!decode && (planner.needs() & PYORCH_NEEDS_FUTURE))) {
                 pending.push_back({ now + config.predict_seconds, ubatch, routed_layer(layer, n_tokens, decode) });
             }
-            // An expert costs what it costs, however many tokens of a decoding ubatch share it.
+            // In a decoding ubatch an expert's time does not depend on the number of tokens that share it.
             const double each =
                 share * (1 - config.route_share) / (decode ? (double) rec.n_used : (double) experts.size());
             if (device) {
                 bring(layer, on_device, here);
             }
-            // Both sides begin at once.
+            // Processor and device start at the same time.
             const double there = now + each * (double) (experts.size() - here.size()) / speed;
             compute_layer(layer, here, each);
             pass(std::max(0.0, there - now));
@@ -318,7 +317,7 @@ private:
         }
     }
 
-    // Whether the ubatch has the next token of each sequence of the last one.
+    // Returns whether each sequence continues the last ubatch by one token.
     bool follows_last() const {
         const int64_t n = rec.begin[ubatch + 1] - rec.begin[ubatch];
         if (ubatch == 0 || rec.begin[ubatch] - rec.begin[ubatch - 1] != n) {
@@ -338,11 +337,11 @@ private:
         run_until(now);
     }
 
-    // What comes to the device before the layer is computed is not computed here.
+    // Removes from `here` the experts that reach the device before the layer is computed.
     void bring(int layer, const DevicePass & on_device, std::vector<int> & here) {
         for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
             for (int e : on_device.uploads) {
-                if (!owner.stream || owner.stream->place_of[e] < 0) { // what passes by stays here
+                if (!owner.stream || owner.stream->place_of[e] < 0) { // an expert in the window stays here
                     wait_for(layer, e, role);
                 }
             }
@@ -353,8 +352,8 @@ private:
         here.erase(std::remove_if(here.begin(), here.end(), [&](int e) { return came[e] != 0; }), here.end());
     }
 
-    // Matrix by matrix, in the order of the kernels: of each, first those that are there. Of a layer that is streamed,
-    // one after another. seconds: of an expert.
+    // Computes matrix by matrix, in the order of the kernels, and for each matrix the resident experts first. A
+    // streamed layer computes one expert after another. seconds: for one expert.
     void compute_layer(int layer, const std::vector<int> & experts, double seconds) {
         const int    n_roles = (int) table.map.layers[layer].tensors.size();
         const double each    = seconds / n_roles;
@@ -379,7 +378,7 @@ private:
         run_until(now);
     }
 
-    // Forecasts that fall into the wait come in their time.
+    // Waits for a matrix; forecasts that become available meanwhile are made at their time.
     void wait_for(int layer, int expert, int role) {
         while (!table.address(owner, layer, expert, role, false) && reader.at_work()) {
             wait_until(next_event());
@@ -387,7 +386,7 @@ private:
         }
     }
 
-    // REQUIRES: something is read or decoded
+    // REQUIRES: a read or a decode is running.
     double next_event() const {
         const double ends = reader.ends_at();
         return pending.empty() ? ends : std::min(ends, pending.front().at);
@@ -428,7 +427,7 @@ private:
         return routed_layer;
     }
 
-    // Forecasts that come too late for their layer do not count.
+    // Counts forecasts; forecasts after the start of their layer do not count.
     void count_ranks(int layer, int n_tokens, bool decode) {
         const std::vector<Forecasted> of_layer = std::exchange(forecasts[layer], {});
         if (!ranks.right || !decode || ubatch < config.n_warm) {
@@ -484,7 +483,7 @@ void check_recording(const ModelMap & map, const pyorch_recording & rec, const p
             format("a replay names tokens that the recording of %lld does not have", (long long) rec.n_tokens));
     }
     if (config.device_misses > PYORCH_UPLOAD) {
-        throw Failure(PYORCH_INVALID, "a replay of a device needs a way to treat what it lacks");
+        throw Failure(PYORCH_INVALID, "a replay of a device needs a rule for experts that the device lacks");
     }
     if (!(config.device_speed > 0) || !(config.device_prefill_speed > 0)) {
         throw Failure(PYORCH_INVALID, "a device computes at a speed above 0");

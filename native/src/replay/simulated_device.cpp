@@ -33,7 +33,7 @@ SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & con
         pools->set_ahead(ahead);
     }
     for (int of = 0; of < n_whole; ++of) {
-        pools->take_whole(of); // before the first token comes
+        pools->take_whole(of); // before the first token
         bytes += table.map.layers[of].n_expert * table.map.layers[of].expert_bytes();
     }
 }
@@ -61,10 +61,10 @@ void SimulatedDevice::order(
     }
 }
 
-// What the layer wants of it and the link has begun with is waited for; what the link has not begun with does not come.
+// Waits for uploads that the layer needs and the link has begun; cancels uploads that the link has not begun.
 double SimulatedDevice::settle_ahead(const void * context, const std::vector<int> & experts, double now) {
     double there = now;
-    for (auto last = ordered[layer].rbegin(); last != ordered[layer].rend(); ++last) { // the last goes first
+    for (auto last = ordered[layer].rbegin(); last != ordered[layer].rend(); ++last) { // the last is cancelled first
         const Ordered & of     = *last;
         const bool      wanted = std::binary_search(experts.begin(), experts.end(), of.expert);
         const bool      comes  = of.was_held && (of.begins < now || of.ends <= now);

@@ -1,6 +1,6 @@
-// Slots of a device in front of host memory, in simulated time: who is there and what is computed there are decided by
-// the table that decides it beside llama.cpp (device/slot_pools.h), but that prompts fill no free slots here. What
-// is modelled is the link: it takes one expert after another.
+// Slots of a device in front of host memory, in simulated time. The same tables as with llama.cpp decide which experts
+// are in slots and which ones the device computes (device/slot_pools.h), except that prompts fill no free slots here.
+// The link is a model: it transfers one expert after another.
 
 #pragma once
 
@@ -15,26 +15,26 @@ namespace pyorch {
 
 class SimulatedDevice {
 public:
-    // REQUIRES: the table outlives it, and device_bytes above 0.
+    // REQUIRES: the table outlives it; device_bytes is above 0.
     SimulatedDevice(Table & table, const pyorch_replay_config & config);
-    ~SimulatedDevice(); // and the table forgets who was there
+    ~SimulatedDevice(); // removes its experts from the table
 
     SimulatedDevice(const SimulatedDevice &)             = delete;
     SimulatedDevice & operator=(const SimulatedDevice &) = delete;
 
-    // Whether forecasts say what comes. If so, begin() is called when those of the layer are all there.
+    // Whether it uploads forecasts. Then begin() must be called after all forecasts of the layer.
     bool takes_forecasts() const { return ahead > 0; }
 
-    // A forecast of a layer's next pass, at a time. See DeviceTier::order.
+    // Orders a forecast for a layer's next pass. See DeviceTier::order.
     void order(
         const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision, double now);
 
-    // A layer comes at a time, which becomes that at which all is there that was to come for it. Says which of the
-    // experts that its router chose the device has or gets.
+    // Starts a layer at the time `now`, and sets `now` to the arrival of the layer's uploads. Returns which of the
+    // layer's experts the device has or gets.
     DevicePass begin(const Visit & visit, int n_tokens, bool decode, double & now);
 
-    // What comes for that layer goes over the link, from host memory, which has it; returns when it is there. What
-    // comes behind that follows. True of an expert: it came. owner: what the layer holds in host memory.
+    // Uploads the pass's experts from host memory, then the later ones. Returns when this pass's have arrived. Sets
+    // came[expert] for each uploaded expert. owner: the layer's hold on experts in host memory.
     double bring(const Owner & owner, const DevicePass & pass, double now, std::vector<uint8_t> & came);
 
     void foresee(int layer, int expert, uint64_t next_use) { pools->seats.values.foresee(layer, expert, next_use); }
@@ -44,10 +44,10 @@ public:
     void add_counts(pyorch_replay_result & result) const;
 
 private:
-    // What is ordered for a layer, and comes over the link.
+    // An upload that was ordered for a layer.
     struct Ordered {
         int    expert;
-        bool   was_held; // by host memory: else nothing comes
+        bool   was_held; // by host memory; otherwise nothing is uploaded
         double begins;
         double ends;
     };
@@ -57,14 +57,14 @@ private:
     uint64_t                                       slots_bytes;
     int                                            n_areas;
     std::unique_ptr<SlotPools>                     pools;
-    std::vector<int>                               held;        // of the layer that came last
-    int                                            layer = -1;  // that is
-    std::vector<std::vector<std::pair<int, bool>>> coming;      // by layer: experts, and whether host memory had them
-    std::vector<double>                            there_at;    // by layer: when they are there
-    const int                                      ahead;       // experts of forecasts a layer
+    std::vector<int>                               held;        // by the last layer
+    int                                            layer = -1;  // the last layer
+    std::vector<std::vector<std::pair<int, bool>>> coming;      // by layer: uploads, and whether host memory had them
+    std::vector<double>                            there_at;    // by layer: the arrival of its uploads
+    const int                                      ahead;       // experts of forecasts for a layer
     std::vector<std::vector<Ordered>>              ordered;     // by layer
-    double                                         free_at = 0; // the link
-    uint64_t                                       bytes   = 0; // that went over it
+    double                                         free_at = 0; // of the link
+    uint64_t                                       bytes   = 0; // over the link
 
     double send(double now, uint64_t n_bytes);
     double settle_ahead(const void * context, const std::vector<int> & experts, double now);

@@ -8,7 +8,7 @@
 namespace pyorch {
 namespace {
 
-// The bound of what a policy can do on demand.
+// The optimum of policies on demand.
 class Belady : public EvictionPolicy {
 public:
     void used(Usage & usage, uint64_t now) override { usage.last_use = now; }
@@ -25,10 +25,10 @@ public:
     bool by_recency() const override { return true; }
 };
 
-// What is used is marked. When all are marked and one must go, a new phase begins without marks; of those without one
-// any may go (Fiat et al., Competitive Paging Algorithms, 1991). A mark is the number of its phase and, behind the
-// point, the order in which it goes in the next one, which is random: so none changes when a phase ends. But those of
-// the running layer do: it is known what a layer uses before it is known what must go for it.
+// Used experts are marked. If all are marked and one must be evicted, a new phase begins without marks. Among experts
+// without a mark the choice is random (Fiat et al., Competitive Paging Algorithms, 1991). A mark is the number of its
+// phase plus a fraction, which is the random order of eviction in the next phase. So a new phase changes no mark,
+// except those of the running layer: its uses are known before its evictions.
 class Marking : public EvictionPolicy {
 public:
     void used(Usage & usage, uint64_t now) override {
@@ -57,7 +57,7 @@ private:
     void mark(Usage & usage) { usage.mark = (double) phase + order(rng); }
 
     uint64_t                         phase = 1;
-    std::vector<Usage *>             latest; // that were used at the same time
+    std::vector<Usage *>             latest; // used at the same time
     std::minstd_rand                 rng;
     std::uniform_real_distribution<> order{ 0, 0.5 };
 };

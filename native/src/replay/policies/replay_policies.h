@@ -1,5 +1,4 @@
-// The eviction policies that a replay can take: those of engines that compute, and those that exist to be compared
-// with.
+// The eviction policies of replays: the engine's, and policies for comparison only.
 
 #pragma once
 
@@ -7,7 +6,7 @@
 
 namespace pyorch {
 
-// In the order of their kinds.
+// Returns them in the order of their kinds.
 const Policies & replay_policies();
 
 } // namespace pyorch
