@@ -1,9 +1,9 @@
-// The connections of llama-server: which of them wait for a request, and which for an answer.
+// The states of llama-server's connections: waiting for a request, or for an answer.
 //
-//     opened --head is here--> routed --all is here--> received --answer is written--> answered --> ... --> closed
+//     opened --head arrived--> routed --all arrived--> received --answer is written--> answered --> ... --> closed
 //
-// A thread of the server serves one connection at a time, and tells what becomes of it. A socket is known from opened
-// to closed, which is told before it is closed: so what is shut down here is never another's.
+// A thread of the server serves one connection at a time, and reports its state. CLOSED is reported before the socket
+// is closed. So this class never shuts down a socket that belongs to another connection.
 
 #pragma once
 
@@ -27,21 +27,21 @@ public:
 
     ~Connections();
 
-    // socket -1: that of the calling thread
+    // Reports a connection's state. socket -1: the connection of the calling thread.
     void tell(int socket, State state);
 
-    // Whether the connection of the calling thread comes from this machine: loopback, or a Unix socket.
+    // Returns whether the connection of the calling thread is local: over loopback, or a Unix socket.
     bool is_local() const;
 
     Counts counts();
 
-    // From now on: connections end that have no whole request after so many seconds.
+    // From now on closes connections without a complete head, or body, after so many seconds.
     void limit(double head_seconds, double body_seconds);
 
-    // Ends connections that have no whole request, now and from now on; all: the others too.
+    // Closes connections without a complete request, now and from now on; all: also the others.
     void cut(bool all);
 
-    // From now on none is ended for that.
+    // Ends the effect of cut().
     void accept();
 
 private:

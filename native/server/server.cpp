@@ -1,4 +1,4 @@
-// llama-server, with the hooks of patches/0006 set.
+// Runs llama-server with the hooks of patches/0006.
 
 #include "connections.h"
 #include "pyorch-server.h"
@@ -37,7 +37,7 @@ struct Route {
     void *           user;
 };
 
-// Lives as long as the process: threads of the server may end after pyorch_server_run().
+// Never destroyed, because threads of the server may end after pyorch_server_run().
 Connections & connections() {
     static auto * all = new Connections;
     return *all;
@@ -49,14 +49,14 @@ std::atomic<bool>               ends_answers; // see pyorch_server_end_answers()
 Mutex                           serving;
 const server_http_context *     http GUARDED_BY(serving) = nullptr; // while the server runs
 
-// What llama-server answers at the path, where it has it. REQUIRES: its routes were all added.
+// Returns llama-server's handler of the path, empty if it has none. REQUIRES: all its routes were added.
 server_http_context::handler_t own_handler(const std::string & path) {
     MutexLock  lock(serving);
     const auto found = http ? http->handlers.find(path) : decltype(http->handlers.end()){};
     return http && found != http->handlers.end() ? found->second : nullptr;
 }
 
-// Shows the request and the answer, which may be replaced.
+// Passes the request and the answer to the route's function, which may replace the answer.
 void show(const Route & route, const server_http_req & request, server_http_res & response) {
     std::string headers;
     for (const auto & [name, value] : request.headers) {
@@ -87,12 +87,12 @@ constexpr char FAILS[] =
     R"({"error":{"code":503,"message":"the server ends, and with it this answer, which is not whole",)"
     R"("type":"unavailable_error"}})";
 
-// Of streams in OpenAI's form, which say when nothing more comes.
+// Returns whether streams at the path end with OpenAI's "[DONE]".
 bool says_done(const std::string & path) {
     return path == "/v1/completions" || path.find("/chat/completions") < path.size();
 }
 
-// A request that ends with its connection, and when answers are to end. Lives as long as its answer.
+// A request that also ends when its connection or all answers end. Must live as long as its answer.
 struct Request {
     const std::function<bool()> should_stop;
     server_http_req             request;
@@ -102,7 +102,7 @@ struct Request {
             request{ of.params, of.headers, of.path, of.query_string, of.body, of.files, should_stop } {}
 };
 
-// What llama-server itself answers, with why where it failed. In a stream, that is one of its parts, the last one.
+// Returns llama-server's own answer, with the reason if it failed; in a stream the reason is the last chunk.
 server_http_res_ptr own_answer(
     const server_http_context::handler_t & own, const std::string & path, const server_http_req & request) {
     const Route * explains = find_route(path, true);
@@ -113,7 +113,7 @@ server_http_res_ptr own_answer(
     auto response  = own(stoppable->request);
     stoppable->request.body.clear();
     stoppable->request.files.clear();
-    if (response->is_stream()) { // which may outlive the routes
+    if (response->is_stream()) { // a stream may outlive the routes
         response->next = [explains = *explains, stoppable, next = std::move(response->next)](std::string & part) {
             const std::string & path = explains.path;
             const bool          more = next(part);
@@ -161,20 +161,20 @@ server_http_res_ptr answer(const Route & route, const server_http_req & request)
 void add_routes(const server_http_context & context) {
     for (const Route & route : routes) {
         if (route.when == PYORCH_SERVER_FAILED && find_route(route.path, false)) {
-            continue; // whose answer comes by own_answer(), too
+            continue; // own_answer() answers these, too
         }
         const auto handler = [&route](const server_http_req & request) {
             return route.when == PYORCH_SERVER_FAILED ? own_answer(own_handler(route.path), route.path, request) :
                                                         answer(route, request);
         };
         route.method == "POST" ? context.post(route.path, handler) : context.get(route.path, handler);
-        context.handlers.erase(route.path); // the server enters its own there
+        context.handlers.erase(route.path); // so that the server adds its own
     }
     MutexLock lock(serving);
     http = &context;
 }
 
-// Brackets in brackets: what reads JSON, or writes it, does so by recursion.
+// The deepest nesting of brackets: JSON is read and written recursively.
 constexpr int MAX_NESTING = 500;
 
 void check_nesting(const std::string & json) {
@@ -198,11 +198,11 @@ void check_nesting(const std::string & json) {
     }
 }
 
-// Whether a schema of the request that this thread answers must be obeyed as a whole. The schema of a tool is a hint for
-// the model, of which llama.cpp enforces the parts that it can.
+// Whether the request of this thread has a schema that must be obeyed completely. A tool's schema is only a hint for
+// the model; llama.cpp enforces the parts that it supports.
 thread_local bool is_promised = false;
 
-// Whether llama-server would make a grammar of a request's tools: not if the answer has a schema of its own.
+// Returns whether llama-server makes a grammar only from the request's tools: not if the answer has its own schema.
 bool has_hints_only(const std::string & json) {
     if (json.find("tools") == std::string::npos) {
         return false;
@@ -216,7 +216,7 @@ bool has_hints_only(const std::string & json) {
     return given("tools") && (is_text || !given("response_format")) && !given("json_schema");
 }
 
-// Of an error of the JSON library, without its number, and without all of a text that it may cite.
+// Returns the message of an error of the JSON library, without its number, and with a shortened citation.
 std::string why(const common_json_error & error) {
     constexpr size_t  most = 300;
     const std::string what = error.what();
@@ -224,10 +224,10 @@ std::string why(const common_json_error & error) {
     return what.substr(from, most) + (what.size() - from > most ? "..." : "");
 }
 
-// What llama-server answers. std::invalid_argument, which it answers with status 400, for a body that it cannot read.
+// Returns llama-server's answer. Throws std::invalid_argument, which becomes status 400, if it cannot read the body.
 server_http_res_ptr answer_of_server(const server_http_context::handler_t & own, const server_http_req & request) {
     connections().tell(-1, Connections::RECEIVED);
-    llama_grammar_work(0); // what its schemas take
+    llama_grammar_work(0); // start counting for its schemas
     check_nesting(request.body);
     try {
         is_promised = !has_hints_only(request.body);
@@ -238,10 +238,10 @@ server_http_res_ptr answer_of_server(const server_http_context::handler_t & own,
         } catch (const common_json_error & of_body) {
             throw std::invalid_argument("the body is no JSON: " + why(of_body));
         }
-        throw std::invalid_argument("a part of the request is of another kind than it must be: " + why(error));
+        throw std::invalid_argument("a part of the request has the wrong type: " + why(error));
     } catch (const std::system_error &) {
         throw;
-    } catch (const std::runtime_error & error) { // so llama-server refuses, too
+    } catch (const std::runtime_error & error) { // also an error of the request
         throw std::invalid_argument(error.what());
     }
 }
@@ -256,7 +256,7 @@ void on_incomplete(std::string what) {
     }
 }
 
-// A device of another process that is gone has no memory.
+// Returns whether the device of another process is lost: then it reports no memory.
 bool is_lost() {
     return std::any_of(devices.begin(), devices.end(), [](ggml_backend_dev_t device) {
         size_t free = 0, total = 0;
@@ -404,7 +404,7 @@ void pyorch_server_end_answers(void) { ends_answers = true; }
 
 void pyorch_server_cancel(void) {
     connections().cut(true);
-    // The loop of the server must have begun, else it would not hear of its end: a route that goes through it has.
+    // The server's loop must have begun, otherwise it would miss the end. So first ask a route that uses the loop.
     if (own_handler("/metrics")) {
         pyorch_server_ask("/metrics", "", "", 60, [](void *, const pyorch_exchange *) {}, nullptr);
         llama_server_terminate();

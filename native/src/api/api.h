@@ -1,5 +1,5 @@
-// What the files of this folder share. Each stands for a section of the headers, or a few: it checks arguments, calls
-// the core, and lets no exception out. What the numbers mean is decided in the core.
+// Helpers of the files in this folder. Each file implements one or more sections of the headers: it checks arguments,
+// calls the core, and catches all exceptions. The core gives numbers their meaning.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 #include <new>
 
-// What the opaque types of the headers are, where the core does not define them itself.
+// Definitions of the headers' opaque types, if the core does not define them.
 struct pyorch_model_map {
     pyorch::ModelMap map;
 };
@@ -22,10 +22,10 @@ struct pyorch_history {
 
 namespace pyorch {
 
-// The sentence of a failure, for pyorch_last_error() of the calling thread.
+// Sets the sentence that pyorch_last_error() returns on the calling thread.
 void set_last_error(const char * sentence);
 
-// Runs what a function of the API does; what it throws becomes the status and the sentence of the call.
+// Runs the body of an API function. An exception becomes the status and the sentence of the call.
 template <typename Body>
 pyorch_status guarded(Body body) {
     try {
@@ -37,7 +37,7 @@ pyorch_status guarded(Body body) {
     } catch (const std::bad_alloc &) {
         set_last_error("the system has no memory left for this");
         return PYORCH_MEMORY;
-    } catch (const std::length_error &) { // a container that no memory would hold
+    } catch (const std::length_error &) { // a container larger than any memory
         set_last_error("the system has no memory left for this");
         return PYORCH_MEMORY;
     } catch (const std::exception & e) {
@@ -46,7 +46,7 @@ pyorch_status guarded(Body body) {
     }
 }
 
-// The same for what is not allowed inside a callback. function: its name.
+// The same for functions that a callback must not call. function: its name.
 template <typename Body>
 pyorch_status guarded_outside_callbacks(const char * function, Body body) {
     return guarded([&] {
@@ -60,13 +60,14 @@ pyorch_status guarded_outside_callbacks(const char * function, Body body) {
     });
 }
 
-// The choice with that value; throws Failure where there is none, or it is for replays and this is none.
+// Returns the choice with that value. Throws Failure if there is none, or if it exists only in replays and in_replay is
+// false.
 const pyorch_choice & checked_choice(int32_t which, int32_t value, bool in_replay = false);
 
-// Checks what is given. simulated: for replays.
+// Checks its arguments. simulated: for replays.
 pyorch_engine * make_engine(const pyorch_model_map * map, const pyorch_config * config, bool simulated);
 
-// Why nothing reads experts of a slim model without its pack.
+// Returns the message for a slim model without its pack.
 inline std::string lacks_experts(const ModelMap & map) {
     return format("%s is slim: its experts are in a pack, which must lie beside it", map.files[0].path.c_str());
 }
@@ -84,7 +85,7 @@ inline void check_experts(const pyorch_engine * engine, int layer, int n_expert)
     }
 }
 
-// Zeros behind it.
+// Copies a text and pads it with zeros.
 template <size_t N>
 void copy_text(char (&to)[N], const std::string & text) {
     std::fill(std::copy_n(text.begin(), std::min(text.size(), N - 1), to), to + N, '\0');

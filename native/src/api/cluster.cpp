@@ -8,9 +8,9 @@ using namespace pyorch;
 
 namespace {
 
-// Of requests and their answers at a listener, beside the budget: so small a part of it, but room for requests of so
-// many slots, a quarter of those of a ubatch of 512 tokens with eight experts each. Within the budget it would be memory
-// that placements count on: an eighth less doubled the reads of servers that lack a fifth of the experts.
+// Memory of a listener for requests and their answers, besides the budget: this part of the budget, but at least room
+// for a quarter of the slots of a ubatch of 512 tokens with eight experts each. It is not within the budget, because
+// placements count on that: an eighth less doubled the reads of servers that lack a fifth of the experts.
 constexpr uint64_t QUOTA_OF_BUDGET = 8;
 constexpr uint64_t QUOTA_SLOTS     = 1024;
 
@@ -47,7 +47,7 @@ pyorch_status pyorch_stop_listening(pyorch_engine * engine) {
     return guarded_outside_callbacks(__func__, [&] {
         std::unique_ptr<pyorch_engine::Server> ended;
         MutexLock                              lock(engine->serving);
-        ended.swap(engine->server); // it goes without the mutex: it may take as long as what it computes
+        ended.swap(engine->server); // destroyed without the mutex: it waits for its computations
     });
 }
 

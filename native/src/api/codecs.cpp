@@ -35,10 +35,10 @@ Numbers checked(const char * type) {
     return numbers;
 }
 
-// Alternates between the forms; the best of each counts.
+// Measures both forms alternately; the best time of each counts.
 double nibble_pace(uint64_t n_in, uint64_t n_out) {
     constexpr uint64_t BYTES = 32u << 20;
-    constexpr uint64_t TILE  = 16; // rows that mul_mat_id asks for at once
+    constexpr uint64_t TILE  = 16; // rows of a call by mul_mat_id
     constexpr int      N     = 5;
 
     const auto     dot      = cpu_backend().type_traits(GGML_TYPE_BF16)->vec_dot;
@@ -64,7 +64,7 @@ double nibble_pace(uint64_t n_in, uint64_t n_out) {
     float                result;
     double               best[2] = { INFINITY, INFINITY };
     for (int i = 0; i < 2 * N; ++i) {
-        const uint64_t begin = thread_cpu_ns(); // others may be at work
+        const uint64_t begin = thread_cpu_ns(); // not wall time, because other threads may run
         for (uint64_t copy = 0; copy < n_copies; ++copy) {
             for (uint64_t row = 0; row < n_out; ++row) {
                 const uint8_t * of = (const uint8_t *) (all_plain[copy].data() + row * n_in);

@@ -58,16 +58,16 @@ void write_array(Number * to, const std::vector<Number> & from) {
 
 std::vector<float> read_array(const float * from, size_t n, const char * what, float least, float most) {
     if (!from) {
-        throw Failure(PYORCH_INVALID, format("what was learned for eviction lacks its %s", what));
+        throw Failure(PYORCH_INVALID, format("the state of the eviction policy lacks its %s", what));
     }
     std::vector<float> array(from, from + n);
     if (!std::all_of(array.begin(), array.end(), [&](float x) { return x >= least && x <= most; })) {
-        throw Failure(PYORCH_INVALID, format("what was learned for eviction has %s that cannot be", what));
+        throw Failure(PYORCH_INVALID, format("the state of the eviction policy has %s that cannot be", what));
     }
     return array;
 }
 
-// Tokens may have come since a caller asked how many there are: no more than it has room for.
+// Keeps the n newest tokens, for which the caller has room: there may be more since it asked for the number.
 void keep_newest(LearnedValue::State & state, size_t n, size_t words_of_token) {
     const size_t n_over = state.previous.size() > n ? state.previous.size() - n : 0;
     state.moments.erase(state.moments.begin(), state.moments.begin() + (std::ptrdiff_t) (n_over * words_of_token));
@@ -77,16 +77,16 @@ void keep_newest(LearnedValue::State & state, size_t n, size_t words_of_token) {
     }
 }
 
-// The index of the token before each. Each token has at most one behind it.
+// Returns the index of the token before each. At most one token follows each.
 std::vector<int32_t> read_tokens(const pyorch_learned & given) {
     if (given.n_moments < 0 || (given.n_moments > 0 && (!given.moments || !given.previous))) {
-        throw Failure(PYORCH_INVALID, "what was learned for eviction lacks its moments");
+        throw Failure(PYORCH_INVALID, "the state of the eviction policy lacks its moments");
     }
     std::vector<int32_t> previous(given.previous, given.previous + given.n_moments);
     std::vector<bool>    followed(previous.size());
     for (size_t i = 0; i < previous.size(); ++i) {
         if (previous[i] < -1 || previous[i] >= (int64_t) i || (previous[i] >= 0 && followed[(size_t) previous[i]])) {
-            throw Failure(PYORCH_INVALID, "what was learned for eviction has moments in an order that cannot be");
+            throw Failure(PYORCH_INVALID, "the state of the eviction policy has moments in an order that cannot be");
         }
         if (previous[i] >= 0) {
             followed[(size_t) previous[i]] = true;
@@ -95,17 +95,17 @@ std::vector<int32_t> read_tokens(const pyorch_learned & given) {
     return previous;
 }
 
-// Bits beyond the experts of the widest layer are 0.
+// Checks that bits beyond the experts of the widest layer are 0.
 void check_masks(const std::vector<int32_t> & masks, int n_words, int n_expert) {
     const uint32_t beyond = n_expert % 32 == 0 ? 0 : ~0u << (n_expert % 32);
     for (size_t last = (size_t) n_words - 1; last < masks.size(); last += (size_t) n_words) {
         if ((uint32_t) masks[last] & beyond) {
-            throw Failure(PYORCH_INVALID, "what was learned for eviction names experts that the model does not have");
+            throw Failure(PYORCH_INVALID, "the state of the eviction policy names experts that the model does not have");
         }
     }
 }
 
-// Nothing that is learned comes near it.
+// No learned value comes near it.
 constexpr float LARGE = 1e6f;
 
 } // namespace
@@ -259,7 +259,7 @@ pyorch_status pyorch_set_learned(pyorch_engine * engine, const pyorch_learned * 
                 given.n_tables != LearnedValue::N_TABLES || given.n_counts != LearnedValue::N_COUNTS ||
                 given.n_weights != N_WEIGHTS) {
                 throw Failure(PYORCH_INVALID,
-                    format("what was learned for eviction is of %d layers of %d experts in "
+                    format("the state of the eviction policy is of %d layers of %d experts in "
                            "%d tables, the model has %d of %d, in %d",
                         given.n_layers, given.n_expert, given.n_tables, value.n_layers, value.n_expert,
                         LearnedValue::N_TABLES));
@@ -275,7 +275,7 @@ pyorch_status pyorch_set_learned(pyorch_engine * engine, const pyorch_learned * 
             state.previous = read_tokens(given);
             if (given.n_moment_words != value.n_moment_words()) {
                 throw Failure(PYORCH_INVALID,
-                    format("what was learned for eviction has moments of %d words, the model needs %d",
+                    format("the state of the eviction policy has moments of %d words, the model needs %d",
                         given.n_moment_words, value.n_moment_words()));
             }
             state.moments.assign(

@@ -1,4 +1,4 @@
-// What a grammar may cost, and the functions with which a program of Python uses one: llama.cpp throws there, and
+// Limits the cost of grammars, and wraps the functions with which Python uses one: llama.cpp throws there, and
 // exceptions cannot pass through ctypes.
 
 #include "api.h"
@@ -15,19 +15,19 @@
 namespace pyorch {
 namespace {
 
-// Each of these is for one thing: to convert a request's schemas, to read a grammar, to apply it to the candidates for a
-// token, or to go on with a token. Steps bound the memory, some hundred megabytes.
+// Limits of one task: to convert a request's schemas, to read a grammar, to apply it to the candidates for a token, or
+// to advance it by a token. Steps bound the memory, some hundred megabytes.
 constexpr uint64_t MOST_STEPS = 1ull << 30;
-constexpr uint64_t MOST_NS    = 2000000000; // of the processor
+constexpr uint64_t MOST_NS    = 2000000000; // processor time
 
-constexpr uint64_t STEPS_BETWEEN = 1 << 20; // looks at the clock
+constexpr uint64_t STEPS_BETWEEN = 1 << 20; // between two looks at the clock
 
 thread_local uint64_t n_left = MOST_STEPS;
-thread_local uint64_t n_look = MOST_STEPS; // the clock is looked at when no more steps are left
-thread_local uint64_t due    = 0;          // 0: the clock was not looked at
+thread_local uint64_t n_look = MOST_STEPS; // remaining steps at the last look at the clock
+thread_local uint64_t due    = 0;          // 0: the clock was not read yet
 
 void work(uint64_t n_steps) {
-    if (n_steps == 0) { // of another grammar
+    if (n_steps == 0) { // another grammar begins
         n_left = n_look = MOST_STEPS;
         due             = 0;
         return;
@@ -58,7 +58,7 @@ pyorch_status guarded_grammar(Body body) {
             body();
         } catch (const std::logic_error & e) {
             throw Failure(PYORCH_INVALID, e.what());
-        } catch (const std::runtime_error & e) { // regular expressions of triggers, too
+        } catch (const std::runtime_error & e) { // also for regular expressions of triggers
             throw Failure(PYORCH_INVALID, e.what());
         }
     });

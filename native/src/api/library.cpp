@@ -39,10 +39,10 @@ std::vector<pyorch_choice> predictors() {
 
 struct Choices {
     const char *               what;
-    std::vector<pyorch_choice> list; // in the order of their values
+    std::vector<pyorch_choice> list; // by ascending value
 };
 
-// By pyorch_choices. null: there is no such list.
+// Returns the list for a pyorch_choices, null if there is none.
 const Choices * choices(int32_t which) {
     static const std::array<Choices, 7> all = { {
         { "eviction policy", policies() },

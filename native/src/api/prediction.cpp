@@ -24,7 +24,7 @@ void check_width(int32_t n_embd) {
     }
 }
 
-// Where graphs were built, it is known whether their routers can be applied.
+// Checks that a predictor can apply the routers, as far as graphs were built.
 void check_routers(const pyorch_engine * engine, pyorch_predictor kind) {
     const std::string why = needs_of(kind) & PYORCH_NEEDS_ROUTERS ? engine->routers.unknown() : "";
     if (!why.empty()) {

@@ -69,7 +69,7 @@ void Bank::give(const Slot & slot) {
     Account &   account = account_of(c);
     account.taken -= c.slot_bytes;
     if (account.used() + c.slot_bytes > account.limit || used() + c.slot_bytes > budget()) {
-        give_up(slot.size_class, slot.memory); // the budget was lowered meanwhile
+        give_up(slot.size_class, slot.memory); // the budget has been lowered
         c.bare.push_back(slot.memory);
         return;
     }

@@ -1,20 +1,20 @@
-// Where the bytes of experts live, under a budget, and how a kernel gets at them.
+// The memory of experts' bytes under a budget.
 //
-// A bank has slots of a few sizes, one size class for each size that a part of an expert of the model has. A slot
-// is the memory of one part (model/form.h). Whoever takes a slot owns it until giving it back; its contents are
-// then lost. Of every byte that is taken, or kept for the next who takes a slot of that class, the bank keeps count,
-// and there are never more of them than the budget allows, but for what was taken before the budget was lowered.
+// A bank has slots in size classes, one for each size that a part of an expert of the model has. A slot is the memory
+// of one part (model/form.h). The caller of take() owns the slot until it gives it back; then the contents are lost.
+// The bank counts the bytes in slots that are taken or kept for the next caller. They never exceed the budget, except
+// for slots that were taken before the budget was lowered.
 //
-// The budget is divided: so much for what kernels compute with, the rest for stored parts. Neither takes memory of
-// the other, so no memory changes its class because compressed experts come and go. While one of them still has more
-// than its part, because the budget was divided anew, there is less for full experts; who takes stored parts sees to
-// that himself.
+// The budget has two sides: the part for kernels and the stored parts. Neither side takes memory of the other, so the
+// coming and going of compressed experts does not change the class of memory. After the budget is divided anew, stored
+// parts may still exceed their side; then there is less for full experts, and the owner of stored parts must give some
+// back.
 //
-// A slot that is given back keeps its memory for the next of its class: fresh memory costs a page fault for every
-// page. Only when the budget has room for a slot of one class and the memory lies in kept slots of others do those
-// give theirs up. What the memory is, a bank that derives from this one knows.
+// A slot that is given back keeps its memory for the next one of its class, because fresh memory costs a page fault for
+// each page. Only if the budget has room for a slot of one class, but kept slots of other classes have the memory, do
+// these lose theirs. A derived class provides the memory.
 //
-// Not thread-safe: the residency table's mutex guards a bank. What lies in a slot belongs to who took it.
+// Not thread-safe: the residency table's mutex guards a bank. The owner of a slot may use its memory without it.
 
 #pragma once
 
@@ -39,35 +39,35 @@ public:
     Bank(const ModelMap & map, uint64_t budget);
     virtual ~Bank() = default;
 
-    // Of a part of an expert of a layer (index into the layers with experts); -1 for one that takes no memory.
+    // Returns the class for a part of a layer's experts (index into the layers with experts); -1 if it needs no memory.
     int size_class(int layer, Part part) const { return class_of[layer][part]; }
 
-    // Whether so many slots of a class can be taken before others are given back.
+    // Returns whether n slots of a class can be taken before others are given back.
     bool fits(int size_class, int n) const;
 
-    // A slot of the class; none where it does not fit, or the system has no memory for it.
+    // Takes a slot of the class. Returns none if it does not fit, or the system has no memory for it.
     Slot take(int size_class);
     void give(const Slot & slot);
 
-    // For all, and of that for stored parts. What is taken may exceed a lowered budget until it is given back.
+    // Sets the budget, and its side for stored parts. Taken slots may exceed a lowered budget until given back.
     void     set_budget(uint64_t bytes, uint64_t stored);
     uint64_t budget() const { return matrices.limit + stored.limit; }
     uint64_t matrices_budget() const { return matrices.limit; } // without stored parts
 
-    // Called with the memory of each slot whose pages go back to the system.
+    // Sets a function that is called with each slot before the system gets its pages.
     void on_give_up(std::function<void(char * slot)> f) { given_up = std::move(f); }
 
-    uint64_t matrices_taken() const { return matrices.taken; }        // bytes in slots, but for stored parts
-    uint64_t stored_taken() const { return stored.taken; }            // those
-    uint64_t used() const { return matrices.used() + stored.used(); } // and those kept for the next who takes one
-    uint64_t peak() const { return peak_bytes; }                      // the most that was since reset_peak()
+    uint64_t matrices_taken() const { return matrices.taken; }        // bytes of taken slots for kernels
+    uint64_t stored_taken() const { return stored.taken; }            // bytes of taken slots of stored parts
+    uint64_t used() const { return matrices.used() + stored.used(); } // bytes of taken and kept slots
+    uint64_t peak() const { return peak_bytes; }                      // the most bytes used since reset_peak()
     void     reset_peak() { peak_bytes = used(); }
 
 protected:
     struct SizeClass {
         uint64_t            slot_bytes;
-        bool                is_stored;      // of stored parts
-        uint64_t            n_experts = 0;  // of the model: more slots than these are never taken
+        bool                is_stored;      // for stored parts
+        uint64_t            n_experts = 0;  // of the model: the largest number of taken slots
         std::vector<char *> kept      = {}; // with their memory
         std::vector<char *> bare      = {}; // without
     };
@@ -90,20 +90,20 @@ private:
     uint64_t                      peak_bytes = 0;
     std::function<void(char *)>   given_up;
 
-    // A place for one more slot of the class, without memory yet. Null where the system has none.
+    // Returns addresses for one more slot of the class, still without memory. Null: the system has none.
     virtual char * extend(int size_class) = 0;
 
-    // Gives the memory of a slot to the system; the place stays.
+    // Gives the memory of a slot to the system, but keeps its addresses.
     virtual void strip(int size_class, char * slot) = 0;
 
     void give_up(int size_class, char * slot);
 
     Account & account_of(const SizeClass & c) { return c.is_stored ? stored : matrices; }
 
-    // Until so many bytes of one side are in use, or nothing is kept.
+    // Strips kept slots until at most `until` bytes of one side are in use, or no slot is kept.
     void strip_kept(Account & account, uint64_t until);
 
-    // Until all have memory for so many bytes more, or nothing is kept.
+    // Strips kept slots until the budget has room for `bytes` more, or no slot is kept.
     void strip_for(uint64_t bytes);
 };
 

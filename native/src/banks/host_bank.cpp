@@ -5,8 +5,8 @@
 
 namespace pyorch {
 
-// Addresses are opened for writing in steps: each costs a call, and what is open counts where the system does not
-// overcommit.
+// Addresses are opened for writing in steps. Each step is a system call, but open memory counts as used if the system
+// does not overcommit.
 static constexpr uint64_t STEP = 32u << 20;
 
 HostBank::HostBank(const ModelMap & map, uint64_t budget, std::shared_ptr<PageLocks> page_locks) :
@@ -32,17 +32,17 @@ bool HostBank::reserve(int size_class, uint64_t n_slots) {
     if (bytes == 0) {
         return false;
     }
-    // Addresses only: no memory is promised, and none of it counts before it is opened.
+    // Reserves only addresses; no memory counts as used before it is opened.
     void * p = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) {
         return false;
     }
 #ifdef MADV_NOHUGEPAGE
-    // A huge page would bring memory for slots that nobody has taken.
+    // A huge page would allocate memory for slots that are not taken.
     madvise(p, bytes, MADV_NOHUGEPAGE);
 #endif
 #ifdef MADV_DONTFORK
-    // A child process has no use for experts, and of the memory that a reader has hold of it would get a copy.
+    // A child process needs no experts, and would get a copy of memory that a reader has pinned.
     madvise(p, bytes, MADV_DONTFORK);
 #endif
     char * begin = (char *) p;
@@ -54,7 +54,7 @@ char * HostBank::extend(int size_class) {
     const uint64_t bytes = classes[size_class].slot_bytes;
     auto &         all   = regions[size_class];
     if (all.empty() || all.back().next + bytes > all.back().end) {
-        // A page at its end may be left over where slots are no whole pages, but never a slot.
+        // If slots are no whole pages, a page at the end may stay unused, but never a slot.
         uint64_t n_slots = 0;
         for (const Region & region : all) {
             n_slots += (region.next - region.begin) / bytes;
@@ -70,7 +70,7 @@ char * HostBank::extend(int size_class) {
         if (mprotect(region.open, step, PROT_READ | PROT_WRITE) != 0) {
             return nullptr;
         }
-        if (locks && !classes[size_class].is_stored) { // those go to no device
+        if (locks && !classes[size_class].is_stored) { // a device reads no stored parts
             locks->lock(region.open, step);
         }
         region.open += step;
@@ -81,7 +81,7 @@ char * HostBank::extend(int size_class) {
 }
 
 void HostBank::strip(int size_class, char * slot) {
-    // A page that is shared with the next slot stays: experts that small are far smaller than what is shared.
+    // Keeps a page that is shared with the next slot: slots that share pages are small.
     char * first = (char *) round_up((uint64_t) slot, PAGE);
     char * last  = (char *) ((uint64_t) (slot + classes[size_class].slot_bytes) / PAGE * PAGE);
     if (first < last) {

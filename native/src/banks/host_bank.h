@@ -1,9 +1,8 @@
-// Experts in host memory: kernels read a slot where it lies.
+// Experts in host memory: kernels read the slots in place.
 //
-// Addresses for the whole budget are reserved at once, for each size class, and only once: taking and giving back a
-// slot asks nothing of the system. A page gets memory when it is first written, or where a device reads it by itself
-// with the piece that it is opened in, and loses it only when the slot gives its memory up. A budget that is raised
-// later gets further addresses.
+// For each size class, addresses for the whole budget are reserved once. So taking and giving back a slot needs no
+// system call. A page gets memory when it is first written, or with the whole locked piece if a device reads host
+// memory directly. It loses it only when the slot is stripped. If the budget is raised, more addresses are reserved.
 
 #pragma once
 
@@ -16,7 +15,7 @@ namespace pyorch {
 
 class HostBank : public Bank {
 public:
-    // locks: null where no device reads there.
+    // locks: null if no device reads host memory directly.
     HostBank(const ModelMap & map, uint64_t budget, std::shared_ptr<PageLocks> locks = nullptr);
     ~HostBank() override;
 
@@ -24,7 +23,7 @@ public:
     HostBank & operator=(const HostBank &) = delete;
 
 private:
-    // Addresses, of which those before `open` may be read and written, and those before `next` are slots.
+    // A range of addresses. Before `open` they may be read and written; before `next` they are slots.
     struct Region {
         char * begin;
         char * open;

@@ -8,7 +8,7 @@ namespace pyorch {
 
 PageLocks::PageLocks(const std::vector<ggml_backend_dev_t> & devices) {
     const char * const told = getenv("PYORCH_UPLOADS");
-    if (told && *told) { // that they go another way: device/link.h
+    if (told && *told) { // the user wants the lanes of device/link.h
         return;
     }
     for (ggml_backend_dev_t device : devices) {
@@ -19,7 +19,7 @@ PageLocks::PageLocks(const std::vector<ggml_backend_dev_t> & devices) {
         const auto locks   = (bool (*)(void *, size_t)) found("ggml_backend_register_host_buffer");
         const auto unlocks = (void (*)(void *)) found("ggml_backend_unregister_host_buffer");
         if (locks && unlocks) {
-            setenv("GGML_CUDA_REGISTER_HOST", "1", 0); // else it refuses
+            setenv("GGML_CUDA_REGISTER_HOST", "1", 0); // otherwise it refuses
             do_lock   = [locks](char * begin, uint64_t bytes) { return locks(begin, bytes); };
             do_unlock = [unlocks](char * begin) { unlocks(begin); };
             return;
@@ -40,7 +40,7 @@ void PageLocks::lock(char * begin, uint64_t bytes) {
 }
 
 void PageLocks::unlock(const char * begin, uint64_t bytes) {
-    WriteLock lock(mutex); // from here on nobody begins to read
+    WriteLock lock(mutex); // from here on no read begins
     bool      settled = false;
     for (auto piece = pieces.begin(); piece != pieces.end();) {
         const bool meets = piece->first < begin + bytes && begin < piece->first + piece->second;

@@ -1,12 +1,12 @@
-// Host memory that stays where it is, so that a device reads it by itself: no thread copies what goes there.
+// Locks pages of host memory, so that a device reads them directly, without a thread that copies.
 //
-// The bank of host memory locks what it opens, a large piece at a time, and unlocks a piece before pages of it go back
-// to the system: for good, so what moves between experts of several sizes is copied more and more. What is locked goes
-// straight to the device, a part of it from each piece that it lies in; what comes after the system has locked as much
-// as it may takes the lanes of device/link.h. A piece has its memory at once: of each size of experts, up to 32 MiB may
-// be there that no expert has yet, as far as the budget goes for that size.
+// The host bank locks the memory that it opens, in large pieces. It unlocks a piece before pages of the piece go back
+// to the system, and never locks it again. So if memory moves between experts of several sizes, more is copied.
+// A device reads locked memory directly, piece by piece. After the system's limit for locked memory is reached, further
+// memory takes the lanes of device/link.h. A locked piece has memory at once: for each size of experts, up to 32 MiB of
+// the budget may be allocated before an expert uses it.
 //
-// Only backends of CUDA can: those that offer to register host memory.
+// Only backends that can register host memory support this: CUDA's.
 
 #pragma once
 
@@ -26,29 +26,29 @@ public:
     using Lock   = std::function<bool(char * begin, uint64_t bytes)>;
     using Unlock = std::function<void(char * begin)>;
 
-    // As the backend of the first of these devices does it that can; without one nothing is ever locked.
+    // Locks through the backend of the first device that supports it. Without such a device, nothing is ever locked.
     explicit PageLocks(const std::vector<ggml_backend_dev_t> & devices);
     PageLocks(Lock lock, Unlock unlock) : do_lock(std::move(lock)), do_unlock(std::move(unlock)) {}
 
     PageLocks(const PageLocks &)             = delete;
     PageLocks & operator=(const PageLocks &) = delete;
 
-    // Whole pages. The first piece that the system refuses is the last one that is asked for.
+    // Locks whole pages. After the system has refused a piece, does nothing.
     void lock(char * begin, uint64_t bytes);
 
-    // All pieces that have bytes of these. Waits until no device reads there.
+    // Unlocks all pieces with some of these bytes. Waits until no device reads them.
     void unlock(const char * begin, uint64_t bytes);
 
-    // Calls use(begin, n), which has a device read these bytes, for the part in each piece, if all of them are locked:
-    // they stay so until settle() of on_unlock() has returned. False: they are not, and nothing was called.
+    // Calls use(begin, n) for the bytes in each piece, which starts a device's read. The bytes stay locked until the
+    // function of on_unlock() has returned. Returns false without a call if some of the bytes are not locked.
     bool read(const char * bytes, uint64_t n, const std::function<void(const char * begin, uint64_t n)> & use) const;
 
-    // Called before a piece is unlocked: waits for all that use() has begun for this reader; empty: there is none more.
+    // Sets a function that waits for all reads of this reader, to call before a piece is unlocked. Empty: removes it.
     void on_unlock(const void * reader, std::function<void()> f);
 
 private:
     mutable SharedMutex        mutex;
-    Lock                       do_lock GUARDED_BY(mutex); // none: it cannot
+    Lock                       do_lock GUARDED_BY(mutex); // empty: not supported
     Unlock                     do_unlock;
     std::map<char *, uint64_t> pieces GUARDED_BY(mutex); // bytes by begin
 
