@@ -288,7 +288,7 @@ std::string Peer::live() {
         {
             MutexLock lock(mutex);
             waits = !out.empty();
-            if (!questions.empty()) { // ids ascend, so the first was asked first
+            if (!questions.empty()) { // ids ascend, so the first is the oldest
                 too_long = Clock::now() - questions.begin()->second.since > milliseconds(config.answer_ms);
             }
         }

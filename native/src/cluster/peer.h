@@ -108,7 +108,7 @@ public:
 private:
     struct Question {
         std::shared_ptr<Answer> answer;
-        uint64_t                n_numbers; // of the answer
+        uint64_t                n_numbers; // in the answer
         int                     n_slots;
         Clock::time_point       since;
     };

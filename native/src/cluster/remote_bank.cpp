@@ -189,7 +189,7 @@ std::vector<std::vector<int>> RemoteBank::choose(int layer, const std::vector<in
 std::vector<RemoteRows> RemoteBank::send(int layer, int n_tokens, int n_used, const int32_t * experts,
     const float * weights, const float * inputs, const std::vector<uint8_t> & here, const ReadCost & read,
     std::vector<uint8_t> & elsewhere) {
-    std::vector<std::shared_ptr<Peer>> asked; // by request; null: later
+    std::vector<std::shared_ptr<Peer>> asked; // by request; null: sent later
     std::vector<RemoteRows>            rows;
     std::vector<RowType>               types;
     {

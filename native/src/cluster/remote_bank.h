@@ -17,7 +17,7 @@
 
 namespace pyorch {
 
-// The slots of a ubatch that one server computes.
+// Slots of a ubatch that one server computes.
 struct RemoteRows {
     std::vector<int>        slots;       // ascending, of [n_tokens][n_used]
     std::shared_ptr<Frame>  frame;       // the request
@@ -64,7 +64,7 @@ public:
     // with an empty list is computed here.
     void place(int layer, const std::vector<int> & peers, int n_places);
 
-    // Whether any expert has another place, or needs one.
+    // Returns whether any expert has another place, or needs one.
     bool active() const { return lacks_any || is_active; }
 
     // Sends the slots of a ubatch [n_tokens][n_used] that other servers compute, and marks their experts. inputs:
@@ -90,7 +90,7 @@ public:
     void expect_trial() { is_trial = true; }
     bool take_trial() { return is_trial && is_trial.exchange(false); }
 
-    // mask[n_expert]: becomes 1 for each expert of the layer that another server computes now.
+    // Sets mask[n_expert] to 1 for each expert of the layer that another server computes now.
     void mark(int layer, std::vector<uint8_t> & mask) override;
 
     pyorch_remote_counts counts();

@@ -12,7 +12,7 @@ constexpr double FADING = 15.0 / 16; // of older answers, with each one
 // the waiting requests, and all servers would ask the same one.
 constexpr double ALIKE = 2.5;
 
-// Seconds of an answer: first, and each slot more.
+// The seconds of an answer: a constant, and a time for each slot.
 struct Line {
     double first, slot;
 };

@@ -27,7 +27,7 @@ private:
     int number;
 };
 
-// Wakes a thread that polls.
+// Wakes a polling thread.
 class Waker {
 public:
     Waker(); // throws Failure
