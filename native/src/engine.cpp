@@ -44,7 +44,7 @@ static const pyorch::Codec & codec_of(const pyorch::ModelMap & map, const pyorch
     return config.plain || !repacks(map) ? pyorch::plain_codec() : pyorch::repacking_codec();
 }
 
-// The numbers of a row that experts of a layer get and give.
+// Returns the numbers in the input and output rows of each layer's experts.
 static std::vector<pyorch::LayerShape> shapes_of(const pyorch::ModelMap & map) {
     std::vector<pyorch::LayerShape> shapes;
     for (const auto & layer : map.layers) {
@@ -57,7 +57,7 @@ static std::vector<pyorch::LayerShape> shapes_of(const pyorch::ModelMap & map) {
     return shapes;
 }
 
-// By layer and expert: what no file of a share of the experts has.
+// Returns, by layer and expert, the experts that no file of a share has.
 static std::vector<std::vector<uint8_t>> lacking_of(const pyorch::ModelMap & map) {
     std::vector<std::vector<uint8_t>> lacking;
     for (const auto & layer : map.layers) {
@@ -118,7 +118,7 @@ pyorch_engine::pyorch_engine(const pyorch::ModelMap & map, const pyorch_config &
         [this](int layer, const std::vector<uint8_t> & elsewhere) { table.set_elsewhere(layer, elsewhere); });
 }
 
-// The device goes before the thread that predicts.
+// The device is destroyed before the predicting thread.
 pyorch_engine::~pyorch_engine() {
     prefetcher.change([](pyorch::PrefetchPlanner & planner) { planner.set_above({}); });
 }

@@ -100,7 +100,8 @@ void check_masks(const std::vector<int32_t> & masks, int n_words, int n_expert) 
     const uint32_t beyond = n_expert % 32 == 0 ? 0 : ~0u << (n_expert % 32);
     for (size_t last = (size_t) n_words - 1; last < masks.size(); last += (size_t) n_words) {
         if ((uint32_t) masks[last] & beyond) {
-            throw Failure(PYORCH_INVALID, "the state of the eviction policy names experts that the model does not have");
+            throw Failure(
+                PYORCH_INVALID, "the state of the eviction policy names experts that the model does not have");
         }
     }
 }
