@@ -43,7 +43,7 @@ STEPS = {
     "train-predictor": "train a predictor of the next layer's experts, on text (needs torch)",
     "pack": "write the experts of a model one after another, in a file beside it",
     "profile": "record which experts the routers select for a text, in a trace",
-    "maps": "collect expert maps, which two predictors search, from a trace",
+    "maps": "collect expert maps, which the predictor expert-map searches, from a trace",
     "plan": "divide the memory for compressed experts between their forms",
     "buddies": "find the experts that can replace absent ones, from a trace",
     "ghosts": "fit small estimates of what absent experts would compute, from a trace",

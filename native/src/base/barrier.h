@@ -1,4 +1,4 @@
-// A barrier whose threads wait awake while that costs nobody anything, and asleep if others need the processors.
+// A barrier whose threads wait awake while processors are free, and asleep if others need the processors.
 //
 // To wake a thread costs a tenth of a millisecond in a virtual machine, and a token has hundreds of barriers. On a busy
 // machine, a thread that waits awake takes the processor of the thread that it waits for. So threads measure how long
@@ -28,7 +28,7 @@ public:
     static constexpr uint64_t WINDOW = 20'000'000;
 
 private:
-    // Without others, threads are ready for a hundredth of their time; beside one busy process, for a third.
+    // Alone, threads are ready for a hundredth of their time; with one busy process, for a third.
     static constexpr uint64_t SHARE  = 10;
     static constexpr uint64_t MEMORY = 50'000'000;
 
@@ -39,9 +39,9 @@ private:
 // of their own.
 using Barrier = void (*)(int * arrived, int * passed, int n_threads);
 
-// Whether threads that read, decode and predict have processors besides those of the computing threads. Without them,
-// each stops a computing thread, and at the next barrier all others: then the waiting threads should do this work. True
-// before the first barrier.
+// Whether threads that read, decode and predict have processors of their own, apart from the computing threads. Without
+// them, each stops a computing thread, and at the next barrier all others: then the waiting threads should do this
+// work. True before the first barrier.
 bool processors_to_spare();
 
 // Null if the system has none (not Linux), or PYORCH_BARRIER=openmp leaves threads to the runtime of OpenMP.

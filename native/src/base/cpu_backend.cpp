@@ -10,7 +10,7 @@
 namespace pyorch {
 namespace {
 
-// Loads the backends that lie next to libggml. Which one was chosen is logged to nobody yet, since no log level is set.
+// Loads the backends next to libggml. The choice is not logged, since no log level is set yet.
 void load_backends() {
     ggml_log_callback log  = nullptr;
     void *            user = nullptr;

@@ -10,7 +10,7 @@
 
 namespace pyorch {
 
-// The functions that patches/0001 adds to the backend, and those of llama.cpp.
+// The functions of llama.cpp, and the functions that patches/0001 adds to the backend.
 struct CpuBackend {
     ggml_backend_reg_t                   registration;
     ggml_backend_dev_t                   device;

@@ -44,7 +44,6 @@ public:
     // compute: writes the outputs [n_slots][n_out] of rows, or throws Failure; called by one thread. Throws Failure if
     // it cannot listen.
     using Compute = std::function<void(const ExpertRows & rows, float * outputs)>;
-    // Throws Failure if it cannot listen.
     Listener(ListenerConfig config, Compute compute);
     ~Listener();
 
@@ -84,7 +83,7 @@ private:
         // Guarded by the listener's mutex.
         std::deque<Request> requests;
         std::deque<Frame>   out;
-        uint64_t            sent  = 0;  // bytes of the first of them
+        uint64_t            sent  = 0;  // bytes of the first frame
         Clock::time_point   since = {}; // when that became the first one
         Clock::time_point   moved = {}; // when a byte of it was sent last
         uint64_t            held  = 0;  // bytes of the quota

@@ -8,8 +8,8 @@ namespace {
 
 constexpr double FADING = 15.0 / 16; // of older answers, with each one
 
-// Servers whose expected times differ by no more than this factor count as equal. Smaller differences come and go with
-// the waiting requests, and all servers would ask the same one.
+// Servers count as equal if their expected times differ by no more than this factor. Smaller differences come and go
+// with the waiting requests, and all servers would ask the same one.
 constexpr double ALIKE = 2.5;
 
 // The seconds of an answer: a constant, and a time for each slot.

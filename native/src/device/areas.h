@@ -5,7 +5,7 @@
 // been computed then.
 //
 // One context at a time has the areas, from the begin of its ubatch: then its graph passes through them. It keeps them
-// until the last layer has been computed, or, if nobody needs that layer's output, until its next ubatch. If another
+// until the last layer has been computed, or, if that layer's output is not used, until its next ubatch. If another
 // context has the areas, the processor computes the prompt, except for layers that come when the areas are free again.
 
 #pragma once

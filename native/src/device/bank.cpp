@@ -353,7 +353,7 @@ void DeviceBank::gather_in_area(int number, int layer, const std::vector<int> & 
 // One call for each matrix would take as long as the driver needs for some hundred matrices, and all other threads
 // would wait for it. To get_rows, a matrix is a row of numbers. False: the device cannot.
 bool DeviceBank::gather(int number, int layer, const std::vector<int> & slots) {
-    // Only tested for these: get_rows beside computing.
+    // get_rows during other computing was tested for these backends only.
     const std::string backend = backend_of(device);
     if (backend != "CUDA" && backend != "RPC") {
         return false;

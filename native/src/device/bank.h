@@ -1,7 +1,7 @@
 // DeviceBank: experts in the memory of a device.
 //
-// The device's kernels cannot ask where an expert lies. They get tensors of slots instead of the model's tensors, and
-// the numbers of slots instead of those of experts.
+// The device's kernels cannot ask for the address of an expert. They get tensors of slots instead of the model's
+// tensors, and the numbers of slots instead of expert ids.
 //
 // Layers with equal experts share their slots: together they are a *pool*. So each layer has as many slots as its
 // experts are worth, and none is idle.
@@ -41,7 +41,7 @@ struct DevicePool {
     static constexpr int MAX_SLOTS = 4;
 
     std::vector<int> layers;    // indices into the layers with experts, ascending
-    int              n_experts; // of all of these layers
+    int              n_experts; // of each of these layers, summed
     int              n_slots = 0;
 };
 
@@ -79,7 +79,8 @@ int n_whole_layers(const ModelMap & map, LayerRange layers, double share);
 std::vector<DevicePool> form_device_pools(
     const ModelMap & map, LayerRange layers, double share, int n_whole, std::vector<int> & pool_of);
 
-// How many areas of area_bytes a budget allows beside slots: two, one, or none if they would take more than a third.
+// How many areas of area_bytes a budget allows in addition to slots: two, one, or none if they would take more than a
+// third.
 int n_device_areas(uint64_t budget, uint64_t area_bytes);
 
 class DeviceBank {

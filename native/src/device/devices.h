@@ -10,8 +10,8 @@
 namespace pyorch {
 
 // "auto": the first device with memory of its own; "rpc:HOST:PORT": the device of a process that serves ggml's RPC;
-// else a name of ggml's registry, such as CUDA0. Devices live as long as this process. Throws Failure if there is none,
-// with the names of all devices.
+// otherwise a name of ggml's registry, such as CUDA0. Devices live as long as this process. Throws Failure if there is
+// none, with the names of all devices.
 ggml_backend_dev_t find_device(const std::string & name);
 
 // The next device with memory of its own, of the same backend (another one may offer the same GPUs). null: none.

@@ -27,7 +27,7 @@ constexpr int MOST_KEPT = 4; // a fourth
 struct SlotPools::Ahead {
     struct Orders {
         std::vector<ForecastExpert> noted;  // absent when they were forecast
-        std::vector<int>            guests; // of them
+        std::vector<int>            guests; // the chosen ones
     };
 
     int                                            n; // guests of a layer

@@ -14,7 +14,7 @@ namespace pyorch {
 
 class HostCopies {
 public:
-    // The copy in host memory, until forget(). The weight itself if it lies there, or has no data yet.
+    // The copy in host memory, until forget(). The weight itself if it is there already, or has no data yet.
     ggml_tensor * of(ggml_tensor * weight);
 
     // The model of the weights is freed.

@@ -21,7 +21,7 @@ public:
     struct Landing {
         ggml_tensor * rows; // [n] floats of the device; zero-copy: one, which names the device's buffer
 
-        // Zero-copy: page-locked host memory that kernels read over the link, so that nobody waits for a copy. They
+        // Zero-copy: page-locked host memory that kernels read over the link, so that no thread waits for a copy. They
         // should read it once: the first kernel copies it on. null: memory of the device.
         float *   host      = nullptr;
         int32_t * numbers   = nullptr; // in the same memory, behind the rows

@@ -112,7 +112,7 @@ void SlotPools::replace(
         lacking.clear();
     }
     n_needed = demand.experts.size();
-    // A pass may replace one expert for each token: experts that nobody uses again cost no more than that.
+    // A pass may replace one expert for each token: experts without a second use cost no more than that.
     int n_replaceable = demand.n_tokens;
     for (int expert : guests) { // to keep it costs no upload
         bool took = false;

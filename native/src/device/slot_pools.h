@@ -1,7 +1,7 @@
 // SlotPools: the experts in the slots of a device, the victims, and what a layer does with absent experts.
 //
 // It knows no bytes and no threads. The caller guards it, and moves the bytes (routing/device_tier.h; in simulated time
-// replay/simulated_device.h). States, holds, values and the order of eviction are those of any memory
+// replay/simulated_device.h). States, holds, values and the order of eviction are the same as in host memory
 // (residency/seats.h), with the uses that are counted here.
 //
 // If a layer must have an expert that is worth less than all others, that expert passes through: unless it is used
@@ -48,7 +48,7 @@ public:
     // Counts of a layer: device_hits and so on, without bytes and times.
     Seats seats;
 
-    // Limits of the layer: evicts experts beyond `max` that nobody holds.
+    // Limits of the layer: evicts experts beyond `max` that no layer holds.
     // REQUIRES: 0 <= min <= max, and min is 0 or less than slots_for(layer).
     void set_limits(int layer, int min, int max);
 
@@ -107,8 +107,8 @@ public:
     void hold(int layer, int expert) { seats.hold(layers[layer].experts[expert]); }
     void unhold(int layer, int expert);
 
-    // Makes an absent expert a coming one, in a free slot or in that of the least valuable expert that nobody holds.
-    // NONE: no such slot, or (unless it must) no expert is worth less. took: another expert was evicted.
+    // Makes an absent expert a coming one, in a free slot or in the slot of the least valuable expert that no layer
+    // holds. NONE: no such slot, or (unless it must) no expert is worth less. took: another expert was evicted.
     int  admit(int layer, int expert, bool must, bool & took);
     void arrived(int layer, int expert, bool uploaded = true);
     void abandon(int layer, int expert) { give(layers[layer].experts[expert]); } // it does not come
@@ -119,7 +119,7 @@ public:
     // Gives free slots to experts of a layer, the first ones, up to its even share of the pool. They are coming then.
     std::vector<int> fill(int layer, const std::vector<int> & experts);
 
-    // Calls tell(layer, known[n_expert]) for each layer whose resident or coming experts have changed since the last
+    // Calls tell(layer, known[n_expert]) for each layer if its resident or coming experts have changed since the last
     // call, apart from those that pass through.
     template <typename Tell>
     void tell_moved(Tell tell) {
@@ -153,7 +153,7 @@ private:
         std::vector<int>       free; // slots, the lowest last
         int                    n_slots;
         int                    n_kept  = 0;  // kept for guests
-        std::vector<int>       kept    = {}; // of these, the free ones
+        std::vector<int>       kept    = {}; // the free ones of n_kept
         std::vector<Slotted *> passing = {}; // in the order of their coming
     };
 

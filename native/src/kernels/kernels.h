@@ -24,9 +24,9 @@ struct Product {
 
 using Kernel = void (*)(const Product & product);
 
-// The fastest kernel for matrices [n_in, n_out] of this type, in llama.cpp's order for repacked weights or in the file's
-// order. Null if this processor has none, or if a trial gave other bits than llama.cpp's kernel. A process tries each
-// kernel once.
+// The fastest kernel for matrices [n_in, n_out] of this type, in llama.cpp's order for repacked weights or in the
+// file's order. Null if this processor has none, or if a trial gave other bits than llama.cpp's kernel. A process tries
+// each kernel once.
 //
 // n_refused: leaves out so many of the fastest kernels that this processor has. Tests and benchmarks use it.
 Kernel find_kernel(ggml_type type, int64_t n_in, int64_t n_out, bool repacked, int n_refused = 0);

@@ -341,7 +341,7 @@ const char * Loader::decoded_at(const Decoding & matrix) {
     return matrix.damaged ? nullptr : as_packed ? begin : codec.decode(layer.tensors[matrix.role], block, begin);
 }
 
-// Publishes a matrix whose steps are all done, if it is not damaged. address: of decoded_at().
+// Publishes a matrix whose steps are all done, if it is not damaged. address: the result of decoded_at().
 void Loader::end_decoding(const Decoding & matrix, const char * address) {
     const ReadRequest & request = matrix.request;
     if (request.from_pack && is_compressed(map.layers[request.load->layer])) {
@@ -439,7 +439,7 @@ bool Loader::decode_first() {
     return true;
 }
 
-// After this time nobody is thought to wait: the load is a guess, or nothing computes now.
+// After this time no layer is thought to wait: the load is a guess, or nothing computes now.
 static constexpr auto PATIENCE = std::chrono::milliseconds(20);
 
 bool Loader::decode_next() {

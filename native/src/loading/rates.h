@@ -58,8 +58,8 @@ private:
     double   recent_ns    = 0;
     double   recent_cpu   = 0; // ns
     int      n_waited_for = 0; // requests
-    uint64_t began        = 0; // when the first of them began
-    uint64_t ended        = 0; // when the last of them ended
+    uint64_t began        = 0; // when the first such request began
+    uint64_t ended        = 0; // when the last such request ended
     double   recent_busy  = 0; // ns between the two, a fading sum
     double   recent_time  = 0; // ns of all time
 };

@@ -16,7 +16,7 @@ static void join(std::vector<std::thread> & threads) {
     }
 }
 
-// Threads that do work(). If the operating system has no more threads, stop() ends those that run.
+// Threads that do work(). If the operating system has no more threads, stop() ends the running ones.
 template <typename Work, typename Stop>
 static void start(std::vector<std::thread> & threads, int n, Work work, Stop stop) {
     try {

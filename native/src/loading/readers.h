@@ -1,4 +1,4 @@
-// Readers end the requests of a loader: threads beside the compute threads, or a replay in its simulated time.
+// Readers end the requests of a loader: threads apart from the compute threads, or a replay in its simulated time.
 //
 // A reader takes requests with Loader::next or try_next, as many at once as it likes. It ends each with read and
 // decode, or with finish, which does both.
@@ -62,12 +62,12 @@ private:
     std::vector<std::thread> threads;
 };
 
-// Number of threads by default: reading ones, or decoding ones beside a reader.
+// Number of threads by default: reading ones, or decoding ones for a reader.
 int default_threads();
 
 // The kind of reader of a loader, and the size of its reads.
 struct ReadPlan {
-    bool     io_uring; // else threads
+    bool     io_uring; // otherwise threads
     int      depth;    // requests under way at once: of the ring, or one for each thread
     uint64_t bytes;    // of a request, at most
 };

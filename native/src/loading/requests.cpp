@@ -8,7 +8,7 @@ namespace pyorch {
 static constexpr uint64_t APART_BYTES = 128u << 10;
 
 // The end of a request that begins at `at` and ends before `last`, of at most so many bytes. If a matrix ends within
-// them, the request ends with it, so that nobody waits for bytes of later matrices. But small matrices that fit into
+// them, the request ends with it, so that no layer waits for bytes of later matrices. But small matrices that fit into
 // one request share it, except exponents.
 static uint64_t request_end(
     const MoeLayer & layer, int expert, const Extent & e, uint64_t at, uint64_t last, uint64_t most) {
@@ -69,7 +69,7 @@ void Requests::ask_nothing(Load & load, std::deque<ReadRequest> & queue, int rol
     ++load.unread[role];
 }
 
-// False: nobody has offered the expert's bytes.
+// False: the expert's bytes were not offered.
 bool Requests::take_offered(Load & load, std::deque<ReadRequest> & queue) {
     const MoeLayer & layer = map.layers[load.layer];
     const auto       found = offered.find({ load.layer, load.expert });

@@ -25,7 +25,7 @@ struct Load {
     Slot     parts[N_STORED_PARTS]      = {};      // of a compressed expert, from stage() on
     uint32_t there                      = 0;       // bits: stored parts that are whole in memory
     bool     staged                     = false;   // it has memory for all stored parts
-    bool     damaged                    = false;   // the bytes read are not those that were packed
+    bool     damaged                    = false;   // the bytes differ from the packed ones
     bool     urgent                     = false;   // a layer waits for it
     uint32_t roles                      = ~0u;     // bits: the matrices that are read
     int      n_rows                     = 1;       // of the ubatch that the expert computes
@@ -56,7 +56,7 @@ struct ReadRequest {
     int      file;
     uint64_t offset;
     uint64_t size;   // to read
-    uint64_t needed; // of them; the rest is alignment
+    uint64_t needed; // without alignment
     char *   buf;
     bool     direct;    // around the page cache
     bool     from_pack; // its bytes have a checksum

@@ -20,7 +20,7 @@ public:
         uint64_t offset;
         char *   buf;
         uint32_t size;
-        int      buffer;    // the registered buffer that buf lies in, -1: none
+        int      buffer;    // the registered buffer around buf, -1: none
         bool     may_block; // a thread of the kernel does it: for a read that would block the submitting thread
     };
 
@@ -73,7 +73,7 @@ private:
     size_t              completions_bytes = 0;
     size_t              entries_bytes     = 0;
     unsigned            queued            = 0; // requests, since the begin
-    unsigned            given             = 0; // of them, submitted
+    unsigned            given             = 0; // submitted requests
     bool                has_files         = false;
     std::vector<Result> refused;
 

@@ -233,7 +233,7 @@ private:
         // place. A copy over it may set its time back.
         if (!same(now, f.opened) && !same(now, f.refused)) {
             const uint64_t sampled = sample(f.fd, (uint64_t) now.st_size);
-            if (sampled != 0) { // else the next request tries again
+            if (sampled != 0) { // otherwise the next request tries again
                 (sampled == f.sampled ? f.opened : f.refused) = now;
             }
         }

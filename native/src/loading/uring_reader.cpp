@@ -79,7 +79,7 @@ UringReader::~UringReader() {
         thread.join();
     }
     decoders.reset();
-    attach(nullptr); // from here on nobody calls wake()
+    attach(nullptr); // wake() is not called any more
     close(bell);
 }
 

@@ -37,7 +37,7 @@ private:
         uint64_t    done;
         int         buffer;
         bool        may_block;
-        int         disk = 0; // whose copy of the file is read
+        int         disk = 0; // the disk with the copy that is read
     };
 
     struct Buffer {

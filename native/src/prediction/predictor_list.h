@@ -9,7 +9,7 @@ namespace pyorch {
 struct PredictorEntry {
     pyorch_predictor kind;
     const char *     name;
-    unsigned         needs;      // PYORCH_NEEDS_*: without any of them there are no forecasts
+    unsigned         needs;      // PYORCH_NEEDS_*: if one is missing there are no forecasts
     unsigned         uses;       // PYORCH_NEEDS_*: optional data that make forecasts better
     bool             executable; // forecasts are distributions of the next layer's router
     const char *     description;

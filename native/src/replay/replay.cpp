@@ -274,7 +274,7 @@ private:
             }
             DevicePass       on_device;
             std::vector<int> here = experts; // computed by the processor
-            std::vector<int> used = experts; // of host memory: those of the processor, and uploads that pass through
+            std::vector<int> used = experts; // in host memory: the processor's experts, and uploads that pass through
             if (device) {
                 while (device->takes_forecasts() && !pending.empty()) {
                     wait_until(pending.front().at);

@@ -1,6 +1,6 @@
 // The order of eviction in one memory, by the values of its experts (values.h).
 //
-// Whatever changes a value or the state of an expert may change the order. Keys are computed only when somebody asks:
+// Whatever changes a value or the state of an expert may change the order. Keys are computed on demand only:
 // an expert that was held, used and released has changed once. The owner of the memory knows which experts are in it
 // and may go, and says so with a key for each purpose of the memory.
 
@@ -129,7 +129,7 @@ public:
         }
     }
 
-    // The first victim of a layer for an expert of for_layer (-1: of any layer), whose forecast is at most
+    // The first victim of a layer for an expert of for_layer (-1: of any layer), with a forecast of at most
     // more_likely_than. None if the layer has its minimum. It is called for every layer at each eviction.
     // REQUIRES: update() since the last change.
     Victim first(int layer, int for_layer, Purpose purpose, float more_likely_than = INFINITY) {

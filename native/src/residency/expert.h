@@ -26,7 +26,7 @@ struct Expert : Seat {
     static constexpr uint32_t FAILED = 1u << 31;
 
     ReadFor read_for  = ReadFor::DEMAND;
-    Form    kept      = Form::ABSENT; // the pool that has its stored parts as well, all of them (pools.h)
+    Form    kept      = Form::ABSENT; // the pool that has all its stored parts as well (pools.h)
     bool    abandoned = false;        // loading, but no longer wanted: the load ends with the current request
     bool    elsewhere = false;        // another server computes it now: it is not read ahead here
     bool    above     = false;        // a tier above has it, or gets it: it is evicted first here

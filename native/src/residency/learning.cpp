@@ -35,7 +35,7 @@ void Learning::learn_all() {
     while (!visits.empty()) {
         const Visit visit = std::move(visits.front());
         visits.pop_front();
-        if (!visit.experts.empty()) { // else its experts have counted as used since
+        if (!visit.experts.empty()) { // otherwise its experts have counted as used since
             MutexUnlock unlock(mutex);
             learner->visit(visit);
         }

@@ -123,7 +123,7 @@ void Pools::rank() {
         takes_all         = form;
         const double size = (double) of_ranks / bytes[(int) form];
         last += size;
-        // Ranks r < tau, from 1. An expert of these ranks is, without its last use, no colder than the next.
+        // Ranks r < tau, from 1. An expert with such a rank is, without its last use, no colder than the next.
         const double n_ranks = std::ceil(form == Form::FULL ? last : last + TOLERANCE * size) - 1;
         if (n_ranks >= (double) all.size()) {
             next = -INFINITY;
@@ -140,7 +140,7 @@ void Pools::rank() {
 
 Form Pools::form_of(int layer, int expert, bool comes) const {
     const double uses = (comes ? heat : before)[layer][expert];
-    // The heat of an expert whose use is steady has grown since the ranking.
+    // The heat of an expert with steady use has grown since the ranking.
     const double full = least[(int) Form::FULL] + (double) (latest - ranked) / half_life() + MARGIN;
     for (const Form form : HIERARCHY) {
         if (limit(form) > 0 && uses >= (form == Form::FULL ? full : least[(int) form])) {

@@ -26,13 +26,13 @@ class Pools {
 public:
     explicit Pools(const ModelMap & map);
 
-    // Without compressed experts all are full. fewest: the least bytes of full experts; passing: of these, the bytes
+    // Without compressed experts all are full. fewest: the least bytes of full experts; passing: the part of fewest
     // that coming layers need. No rank has them, because their experts are evicted whenever a layer comes.
     // REQUIRES: the budget has room for them, and for the fewest experts that are being read.
     void divide(uint64_t budget, uint64_t fewest, const PoolShares & shares, uint64_t passing = 0);
 
     uint64_t limit(Form form) const { return limits[(int) form]; } // bytes
-    uint64_t stored_limit() const; // of all stored parts: those of pools, and those of running loads
+    uint64_t stored_limit() const; // of all stored parts, in pools and of running loads
 
     // Counts of uses of a layer's experts before this run, [n_expert], >= 0. They fade like later uses.
     void begin_with(int layer, const double * uses, uint64_t now);
@@ -44,7 +44,7 @@ public:
     // comes: its last use is still to come.
     Form form_of(int layer, int expert, bool comes = false) const;
 
-    // The experts with stored parts in a pool, and the least valuable of them. The caller that moves bytes counts them.
+    // The experts with stored parts in a pool, and the least valuable one. The caller that moves bytes counts them.
     uint64_t & bytes(Form form) { return in_use[(int) form]; }
     uint64_t   bytes(Form form) const { return in_use[(int) form]; }
     Victims &  victims(Form form) { return *lists[(int) form - (int) Form::COMPRESSED]; }

@@ -6,7 +6,7 @@
 // The states describe the matrices that kernels compute with. Stored parts of a compressed expert may be in memory too
 // (stored_parts.h). A load brings all of them; at its end, the parts of the expert's pool stay.
 //
-// A held or pinned expert is never dropped. A load that nobody wants any more is abandoned: it ends with its current
+// A held or pinned expert is never dropped. A load without a purpose is abandoned: it ends with its current
 // request, unless a layer wants the expert again before.
 
 #pragma once
@@ -25,7 +25,7 @@ public:
         std::unique_ptr<Expert[]> experts;
         int                       n_expert;
         int                       n_above      = 0;
-        int                       n_only_above = 0; // of them, not resident here
+        int                       n_only_above = 0; // on a tier above, and not resident here
         int                       n_pinned     = 0;
         int                       size_class; // of a full expert
         uint64_t                  slot_bytes; // of it

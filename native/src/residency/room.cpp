@@ -93,7 +93,7 @@ bool Room::make_room(
     return bank.fits(l.size_class, n);
 }
 
-// Ends a load that nobody waits for and no reader works on, for memory that is needed now. False if none exists. A
+// Ends a load that no layer waits for and no reader works on, for memory that is needed now. False if none exists. A
 // guess that a reader works on ends with its current request.
 bool Room::drop_queued(const Locked & locked) {
     const auto may_go = [&](const Load & load) {
@@ -198,7 +198,7 @@ void Room::reserve(const Locked & locked) {
     divide_budget(locked, bank.budget());
 }
 
-// The budget under which every layer runs, whole or through its window, beside the reserved memory.
+// The budget under which every layer runs, whole or through its window, without the reserved memory.
 uint64_t Room::needed_budget(const std::vector<int> & reserved) const {
     uint64_t all  = 0;
     uint64_t most = 0;

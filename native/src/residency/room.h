@@ -1,7 +1,7 @@
 // Room: divides host memory, and chooses the victims.
 //
 // The budget holds full experts and stored parts (pools.h). Eviction cannot take the reserved memory: pinned experts,
-// and the minima of layers. Every layer must be able to run beside it, whole or through its window. So the table
+// and the minima of layers. Every layer must be able to run in the rest, whole or through its window. So the table
 // refuses a budget, pins or minima under which a layer could not run.
 //
 // The victim is the expert of the least value (values.h) in any layer, with one exception. The memory of one size class
@@ -25,7 +25,7 @@ public:
     // Throws Failure: PYORCH_BUDGET below the map's floor.
     Room(const Locked & locked, Residents & residents, StoredParts & stored, Loader & loads, const PoolShares & shares);
 
-    // Evicts until n experts of the layer fit, but only experts whose key is less than `below`. An unused read-ahead
+    // Evicts until n experts of the layer fit, but only experts with a key less than `below`. An unused read-ahead
     // expert goes only for demand. An expert of the last pass of its layer does not go for a guess. False if all others
     // are in use: the caller waits and tries again.
     bool make_room(const Locked & locked, int layer, int n, Purpose purpose, float more_likely_than = INFINITY,
@@ -34,19 +34,20 @@ public:
     // Evicts until n more experts of the layer stay below its maximum.
     void make_room_within(int layer, int n);
 
-    // After a lower budget: evicts at once what nobody holds, and the experts of running layers when they end.
+    // After a lower budget: evicts at once the experts that no layer holds, and the experts of running layers when they
+    // end.
     void keep_budget(const Locked & locked);
 
-    // Slots of the smallest budget under which the layer runs, beside the reserved memory.
+    // Slots of the smallest budget under which the layer runs, without the reserved memory.
     int window(int layer) const { return map.floor_experts(map.layers[layer]); }
 
-    // Experts of a layer that fit into memory at once, beside the reserved memory of other layers.
+    // Experts of a layer that fit into memory at once, without the reserved memory of other layers.
     int capacity(int layer) const;
 
-    // The same, beside its own window, with the experts that eviction may not take.
+    // The same without its own window, with the experts that eviction may not take.
     int capacity_beside_window(int layer) const;
 
-    // Whether these experts fit into memory together, beside the reserved memory of other layers.
+    // Whether these experts fit into memory together, without the reserved memory of other layers.
     bool fits(int layer, const std::vector<int> & experts) const {
         return n_with_pinned(layer, experts) <= capacity(layer);
     }
@@ -58,7 +59,7 @@ public:
     // A layer comes: counts which of its recent victims it misses.
     void count_regret(int layer, const Demand & demand);
 
-    // Share of recent evictions whose expert was missed when its layer came next.
+    // Share of recent victims that were missed when their layer came next.
     double regret() const { return missed.value(); }
 
     // These throw Failure, and change nothing, if a layer could not run any more.

@@ -14,7 +14,7 @@
 
 namespace pyorch {
 
-// Slots without bytes. All have one address, which nobody reads.
+// Slots without bytes. All have one address, which is never read.
 class SimulatedBank : public Bank {
 public:
     using Bank::Bank;
@@ -31,7 +31,7 @@ struct SimulatedDisk {
     double   bytes_per_second;
     double   pause_seconds; // the disk stands still for so long at the end of each period
     double   period_seconds;
-    uint64_t seed = 0; // 0: each read takes its mean time; else 0.5 to 1.5 of it, at random
+    uint64_t seed = 0; // 0: each read takes its mean time; otherwise 0.5 to 1.5 of it, at random
 
     // The time at which work of so many seconds ends.
     double end_of(double begin, double seconds) const;

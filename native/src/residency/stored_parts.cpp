@@ -62,7 +62,7 @@ void StoredParts::settle(Expert & e) {
     trim();
 }
 
-// The least valuable expert of a pool, without those of running loads.
+// The least valuable expert of a pool, without running loads.
 Expert * StoredParts::least_valuable(Form form) {
     order.update();
     Expert * victim = nullptr;

@@ -1,6 +1,6 @@
 // Stored parts of compressed experts: the memory of running loads, and the parts that stay in pools (pools.h).
 //
-// A running load of a compressed expert has memory for all its stored parts, and none of them is evicted. At its end
+// A running load of a compressed expert has memory for all its stored parts, and no part is evicted. At its end
 // the expert's rank gives the form in which it stays, besides the full form. Each pool has its own least valuable
 // expert; an expert that leaves a pool goes to the next pool that takes some of its parts.
 
@@ -20,10 +20,10 @@ public:
     // Gives a load slots for its absent stored parts.
     Staged stage(Load & load);
 
-    // Of the stored parts in memory, those of a form stay, and count in its pool.
+    // Of the stored parts in memory, the parts of a form stay, and count in its pool.
     void keep(Expert & e, Form form);
 
-    // The stored parts of an expert are in memory, all or those of its pool: its rank decides which of them stay.
+    // The stored parts of an expert are in memory, all or the pool's: its rank decides which stay.
     void settle(Expert & e);
 
     // Evicts until no pool has more than its share, apart from the parts of running loads. A load that waits for memory

@@ -32,7 +32,7 @@ bool Stream::ask(int role, int place, const void * thread, int n_threads) {
         mine = reached.insert(mine, { thread, place });
     }
     mine->second = std::max(mine->second, place);
-    if ((int) reached.size() == n_threads) { // else some threads have not begun
+    if ((int) reached.size() == n_threads) { // otherwise some threads have not begun
         int last = place;
         for (const auto & each : reached) {
             last = std::min(last, each.second);
@@ -79,7 +79,7 @@ void Streams::fill(const Locked & locked, Stream & s) {
     while (s.error.empty() && s.begun < std::min(s.n_matrices(), s.passed + (int64_t) s.frames.size())) {
         Stream::Frame & frame = s.frame(s.begun);
         if (!frame.load.ended()) {
-            break; // a read that nobody wants is running; its end calls fill() again
+            break; // an unwanted read is running; its end calls fill() again
         }
         frame.number      = s.begun;
         frame.address     = nullptr;
@@ -125,7 +125,7 @@ void Streams::finished(const Locked & locked, Load & load) {
     }
 }
 
-// Frees the slots of a closed stream, without those that a reader works on. The stream ends with its last slot.
+// Frees the slots of a closed stream, except while a reader works on them. The stream ends with its last slot.
 void Streams::give_frames(Stream & s) {
     bool any = false;
     for (Stream::Frame & frame : s.frames) {

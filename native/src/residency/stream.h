@@ -27,13 +27,13 @@ namespace pyorch {
 struct Stream {
     struct Frame {
         Load         load;              // load.stream names this stream
-        int64_t      number  = -1;      // of its matrix; -1: none, or one that nobody wants now
+        int64_t      number  = -1;      // of its matrix; -1: none, or an unwanted one
         const char * address = nullptr; // once the matrix was read
     };
 
     int                layer;
     std::vector<int>   experts;     // ascending
-    std::vector<int>   place_of;    // by expert: its index in `experts`, -1 for one that is held whole
+    std::vector<int>   place_of;    // by expert: its index in `experts`, -1 if it is held whole
     std::vector<int>   roles;       // of the passes
     std::vector<Frame> frames = {}; // never moved
     int                pass   = -1; // the present pass of the threads

@@ -166,7 +166,7 @@ void Table::acquire(Owner & owner, int layer, const Demand & demand) {
     room.widen(mutex.locked(), layer, demand);
 
     // A waiting layer holds nothing, so no circle can form. Layers are served in the order of their calls; otherwise a
-    // layer that needs much could wait for ever beside contexts that need little.
+    // layer that needs much could wait for ever while contexts that need little go on.
     const uint64_t turn    = n_arrived++;
     bool           counted = false;
     while (turn != n_served || !try_acquire(owner, layer, demand, counted)) {
@@ -192,7 +192,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
     auto & l = residents[layer];
     for (int id : demand.experts) {
         if (l.experts[id].holds == 0 && l.experts[id].failed()) {
-            return false; // for an earlier decode, whose last read has not ended
+            return false; // its last read, for an earlier decode, has not ended
         }
     }
 
@@ -210,7 +210,7 @@ bool Table::try_acquire(Owner & owner, int layer, const Demand & demand, bool & 
         }
         spare -= !e.pinned;
         share(e, owner);
-        if (e.absent() && !e.failed()) { // else another context holds it, and had no memory for it: both fail
+        if (e.absent() && !e.failed()) { // otherwise another context holds it, and had no memory for it: both fail
             absent.push_back(&e);
         } else if (e.loading()) {
             loading.push_back(&e.load);
@@ -260,7 +260,7 @@ bool Table::orders_by_rows(int layer) const {
     return recovery != PYORCH_RECOVERY_KERNELS && is_compressed(map.layers[layer]);
 }
 
-// False if one of them could not be read.
+// False if an expert could not be read.
 bool Table::release_held(Owner & owner) {
     bool failed = false;
     for (Expert * e : owner.held) {
@@ -512,7 +512,7 @@ void Table::expert_finished(Expert & e) {
     }
 }
 
-// Changes the named experts of a layer; or none of them, if one does not exist.
+// Changes the named experts of a layer; or no expert, if one does not exist.
 template <typename Change>
 void Table::for_each(int il, const int32_t * experts, int n, Change change_expert) {
     change([&]() REQUIRES(mutex) {

@@ -75,20 +75,20 @@ public:
     const char * address(
         const Owner & owner, int layer, int expert, int role, bool wait, const void * thread = nullptr);
 
-    // other holds an expert beside owner, until unshare(); its bytes do not move. False, and nothing is held, if owner
-    // does not hold the whole expert.
+    // other holds an expert as well as owner, until unshare(); its bytes do not move. False, and nothing is held, if
+    // owner does not hold the whole expert.
     bool share(const Owner & owner, int layer, int expert, Owner & other);
     bool share_resident(int layer, int expert, Owner & other); // the same for any resident expert
     void unshare(Owner & other);
 
-    // Whether these experts fit into memory together, beside the reserved memory of other layers. Otherwise some of
+    // Whether these experts fit into memory together, without the reserved memory of other layers. Otherwise some of
     // them are streamed; which ones depends on the state of memory.
     bool fits(int layer, const std::vector<int> & experts) {
         MutexLock lock(mutex);
         return room.fits(layer, experts);
     }
 
-    // Whether an address points at a matrix, and not at the zeros of one that could not be read.
+    // Whether an address points at a matrix, and not at zeros in place of an unreadable one.
     bool readable(const char * address) const { return address != zeros; }
 
     // mask[n_expert]: 1 for each resident expert of the layer; loading[n_expert]: 1 for each expert that is being read.

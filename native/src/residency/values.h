@@ -18,7 +18,7 @@
 
 namespace pyorch {
 
-// Experts whose key in an order of eviction must be computed anew.
+// Experts with an outdated key in an order of eviction.
 class Changes {
 public:
     explicit Changes(const std::vector<int> & n_experts) {
@@ -44,7 +44,7 @@ public:
         }
     }
 
-    // Calls use(layer, expert) for all of them, and removes them.
+    // Calls use(layer, expert) for each expert, and empties the list.
     template <typename Use>
     void take(Use use) {
         for (int layer : layers) {

@@ -54,7 +54,7 @@ struct Context {
     std::vector<int>        layers;            // that it computes, ascending
     std::vector<int32_t>    positions;         // of the tokens of its last ubatch
     bool                    continues = false; // the last ubatch had the next token of each sequence of the one before
-    bool                    tries     = false; // a trial, whose outputs are not used
+    bool                    tries     = false; // a trial: its outputs are not used
     std::vector<int32_t>    changed;           // see RoutedBatch, for the layers of its running ubatch
     DeviceHold              on_device;         // experts of its latest layer on devices
     std::array<unsigned, 2> needs = {};        // of the graphs that are built now: for prompts, and for few tokens

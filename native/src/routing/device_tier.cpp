@@ -340,7 +340,7 @@ void DeviceTier::set_limits(int layer, int min, int max) {
                 "other layers",
                 min, table.map.layers[layer].il, n_slots));
     }
-    // If each expert has a slot, none displaces another; and nobody computes an expert that is not uploaded.
+    // If each expert has a slot, none displaces another; and an expert that is not uploaded is computed nowhere.
     pools->set_limits(layer, min, all_fit ? n_expert : max);
     tell_moved();
 }
@@ -530,7 +530,7 @@ void DeviceTier::work() {
         bool came;
         {
             MutexUnlock unlock(mutex);
-            const bool  held = !u.ahead || table.share_resident(u.layer, u.expert, u.owner); // else its layer reads it
+            const bool  held = !u.ahead || table.share_resident(u.layer, u.expert, u.owner); // or its layer reads it
             came             = wants && held && upload(u.owner, u.layer, u.expert, u.slot, true);
             table.unshare(u.owner);
             if (u.ahead && held) { // after the upload another expert may get its slot

@@ -1,5 +1,5 @@
 // The tier above host memory: experts in slots of a device (device/bank.h), their residency (device/slot_pools.h), and
-// their uploads. Several devices divide the layers: a pool of slots belongs to one device, and all else is equal.
+// their uploads. Several devices divide the layers: a pool of slots belongs to one device.
 //
 // The device computes the experts in its slots. The processor computes all others from host memory. A missing expert
 // that is worth more than a resident one is uploaded after that: it serves the next pass of its layer, and no earlier

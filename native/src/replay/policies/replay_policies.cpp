@@ -28,7 +28,7 @@ public:
 // Used experts are marked. If all are marked and one must be evicted, a new phase begins without marks. Among experts
 // without a mark the choice is random (Fiat et al., Competitive Paging Algorithms, 1991). A mark is the number of its
 // phase plus a fraction, which is the random order of eviction in the next phase. So a new phase changes no mark,
-// except those of the running layer: its uses are known before its evictions.
+// except the running layer's experts: its uses are known before its evictions.
 class Marking : public EvictionPolicy {
 public:
     void used(Usage & usage, uint64_t now) override {

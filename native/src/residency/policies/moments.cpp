@@ -101,7 +101,7 @@ inline __attribute__((always_inline)) void compare(const Search & search, int to
     }
 }
 
-// The newest token first. Tokens take places in turn, so the oldest lies behind the newest.
+// The newest token first. Tokens take places in turn, so the oldest is behind the newest.
 inline __attribute__((always_inline)) MostAlike compare_all(const Search & search, int newest) {
     MostAlike most;
     for (int token = newest; token >= 0; --token) {

@@ -53,7 +53,7 @@ public:
 
     // Whether the more recent expert is worth more, however often either is used. Then an expert that need not come
     // must have been used twice as often, too: otherwise every expert that is used once would pass through the memory.
-    // Replayed likewise, it uploads a fiftieth, for a third more hits.
+    // In the same replays it uploads a fiftieth, for a third more hits.
     virtual bool by_recency() const { return false; }
 
     // Whether the value depends on the probability.
