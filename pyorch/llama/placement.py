@@ -38,7 +38,6 @@ class Placement:
         n_layers: Layers on devices, as llama.cpp counts them: the output counts as the last layer and is moved first.
             Below 0: all.
         each: The devices, () if the processor computes alone.
-        ends: For each device the block behind its last one.
         ends: For each device the block after its last one.
         pipelined: llama.cpp may compute several ubatches of a prompt at once, on several devices. A layer under an
             engine computes one ubatch at a time.
