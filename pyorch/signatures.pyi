@@ -91,15 +91,15 @@ def load(
     """Loads a GGUF whose experts may occupy at most `budget`.
 
     Args:
-        path: the file, or "hf:ORG/NAME[:QUANT|/FILE]" for one of the Hugging Face hub, fetched if it is not there yet.
-        budget: "auto" (what the memory limit leaves), a share of the experts such as "40%", a size such
-            as "1.5GiB" or "800MB", or bytes.
-        n_batch: tokens of one call of llama_decode, default: the widest n_ubatch.
-        managed: have an engine, to look at experts and to change what becomes of them, also where the whole model fits
-            on a device, and llama.cpp would keep it there.
-        placed: other servers will compute experts (Engine.connect, Engine.set_placement), as those that a share lacks.
-        source: reads in place of the file, see Engine.
-        use_extra_bufts: repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
+        path: The file, or "hf:ORG/NAME[:QUANT|/FILE]" for a file of the Hugging Face hub, downloaded if needed.
+        budget: "auto" (the memory that the limit leaves), a share of the experts such as "40%", a size such as "1.5GiB"
+            or "800MB", or bytes.
+        n_batch: Tokens of one call of llama_decode. Default: the widest n_ubatch.
+        managed: Make an engine, to observe and control experts, even if the whole model fits on a device, where
+            llama.cpp would keep it.
+        placed: Other servers will compute experts (Engine.connect, Engine.set_placement), as a share requires.
+        source: Reads in place of the file, see Engine.
+        use_extra_bufts: Repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
         policy: eviction policy: lru, lfu, finemoe or learned (default: learned)
         prefetch: predictor of the experts to prefetch while decoding: none, auto, or
             NAME[:DISTANCE:PRECISION] of none, quasi-hidden, hybrid or expert-map
@@ -134,13 +134,16 @@ def load(
         buddies: the lists of buddies (default: MODEL.buddies.gguf)
         speculate: True: compute with the experts that quasi-hidden or hybrid predicts (--prefetch) in place
             of the router's
-        llama_kwargs: all other arguments are those of llama_cpp.Llama.
+        llama_kwargs: Further arguments of llama_cpp.Llama.
+
+    Returns:
+        The loaded model.
 
     Raises:
-        FormatError: the file is missing, damaged, incomplete or no GGUF.
-        BudgetError: the budget is below the floor, or the model does not fit under the memory limit.
-        PyorchError: an option cannot mean anything, or the model lacks what it needs.
-        TypeError: no option has this name.
+        FormatError: The file is missing, damaged, incomplete or no GGUF.
+        BudgetError: The budget is below the floor, or the model does not fit under the memory limit.
+        PyorchError: An option is invalid, or the model lacks data that an option needs.
+        TypeError: No option has this name.
     """
 
 class manage(interception.manage):

@@ -44,7 +44,6 @@ _thread = threading.local()
 class manage:
     """Manages every model that llama_cpp loads in this process from now on, until close().
 
-    Example:
         pyorch.manage(budget="40%")
         llm = llama_cpp.Llama("olmoe.gguf")
 
