@@ -1,1 +1,1 @@
-"""Programs that reproduce figures and tables of papers, and compare baselines: they use pyorch, and are not in it."""
+"""Programs that reproduce figures and tables of papers, and compare baselines. They are no part of pyorch."""

@@ -1,4 +1,4 @@
-"""What the programs of this folder share: a parser like those of pyorch's commands, and errors as sentences."""
+"""The common parts of these programs: a parser like those of pyorch's commands, and errors as sentences."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from pyorch.errors import PyorchError
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses in one sentence."""
+    """Reports an error in one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        raise PyorchError(f"{message}; {self.prog} --help shows what can be given")
+        raise PyorchError(f"{message}; {self.prog} --help shows all options")
 
 
 def parser_of(module: str, summary: str, example: str) -> argparse.ArgumentParser:
-    """The parser of a program that `python -m MODULE` runs, with a help and an example.
+    """Makes the parser of a program that `python -m MODULE` runs, with a help and an example.
 
-    example: its arguments, or lines of commands; `python -m MODULE` is put in front of what begins with none.
+    example: Its arguments, or lines of commands; `python -m MODULE` is put before a line that does not begin with one.
     """
     programs = _Parser(prog="python -m").add_subparsers()
     return add_command(programs, module, summary, f"python -m {module} {example}")
 
 
 def run(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], argv: list[str] | None) -> int:
-    """The exit status of a program: 2 for an error that has a sentence, 130 for Ctrl-C. A model may be one of the hub.
+    """Returns the exit status of a program: 2 for an error with a sentence, 130 for Ctrl-C.
+
+    The model may be a model of the hub.
     """
     try:
         args = parser.parse_args(argv)

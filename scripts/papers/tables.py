@@ -1,4 +1,4 @@
-"""Tables of an evaluation, for people and as CSV files, and goals."""
+"""Tables of an evaluation, as text and as CSV files, and goals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyorch.files import write_text
 
 @dataclass(frozen=True)
 class Table:
-    """name: of its file. rows: cells as they are; texts() shortens numbers."""
+    """A table. name: of its file. rows: full values; texts() shortens numbers."""
 
     name: str
     title: str
@@ -21,12 +21,12 @@ class Table:
     rows: tuple[tuple, ...]
 
     def texts(self) -> list[tuple[str, ...]]:
-        """The rows for people."""
+        """Returns the rows as text."""
         return [tuple(_text(cell) for cell in row) for row in self.rows]
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Titles of the columns that hold no numbers."""
+        """Returns titles of the columns without numbers."""
         return tuple(title for i, title in enumerate(self.columns) if all(isinstance(row[i], str) for row in self.rows))
 
     def csv(self) -> str:
@@ -39,8 +39,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Goal:
-    """reached: nan if it was not measured. at_most: it is to be below the goal, not above. interval: where the mean of
-    what was measured several times is, with 95 %."""
+    """A goal.
+
+    Attributes:
+        reached: nan: not measured.
+        at_most: The value must be below the goal, not above.
+        interval: Of the mean of repeated measurements, with 95 %.
+    """
 
     what: str
     goal: float
@@ -66,7 +71,7 @@ def goal_table(goals: Iterable[Goal]) -> Table:
 
 
 def write_csv(tables: Iterable[Table], directory: Path) -> list[Path]:
-    """A file for each table. PyorchError where nothing can be written."""
+    """Writes a file for each table. PyorchError: the directory cannot be written."""
     paths = []
     for table in tables:
         paths.append(directory / f"{table.name}.csv")

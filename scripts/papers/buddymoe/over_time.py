@@ -1,8 +1,8 @@
-"""What a lossy setting does as a text goes on: a real cache fills, and less is lost.
+"""Measures a lossy setting along a text: a real cache fills, and the loss decreases.
 
-The cache follows the text, token by token. It begins with the experts that a trace selected most often where there are
-lists of buddies, and empty where there are none. When experts arrive in it is simulated (pyorch.eval.method), so that
-the same numbers come of any machine.
+The cache follows the text, token by token. It begins with the experts that a trace selected most often if there are
+buddy lists, and otherwise empty. Arrivals of experts are simulated (pyorch.eval.method), so that every machine gives
+the same numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OnProgress = Callable[[int, int], None]  # tokens done, total
 
 @dataclass(frozen=True)
 class Stretch:
-    """One window of a text. first: tokens before it. resident: experts in memory at its end, None if all are there."""
+    """One window of a text. first: tokens before it. resident: experts in memory at its end, None: all."""
 
     first: int
     perplexity: Perplexity
@@ -44,7 +44,7 @@ def measure(
     model: Model, texts: Sequence[Window], reference: Model | None, n_ubatch: int, n_threads: int | None,
     on_progress: OnProgress,
 ) -> list[Stretch]:
-    """Windows in their order, each judged by itself; what one leaves in the cache is there for the next.
+    """Judges windows in order, each by itself. Each begins with the cache of the one before.
 
     Otherwise as perplexity.measure().
     """
@@ -76,15 +76,15 @@ def main(argv: list[str] | None = None) -> int:
                         help="plain text, or .jsonl with a field text or prompt on each line")
     parser.add_argument("--cache-rate", type=share, required=True, metavar="SHARE",
                         help="keep this share of the experts in memory")
-    parser.add_argument("--lossy", required=True, metavar="SETTINGS", help="as pyorch run takes it, such as heaviest")
-    parser.add_argument("--buddies-file", metavar="FILE", help="lists of buddies (default: those beside the model)")
+    parser.add_argument("--lossy", required=True, metavar="SETTINGS", help="as for pyorch run, such as heaviest")
+    parser.add_argument("--buddies-file", metavar="FILE", help="buddy lists (default: next to the model)")
     parser.add_argument("--window", type=whole(1), default=512, metavar="N", help="tokens (default: 512)")
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="predict at most N tokens (default: all)")
     parser.add_argument("--read-time", type=float, default=1.0, metavar="LAYERS",
-                        help="an expert counts as read after the time in which so many layers of a token are computed "
-                             "(default: %(default)g)")
+                        help="an expert counts as read after the time in which this many layers of a token are "
+                             "computed (default: %(default)g)")
     parser.add_argument("--read-seed", type=int, default=0, metavar="N",
-                        help="let each of these reads take from half to one and a half of that time, as drawn with "
+                        help="let each of these reads take from half to one and a half of that time, at random with "
                              "this seed (default: 0, all the same)")
     parser.add_argument("--threads", type=whole(1, 512), metavar="N", help="compute threads")
     parser.add_argument("--json", action="store_true", help="print an object for each window")

@@ -1,6 +1,6 @@
-"""The tables of docs/measurements/lossy.md, of what scripts.papers.buddymoe.measure found.
+"""Writes the tables of docs/measurements/lossy.md from the results of scripts.papers.buddymoe.measure.
 
-A page names a table on a line of its own, and what stands between it and the next end is written anew, if it was
+A page names a table on a line of its own. The lines between it and the next end are replaced, if the table was
 measured:
 
     <!-- measured: levers small -->
@@ -42,7 +42,7 @@ LEVERS = (  # the names of levers in docs/measurements/lossy.md, and settings as
 )
 BETAS, READ_EXPERTS = (0.34, 0.51, 0.67), (1, 2, 4)  # of the requested ones absent; waited for by a token
 TUNED = (0.75, 0.5, 0.375, 0.25)
-GHOSTS_BYTES = (2, 5)  # percent of the experts', beside the default
+GHOSTS_BYTES = (2, 5)  # percent of the experts' bytes, in addition to the default
 
 Row = dict[str, Any]  # of `pyorch eval arc --json`
 BEGAN = {"small": "from nothing", "upcycled": "copies", "less": "copies, trained on for 15 % of the run"}
@@ -53,22 +53,22 @@ _PLACE = re.compile(r"(<!-- measured: (\w+)(?: (\w+))? -->\n).*?(<!-- end -->)",
 
 
 def result_in(folder: Path, part: str, name: str) -> Path:
-    """The file of a part and a model."""
+    """Returns the file of a part and a model."""
     return folder / f"{part}.{name}.json"
 
 
 class NotMeasured(PyorchError):
-    """The part is to be measured first."""
+    """The part is not measured yet."""
 
 
 class Found:
-    """What was measured, by part and model."""
+    """The results, by part and model."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def read(self, part: str, name: str) -> Any:
-        """NotMeasured, or PyorchError for what nobody can have measured."""
+        """Reads a result. NotMeasured: there is none. PyorchError: it is invalid."""
         path = result_in(self._folder, part, name)
         if not path.exists():
             raise NotMeasured(f"{path} is not there")
@@ -78,13 +78,16 @@ class Found:
             raise PyorchError(f"{path} cannot be read: {error}") from None
 
     def rows(self, part: str, name: str) -> dict[tuple[float, str], Row]:
-        """By cache rate and settings."""
+        """Returns rows by cache rate and settings."""
         return {(row["cache_rate"], row["settings"]): row for row in self.read(part, name)}
 
 
 def write(folder: Path, page: Path) -> None:
-    """Writes the tables of a page anew that were measured, and CSV files into the folder of its name. PyorchError for a
-    table that nobody knows, and for results that are none."""
+    """Replaces the measured tables of a page, and writes CSV files into the folder of its name.
+
+    Raises:
+        PyorchError: A table is unknown, or results are invalid.
+    """
     found = Found(folder)
 
     def anew(match: re.Match[str]) -> str:
@@ -116,7 +119,7 @@ def write(folder: Path, page: Path) -> None:
 
 
 def _markdown(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
-    """ValueError for rows that are not there, or of another length."""
+    """Returns a table. ValueError: rows are missing or have another length."""
     lines = [columns, ["---"] * len(columns), *rows]
     if len(lines) == 2 or any(len(line) != len(columns) for line in lines):
         raise ValueError("rows are missing")
@@ -124,7 +127,7 @@ def _markdown(columns: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 
 
 def _kept(row: Row) -> str:
-    """Of the lossless accuracy, with the standard error of the difference, both in percent."""
+    """Returns the share of the lossless accuracy with the standard error of the difference, both in percent."""
     whole = row["average acc"] - row["differs acc"]
     return f"{100 * row['kept acc']:.1f} ± {100 * row['differs acc stderr'] / whole:.1f} %"
 
@@ -273,7 +276,7 @@ def similarity(found: Found) -> str:
 
 
 def replacing(found: Found) -> str:
-    """Buddies, random residents and leaving out: of three in a layer, of all, and of the light ones."""
+    """Compares buddies, random residents and dropping: of three in a layer, of all, and of the light ones."""
     three, light = FULL_REPLACEMENT, "buddies"
     ways = (
         ("three in a layer", three, "mode=random,max_replaced=3", "mode=none,max_replaced=3,miss=drop"),
@@ -351,7 +354,7 @@ def speed(found: Found) -> str:
 
 
 def _resident(found: Found) -> str:
-    """A sentence on what stands behind the table."""
+    """Returns a sentence after the table."""
     results = [found.read("speed", name) for name in BOTH]
     rates = [statistics.median(_rate(run["measurement"]) for run in result["runs"]
                                if run["config"]["preload"] and run["measurement"] is not None) for result in results]

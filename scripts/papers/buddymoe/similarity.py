@@ -35,8 +35,8 @@ class Agreement:
     """Whether experts that are selected together compute alike, in one layer.
 
     Means over the experts i that the trace selected. Correlations are between q(j|i) and cos(i, j) over the
-    peers j of i. Cosines and relative errors are those of the peer with the largest q(j|i), of a random
-    peer (the mean of all), and of the peer with the largest cosine.
+    peers j of i. Cosines and relative errors are given for the peer with the largest q(j|i), for a random
+    peer (the mean of all), and for the peer with the largest cosine.
     """
 
     il: int
@@ -101,14 +101,14 @@ def agreement(il: int, activations: np.ndarray, q: np.ndarray, outputs: OutputSi
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Pearson's correlation of two float[n]; 0 where one of them is constant."""
+    """Returns Pearson's correlation of two float[n]; 0 if one is constant."""
     a, b = a - a.mean(dtype=np.float64), b - b.mean(dtype=np.float64)
     norm = np.sqrt((a @ a) * (b @ b))
     return float(a @ b / norm) if norm > 0 else 0.0
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """float64[n]: the rank of each, equal ones sharing their mean rank. Its correlation is Spearman's."""
+    """Returns the ranks, float64[n]; equal values share their mean rank. Their correlation is Spearman's."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
@@ -137,7 +137,8 @@ def _table(agreements: Sequence[Agreement], n_inputs: int) -> Table:
 def draw(cosines: Mapping[int, np.ndarray], path: Path) -> None:
     """Writes the picture. cosines: by layer, float[n_expert, n_expert] of the outputs of experts on the same inputs.
 
-    Raises PyorchError without matplotlib, or where nothing can be written.
+    Raises:
+        PyorchError: matplotlib is missing, or the file cannot be written.
     """
     pictures.save_as(partial(_similarity, cosines=cosines), path, pictures.PAGE_DPI)
 

@@ -1,4 +1,4 @@
-"""What a trace says about a model's routing: how even, how certain, how cacheable."""
+"""Statistics of a trace: evenness, certainty and cacheability of a model's routing."""
 
 from __future__ import annotations
 
@@ -23,14 +23,20 @@ CHUNK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Of one layer. Percentiles are those of PERCENTILES, hit rates those of CACHE_RATES.
+    """The statistics of one layer. Percentiles are those in PERCENTILES, hit rates those at CACHE_RATES.
 
-    activations: uses of each expert (BuddyMoE, fig. 6). busiest, idlest: uses of the most and least used
-    one, an even share being 1. gini: 0 for even use. unused: experts never selected.
-    strongest_peer: share of its strongest peer in an expert's co-activations, the mean over experts.
-    tae: BuddyMoE's eq. 1; tae_histogram: tokens in TAE_BINS equal parts of [0, 1]. margin: p_max - p_2nd.
-    entropy: mean, to the base of its length, of the whole distribution where it was recorded, else of the
-    selected probabilities. hit_rates: of LRU caches of this layer alone, token after token of each request.
+    Attributes:
+        activations: Uses of each expert (BuddyMoE, fig. 6).
+        busiest, idlest: Uses of the most and the least used expert, relative to an even share.
+        gini: 0 for even use.
+        unused: Experts that were never selected.
+        strongest_peer: Share of the strongest peer in an expert's co-activations, the mean over experts.
+        tae: BuddyMoE's eq. 1.
+        tae_histogram: Tokens in TAE_BINS equal parts of [0, 1].
+        margin: p_max - p_2nd.
+        entropy: Mean, to the base of its length, of the whole distribution if it was recorded, otherwise of the
+            selected probabilities.
+        hit_rates: Of LRU caches of this layer alone, token after token of each request.
     """
 
     il: int
@@ -50,7 +56,7 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class TraceStatistics:
-    """Of a trace. hit_rates: over all layers, by CACHE_RATES."""
+    """The statistics of a trace. hit_rates: over all layers, by CACHE_RATES."""
 
     path: Path
     arch: str
@@ -70,7 +76,7 @@ class TraceStatistics:
 
 @dataclass(frozen=True)
 class LayerArrays:
-    """What plots show of a layer, beyond its LayerStatistics.
+    """Further data of a layer for plots.
 
     coactivation: float64[n_expert, n_expert], tokens. hit_rates: float64[n_expert + 1], by cache size.
     """
@@ -80,9 +86,11 @@ class LayerArrays:
 
 
 def analyze(trace: Trace, phase: str = "all") -> tuple[TraceStatistics, list[LayerArrays]]:
-    """Statistics of a trace, of its tokens of one phase or all.
+    """Analyzes a trace, its tokens of one phase or all.
 
-    Raises PyorchError if there are none, FormatError if the records are damaged.
+    Raises:
+        FormatError: The records are damaged.
+        PyorchError: There are no tokens.
     """
     if phase not in PHASES:
         raise PyorchError(f'phase "{phase}" is not known: use {", ".join(PHASES)}')
@@ -92,7 +100,7 @@ def analyze(trace: Trace, phase: str = "all") -> tuple[TraceStatistics, list[Lay
         raise PyorchError(f"{trace.path} holds no tokens" + ("" if phase == "all" else f" of {phase}"))
     requests = np.asarray(trace.records["request"])[wanted]
     positions = np.asarray(trace.records["position"])[wanted]
-    # Requests are decoded together; a cache would see each as it is, one after the other.
+    # Requests are decoded together, but a cache of one layer sees them one after the other here.
     wanted = wanted[np.lexsort((positions, requests))]
     collectors = [_LayerCollector(trace, i) for i in range(len(trace.header.layers))]
     rows = max(1, CHUNK_BYTES // trace.records.dtype.itemsize)
@@ -180,7 +188,7 @@ def _floats(values: np.ndarray) -> tuple[float, ...]:
 
 
 def gini(counts: np.ndarray) -> float:
-    """Gini coefficient: 0 where all experts are used alike, near 1 where one has everything; nan without uses."""
+    """Returns the Gini coefficient: 0 for even use, near 1 if one expert has all uses; nan without uses."""
     counts = np.sort(np.asarray(counts, np.float64))
     n, total = len(counts), counts.sum()
     if total == 0:
@@ -189,11 +197,11 @@ def gini(counts: np.ndarray) -> float:
 
 
 class LruDistances:
-    """How deep in a layer's LRU stack the selected experts lay: one pass for all cache sizes.
+    """The depths of selected experts in a layer's LRU stack, from which one pass gets the hits of all cache sizes.
 
-    A cache of C experts holds the C that were used last, those of one token in the order of their slots. A
-    selected expert is a hit if it was there before the token came; then all of the token's experts move to
-    the top. So an expert at depth d is a hit in every cache of more than d experts.
+    A cache of C experts has the C that were used last, and those of one token in the order of their slots. A selected
+    expert is a hit if it was in the cache before the token; then all of the token's experts move to the top. So an
+    expert at depth d is a hit in every cache of more than d experts.
     """
 
     def __init__(self, n_expert: int) -> None:
@@ -203,7 +211,7 @@ class LruDistances:
         self._n_tokens = 0
 
     def add(self, experts: np.ndarray) -> None:
-        """The next tokens of the layer, integer[n_tokens, k], ids of a token distinct."""
+        """Adds the next tokens of the layer, integer[n_tokens, k], with distinct ids in a token."""
         n_expert = len(self._last_use)
         rows = max(1, (1 << 22) // (n_expert * experts.shape[1]))  # bounds the comparison below to 4 MiB
         for start in range(0, len(experts), rows):
@@ -211,7 +219,7 @@ class LruDistances:
 
     def _add(self, experts: np.ndarray, n_expert: int) -> None:
         n, k = experts.shape
-        # [t, e]: when e was last used before token t; every use has a time of its own
+        # [t, e]: the last use of e before token t; every use has its own time
         last = np.full((n + 1, n_expert), -1, np.int64)
         last[0] = self._last_use
         times = (self._n_tokens + np.arange(n))[:, None] * k + np.arange(k)
@@ -225,6 +233,6 @@ class LruDistances:
         self._n_tokens += n
 
     def hit_rates(self) -> np.ndarray:
-        """float64[n_expert + 1]: the share of uses that a cache of 0, 1, ... n_expert experts would have hit."""
+        """Returns float64[n_expert + 1]: the share of hits of a cache of 0, 1, ... n_expert experts."""
         total = max(1, self.counts.sum())
         return np.concatenate([[0], np.cumsum(self.counts[:-1])]) / total

@@ -1,8 +1,7 @@
-"""Accuracy and speed of lossy settings at several cache rates, beside baselines: tables 2 to 4 of BuddyMoE.
+"""Accuracy and speed of lossy settings at several cache rates, next to baselines: tables 2 to 4 of BuddyMoE.
 
-A baseline has the gates of the row beside which it stands, its order and its limits: else a setting that touches few
-slots would lead one that touches all, whatever it puts there. Differences are of the same questions, and of the same
-tokens.
+A baseline has the gates, the order and the limits of the row that it is compared with. Otherwise a setting that changes
+few slots would beat one that changes all, whatever replaces them. Differences are of the same questions and tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +25,15 @@ from scripts.papers import program
 
 BASELINES = ("random", "drop")
 
-# What only says which expert stands in.
+# Settings that only choose the replacing expert.
 _OF_BUDDIES = {name: getattr(Substitution(), name) for name in ("alpha", "k", "among", "bonus")}
 
 
 def baseline(name: str, beside: Substitution | None = None) -> Method:
-    """A row to compare with: one of BASELINES. Random residents, and leaving experts out, work under the gates of the
-    row beside which they stand, in its order and within its limits; beside none, under no gates."""
+    """Returns a row of BASELINES to compare with.
+
+    Random residents, and dropping, use the gates, order and limits of the compared row; without one, no gates.
+    """
     gates = Substitution() if beside is None else beside
     treatment = {"mode": "none", "miss": "drop"} if name == "drop" else {"mode": "random"}
     if name != "drop" and gates.needs_ghosts:
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         "      --lossy coverage=0.95,max_replaced=3 --baseline random,drop")
     command.add_arc_options(parser)
     parser.add_argument("--baseline", default=",".join(BASELINES), metavar="NAME,...",
-                        help="beside each row of --lossy, under its gates: random (a random resident expert replaces "
+                        help="next to each row of --lossy, under its gates: random (a random resident expert replaces "
                              "an absent one) and drop (it is left out) (default: both)")
     return program.run(parser, _run, argv)
 
@@ -58,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
         if name not in BASELINES:
             raise PyorchError(f'baseline "{name}" is not known: use {" or ".join(BASELINES)}')
     methods: list[Method] = []
-    beside: dict[str, dict[str, str]] = {}  # settings of a row: of its baselines, by name
+    beside: dict[str, dict[str, str]] = {}  # by settings of a row: settings of its baselines, by name
     for method in command.methods_of(args):
         methods.append(method)
         if method.substitution is not None and not method.forecast:
@@ -78,14 +79,14 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _beside(row: Row, rows: Sequence[Row], beside: dict[str, dict[str, str]]) -> dict[str, Row]:
-    """The baselines of a row, by name."""
+    """Returns the baselines of a row, by name."""
     wanted = beside.get(row.settings, {})
     return {name: other for name, settings in wanted.items() for other in rows
             if (other.rate, other.settings) == (row.rate, settings)}
 
 
 def leads(row: Judgement, name: str, other: Judgement) -> dict[str, float]:
-    """By how much a row is above a baseline, and by how much its predictions are farther from the lossless model's."""
+    """Returns how much more accurate a row is than a baseline, and how much farther its predictions diverge."""
     found = {}
     for metric in METRICS:
         lead = difference(row.accuracies, other.accuracies, metric)

@@ -1,4 +1,4 @@
-"""How a trace uses experts, how certain routers are, and what caches would hit: BuddyMoE's figures 6, 7 and 9."""
+"""Uses of experts in a trace, certainty of routers, and hits of caches: BuddyMoE's figures 6, 7 and 9."""
 
 from __future__ import annotations
 
@@ -82,12 +82,13 @@ def _parts(statistics: TraceStatistics) -> list[str | Table]:
 
 
 def draw(statistics: TraceStatistics, arrays: list[LayerArrays], directory: Path) -> list[Path]:
-    """Writes PNG files into a directory, which is made if need be; returns their paths.
+    """Writes PNG files into a directory, which is made if needed; returns their paths.
 
-    activations: uses of each layer's experts, sorted (BuddyMoE, fig. 6). coactivation: who is selected with
-    whom, in each layer (figs. 7 and 9). tae: distribution of eq. 1. hit-rate: LRU, against cache size.
+    activations: uses of each layer's experts, sorted (BuddyMoE, fig. 6). coactivation: experts selected together, in
+    each layer (figs. 7 and 9). tae: distribution of eq. 1. hit-rate: LRU, by cache size.
 
-    Raises PyorchError without matplotlib, or where nothing can be written.
+    Raises:
+        PyorchError: matplotlib is missing, or a file cannot be written.
     """
     return pictures.save({
         "activations": partial(_activations, statistics=statistics),
@@ -124,7 +125,7 @@ def _coactivation(figure_class: type[Figure], statistics: TraceStatistics, array
     figure, axes = _grid(figure_class, len(statistics.layers), (2.8, 2.9))
     for axis, layer, of in zip(axes, statistics.layers, arrays):
         uses = np.array(layer.activations, float)
-        # Row i: the share of the tokens of i that j was selected for as well.
+        # Row i: the share of the tokens of i that also selected j.
         share = of.coactivation / np.maximum(uses, 1)[:, None]
         image = axis.imshow(share, cmap="magma", vmin=0, vmax=max(np.percentile(share, 99.5), 1e-9), aspect="equal")
         axis.set_title(f"layer {layer.il}", fontsize=9)
@@ -173,7 +174,7 @@ def _hit_rate(figure_class: type[Figure], statistics: TraceStatistics, arrays: l
 
 
 def _shades(n: int) -> np.ndarray:
-    """A colour for each layer, from the first, dark, to the last."""
+    """Returns a colour for each layer, from dark, the first, to light."""
     from matplotlib import colormaps
 
     return colormaps["viridis"](np.linspace(0, 0.9, n))

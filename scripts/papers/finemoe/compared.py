@@ -1,4 +1,4 @@
-"""Predictors that others are compared with: what each forecasts of a recording, which a replay's oracle is told."""
+"""Baseline predictors: their forecasts for a recording, which a replay's oracle gets."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from pyorch.traces.recording import Recording, Schedule
 from pyorch.traces.replay import Forecasts
 from pyorch.traces.routers import read_router
 
-# What the layer used for the previous token; every expert of it (DeepSpeed-Inference); its router, applied to the
-# router input of an earlier layer (Mixtral-Offloading); what the most alike past request used (MoE-Infinity).
+# The experts that the layer used for the previous token; all of its experts (DeepSpeed-Inference); its router, applied
+# to the router input of an earlier layer (Mixtral-Offloading); the experts of the most similar past request
+# (MoE-Infinity).
 COMPARED = "previous-token", "layer-all", "next-router", "activation-matrix"
 
-N_REQUESTS = 100  # that MoE-Infinity remembers
+N_REQUESTS = 100  # in MoE-Infinity's memory
 
 
 class Compared:
-    """These predictors for one model. past: the requests that activation-matrix knows to begin with."""
+    """The baseline predictors for one model. past: the requests that activation-matrix begins with."""
 
     def __init__(self, model_map: ModelMap, past: Trace) -> None:
         self.map, self.past = model_map, past
 
     def forecasts(self, name: str) -> Forecasts:
-        """One of COMPARED, as replay() takes it."""
+        """Returns the forecasts of one of COMPARED, for replay()."""
         return {"previous-token": previous_token, "layer-all": layer_all, "next-router": self.next_router,
                 "activation-matrix": self.activation_matrix}[name]
 
     def next_router(self, recording: Recording, schedule: Schedule, distance: int) -> np.ndarray:
-        """Twice as many experts as a token uses. A prompt of one token is narrow enough to be guessed for, too."""
+        """Forecasts twice as many experts as a token uses. Prompts of one token are forecast too."""
         made = _nothing(recording, distance, 2 * recording.experts.shape[2])
         routers = [read_router(self.map, il) for il in recording.layers]
         told = np.concatenate([tokens for tokens, decoded in _ubatches(schedule) if decoded or len(tokens) == 1])
@@ -46,8 +47,10 @@ class Compared:
         return made
 
     def activation_matrix(self, recording: Recording, schedule: Schedule, distance: int) -> np.ndarray:
-        """Twice as many experts as a token uses, of the request whose counts are most alike those so far; while none is
-        known, of this one. All tokens that are decoded together count as one request's."""
+        """Forecasts twice as many experts as a token uses, of the request with the most similar counts so far.
+
+        While none is known, of this request itself. All tokens that are decoded together count as one request's.
+        """
         n_layers, n_expert = len(recording.layers), recording.n_expert
         made = _nothing(recording, distance, 2 * recording.experts.shape[2])
         known = Requests(n_layers, n_expert)
@@ -74,9 +77,10 @@ class Compared:
 
 
 class Requests:
-    """How often past requests used each expert: all is float64[n, n_layers, n_expert].
+    """The counts of uses of each expert by past requests: all is float64[n, n_layers, n_expert].
 
-    Alike is the cosine of the matrices, each row divided by its sum, in the layers that the request at hand has used.
+    Similarity is the cosine of the matrices, each row divided by its sum, in the layers that the present request has
+    used.
     """
 
     def __init__(self, n_layers: int, n_expert: int) -> None:
@@ -84,7 +88,7 @@ class Requests:
         self._shares = np.empty((0, n_layers, n_expert))
 
     def add(self, counts: np.ndarray) -> None:
-        """One without uses is none. Of too many, the most alike one goes."""
+        """Adds a request that has uses. If there are too many, removes the most similar one."""
         if not counts.any():
             return
         if len(self.all) < N_REQUESTS:
@@ -95,7 +99,7 @@ class Requests:
             self.all[at], self._shares[at] = counts, _shares(counts)
 
     def nearest(self, counts: np.ndarray) -> int | None:
-        """None where nothing is known of the request, or of any other in its layers."""
+        """Returns the nearest request; None if this request, or every other one in its layers, is unknown."""
         seen = counts.any(axis=1)
         own, others = _shares(counts)[seen], self._shares[:, seen]
         norms = np.sqrt((own**2).sum() * (others**2).sum(axis=(1, 2)))
@@ -106,7 +110,7 @@ class Requests:
 
 
 def previous_token(recording: Recording, schedule: Schedule, distance: int) -> np.ndarray:
-    """Of the tokens that were decoded before these."""
+    """Forecasts the experts of the tokens that were decoded before these."""
     made = _nothing(recording, distance, recording.experts.shape[2])
     before = np.empty(0, np.int64)
     for tokens, decoded in _ubatches(schedule):
@@ -126,7 +130,7 @@ def layer_all(recording: Recording, schedule: Schedule, distance: int) -> np.nda
 
 
 def request_counts(trace: Trace) -> Iterator[np.ndarray]:
-    """float64[n_layers, n_expert] of each request: how often it used each expert."""
+    """Yields the counts of each request, float64[n_layers, n_expert]: its uses of each expert."""
     n_layers, n_expert = len(trace.header.layers), trace.header.n_expert
     for request in np.unique(trace.records["request"]):
         counts = np.zeros((n_layers, n_expert))
@@ -136,7 +140,7 @@ def request_counts(trace: Trace) -> Iterator[np.ndarray]:
 
 
 def _ubatches(schedule: Schedule) -> Iterator[tuple[np.ndarray, bool]]:
-    """Tokens, and whether they are decoded."""
+    """Yields tokens, and whether they are decoded."""
     for begin, end, decoded in zip(schedule.begin, schedule.begin[1:], schedule.decode):
         yield schedule.order[begin:end], bool(decoded)
 

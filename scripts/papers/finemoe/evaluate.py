@@ -1,4 +1,4 @@
-"""What predictors guess, and what comes of it: the figures of FineMoE and of Speculating Experts."""
+"""Evaluates predictors and their effects: the figures of FineMoE and of Speculating Experts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     data.add_argument("--history", action="extend", nargs="+", default=[], metavar="FILE",
                       help="the past: text in the same formats")
     data.add_argument("--trace", type=Path, metavar="FILE",
-                      help="in place of --data: a trace that pyorch profile --router full --states recorded")
+                      help="in place of --data: a trace of pyorch profile --router full --states")
     data.add_argument("--history-trace", type=Path, metavar="FILE",
                       help="in place of --history: such a trace of the past")
     data.add_argument("--tokens", type=whole(1), default=8000, metavar="N",
@@ -52,10 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     replay.add_argument("--compute-ms", type=number(above=0), metavar="MS",
                         help="time to decode a token when all experts are resident (default: measured)")
     replay.add_argument("--distance", default="1,2,3", metavar="N,...",
-                        help="predict so many layers ahead; each pair of predictor and policy uses the best of these "
+                        help="predict this many layers ahead; each pair of predictor and policy uses the best of these "
                              "(default: %(default)s)")
     replay.add_argument("--min-precision", default="0,0.3,0.6", metavar="P,...",
-                        help="read a predicted expert only if similar predictions were right this often; each pair of "
+                        help="prefetch an expert only if similar predictions were right this often; each pair of "
                              "predictor and policy uses the best of these (default: %(default)s)")
     replay.add_argument("--capacity", type=whole(1), default=1000, metavar="N",
                         help="the store of expert maps holds N tokens (default: %(default)s)")
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
                               "prompts of several lengths, at the first budget; and with each predictor when all "
                               "experts are resident")
     measured.add_argument("--context", default="256,512,1024,2048,4096", metavar="N,...",
-                         help="lengths of these prompts, in tokens; lengths that the model was not trained for are "
+                         help="lengths of these prompts, in tokens; lengths beyond the model's training context are "
                               "left out (default: %(default)s)")
     measured.add_argument("--decode", type=whole(1), default=96, metavar="N",
                          help="decode N tokens after each prompt (default: %(default)s)")
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Given:
-    """What arguments say that hold more than one word. read_bandwidth: None: to be measured."""
+    """Arguments that have several parts, parsed. read_bandwidth: None: to be measured."""
 
     budgets: tuple[str, ...]
     distances: tuple[int, ...]
@@ -123,7 +123,7 @@ class _Given:
 
 
 def _check(args: argparse.Namespace) -> _Given:
-    """PyorchError for arguments that cannot be, before anything is recorded."""
+    """Raises PyorchError for impossible arguments, before recording."""
     if bool(args.data) == (args.trace is not None):
         raise PyorchError("predictors are evaluated on text or on a trace: give --data or --trace, one of them")
     if args.history and args.history_trace is not None:
@@ -140,7 +140,7 @@ def _check(args: argparse.Namespace) -> _Given:
 
 
 def _numbers(option: str, text: str, kind: type, least: float, most: float = float("inf")) -> tuple:
-    """The numbers of a list, from the least to the most that is allowed. PyorchError for what is none."""
+    """Returns the numbers of a list, within bounds. PyorchError: the text is no such list."""
     try:
         values = tuple(dict.fromkeys(kind(word) for word in text.split(",")))
     except ValueError:
@@ -152,7 +152,7 @@ def _numbers(option: str, text: str, kind: type, least: float, most: float = flo
 
 
 def _traces(args: argparse.Namespace, directory: Path, progress):
-    """The past and what is held out."""
+    """Returns the traces of the past and of held-out requests."""
     has_past = args.history or args.history_trace is not None
     present = Trace(args.trace) if args.trace is not None else _record(
         args, args.data, directory / "data.trace", args.tokens * 3 // 10 if has_past else args.tokens, progress)

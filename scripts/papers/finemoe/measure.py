@@ -1,6 +1,6 @@
-"""What reading ahead does to real decoding: FineMoE's figure 17, Speculating Experts' figure 8.
+"""Measures prefetching in real decoding: FineMoE's figure 17, Speculating Experts' figure 8.
 
-Settings that are compared take turns on one loaded model, so that what the machine does beside concerns them alike.
+Compared settings take turns on one loaded model, so that other load of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pyorch.traces.data import read_documents
 
 CONTEXTS = (256, 512, 1024, 2048, 4096)
 _WARM_UP = 16  # tokens after a prompt that are not counted
-_SETTLE = 288  # tokens until "auto" has compared reading ahead with not doing so
-_BLOCK = 24  # tokens until settings change, where all experts are resident
+_SETTLE = 288  # tokens in which "auto" compares decoding with and without prefetching
+_BLOCK = 24  # tokens until settings change, with all experts resident
 
 OnProgress = Callable[[str, int, int], None]  # step, done, total
 
@@ -32,9 +32,13 @@ OnProgress = Callable[[str, int, int], None]  # step, done, total
 class Iteration:
     """A decoded token under a budget, in milliseconds.
 
-    compute_ms: what is not stall. read_ms: of all readers; hidden_ms: of it, what was no stall. bound_ms: had all
-    reading been hidden behind computing that can be, as on-demand reading in the same context divides them
-    (Speculating Experts, section 5.1); reached: the share of that gain over on-demand reading, nan where that is none.
+    Attributes:
+        compute_ms: All time except stalls.
+        read_ms: Of all readers.
+        hidden_ms: The part of read_ms that was no stall.
+        bound_ms: If computing hid as much reading as possible, given the times of on-demand reading in the same context
+            (Speculating Experts, section 5.1).
+        reached: The reached share of that gain over on-demand reading; nan if there is no gain.
     """
 
     n_context: int
@@ -52,7 +56,7 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Overhead:
-    """What a predictor costs where nothing needs to be read: the medians of blocks of tokens with and without it."""
+    """The cost of a predictor without reads: the medians of blocks of tokens with and without it."""
 
     predictor: str
     tpot_ms: float
@@ -80,10 +84,13 @@ def measure_contexts(
     n_tokens: int, n_rounds: int, on_progress: OnProgress, prefetches: Sequence[str] = (NONE, AUTO),
     n_threads: int | None = None,
 ) -> list[Iteration]:
-    """Decodes n_tokens after prompts of so many tokens, with each setting by turns, there and back.
+    """Decodes n_tokens after prompts of these lengths, alternating between settings, forward and backward.
 
-    "auto" first decodes until it has made up its mind, as it does once in the life of a process. Contexts that the
-    model was not trained for are left out. PyorchError where none is left, or the text is too short.
+    "auto" first decodes until it has decided, as it does once in a process. Contexts beyond the model's training are
+    left out.
+
+    Raises:
+        PyorchError: No context is left, or the text is too short.
     """
     contexts = sorted(set(contexts))
     with load(path, budget=budget, prefetch=NONE, n_ctx=64, n_threads=n_threads) as model:
@@ -119,7 +126,7 @@ def measure_overheads(
     path: str | os.PathLike[str], data: Sequence[str | os.PathLike[str]], predictors: Sequence[str], n_blocks: int,
     on_progress: OnProgress, n_threads: int | None = None,
 ) -> list[Overhead]:
-    """Decodes n_blocks of tokens with each predictor and as many without, all experts being resident."""
+    """Decodes n_blocks of tokens with each predictor and as many without, with all experts resident."""
     with load(path, budget="100%", prefetch=NONE, n_ctx=64, n_threads=n_threads) as model:
         _check_managed(model)
         for layer in model.map.layers:
@@ -134,7 +141,7 @@ def measure_overheads(
                 seconds: tuple[list[float], list[float]] = ([], [])
                 for block in range(2 * n_blocks):
                     on_progress("overhead", done * 2 * n_blocks + block, len(predictors) * 2 * n_blocks)
-                    with_it = block % 2 == (block // 2) % 2  # 0 1 1 0: what drifts concerns both
+                    with_it = block % 2 == (block // 2) % 2  # 0 1 1 0, so that a drift affects both
                     model.set_prefetch(Prefetch(predictor if with_it else NONE, distance=1))
                     times = [next(feed) for _ in range(_BLOCK)]
                     seconds[with_it].append(float(np.median(times[4:])))
@@ -147,7 +154,7 @@ def measure_overheads(
 def compute_ms(
     path: str | os.PathLike[str], data: Sequence[str | os.PathLike[str]], n_threads: int | None = None
 ) -> float:
-    """Of a decoded token when all experts are resident, the median of some."""
+    """Returns the median time of a decoded token with all experts resident."""
     with load(path, budget="100%", prefetch=NONE, n_ctx=64, n_threads=n_threads) as model:
         _check_managed(model)
         for layer in model.map.layers:
@@ -194,12 +201,12 @@ def _iteration(n_context: int, prefetch: str, rounds: Sequence[_Timed], on_deman
 
 
 def _per_token(rounds: Sequence[_Timed], name: str) -> float:
-    """Milliseconds, the median of the rounds."""
+    """Returns milliseconds, the median of the rounds."""
     return 1e3 * float(np.median([getattr(timed, name) / timed.n_tokens for timed in rounds]))
 
 
 def _feed(context: Context, text: Sequence[int]) -> Iterator[float]:
-    """Decodes a token for each step, the text again and again; seconds of each."""
+    """Decodes a token per step, repeats the text, and yields the seconds of each."""
     while True:
         context.clear()
         for token in text:
@@ -219,6 +226,6 @@ def _text(model: Model, data: Sequence[str | os.PathLike[str]], n: int) -> list[
 
 def _check_managed(model: Model) -> None:
     if model.engine is None:
-        raise PyorchError(model.note or "nothing manages the model's experts, so there is nothing to measure")
+        raise PyorchError(model.note or "pyorch does not manage the model's experts, so there is nothing to measure")
 
 

@@ -25,11 +25,11 @@ _LINES = {"lru": "-", "lfu": "--", "finemoe": "-.", "belady": ":"}
 def draw(evaluation: Evaluation, directory: Path) -> list[Path]:
     """Writes PNG files into a directory; returns their paths.
 
-    recall: by layer and by rank. similarity: hit rate against it. budgets: hit rate and TPOT of each pair. sweeps:
-    distance, store capacity, batch. stream: how many requests had ended after how long. contexts: measured, where it
-    was.
+    recall: by layer and by rank. similarity: hit rate by similarity. budgets: hit rate and TPOT of each pair. sweeps:
+    distance, store capacity, batch. stream: ended requests over time. contexts: measured, if --measure was given.
 
-    Raises PyorchError without matplotlib, or where nothing can be written.
+    Raises:
+        PyorchError: matplotlib is missing, or a file cannot be written.
     """
     made: dict[str, pictures.Picture] = {
         "recall": _recall, "similarity": _similarity, "budgets": _budgets, "sweeps": _sweeps,

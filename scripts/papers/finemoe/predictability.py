@@ -1,4 +1,4 @@
-"""How much there is to predict: entropies of iterations and of requests, and how near guessed states are."""
+"""Measures predictability: entropies of iterations and of requests, and errors of predicted states."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ AGGREGATED = (1, 2, 4, 16, 64)  # iterations of a request
 
 @dataclass(frozen=True)
 class Entropy:
-    """Of the distribution over experts that so many iterations of a request have on average, in bits; the mean over
-    requests. n_iterations 0: whole requests. by_layer: mean is the mean of them. n_requests: that are so long."""
+    """The entropy of the mean distribution over experts of n_iterations of a request, in bits; the mean over requests.
+
+    n_iterations 0: whole requests. by_layer: `mean` is their mean. n_requests: with at least this length.
+    """
 
     n_iterations: int
     n_requests: int
@@ -25,9 +27,9 @@ class Entropy:
 
 @dataclass(frozen=True)
 class StateCosine:
-    """Between what stands for the input of the router one layer ahead and the true one, the mean over tokens.
+    """The cosine between a predicted and the true input of the router one layer ahead, the mean over tokens.
 
-    predictor: the one that applies the router to it. by_layer: of the layer ahead, nan for the first.
+    predictor: The one that applies the router to it. by_layer: of the layer ahead, nan for the first.
     """
 
     predictor: str
@@ -36,9 +38,9 @@ class StateCosine:
 
 
 def entropies(probs: np.ndarray, request: np.ndarray, aggregated: Sequence[int] = AGGREGATED) -> list[Entropy]:
-    """Of distributions of routers, float32[n, L, n_expert], and the request of each token, those of one together.
+    """Returns entropies of routers' distributions, float32[n, L, n_expert]; the tokens of a request are consecutive.
 
-    FineMoE, fig. 3: what is aggregated over a request says less of an iteration. The first iterations count.
+    FineMoE, fig. 3: aggregating over a request removes information about an iteration. The first iterations count.
     """
     requests = np.split(probs, np.flatnonzero(np.diff(request)) + 1)
     rows = []
@@ -54,11 +56,13 @@ def state_cosines(
     states: np.ndarray, experts: np.ndarray, weights: np.ndarray, routers: Sequence[Router],
     defaults: Mapping[int, np.ndarray],
 ) -> list[StateCosine]:
-    """Speculating Experts, fig. 3.
+    """Returns cosines for Speculating Experts, fig. 3.
 
     Args:
-        states: float32[n, L, n_embd], the residual states before the routers; experts, weights: [n, L, k], selected.
-        routers: of the L layers. defaults: float32[n_expert, n_embd], by layer; those of some may be missing.
+        states: float32[n, L, n_embd], the residual states before the routers.
+        experts, weights: [n, L, k], selected.
+        routers: Of the L layers.
+        defaults: float32[n_expert, n_embd], by layer; some may be missing.
     """
     found: dict[str, list[float]] = {"next-router": [float("nan")], "quasi-hidden": [float("nan")]}
     for layer in range(1, states.shape[1]):
@@ -73,7 +77,7 @@ def state_cosines(
 
 
 def _bits(probs: np.ndarray) -> np.ndarray:
-    """Entropies of the last axis."""
+    """Returns entropies over the last axis."""
     return -(probs * np.log2(np.maximum(probs, np.float32(1e-30)))).sum(axis=-1)
 
 

@@ -1,8 +1,8 @@
-"""All predictors and policies on one recorded routing: what they guess, what they keep, what a token would take.
+"""Replays all predictors and policies on one recorded routing: their guesses, their residents, the time of a token.
 
-Past requests fill the stores of maps and of counts of uses; others, held out, are replayed (FineMoE, section 6.1).
-The first quarter of these fills the cache, and finds for each pair of predictor and policy how far ahead and how
-choosily it reads best, at each budget; what follows counts. So no pair is judged by settings that suit another.
+Past requests fill the stores of maps and of counts; held-out ones are replayed (FineMoE, section 6.1). Their first
+quarter fills the cache, and finds for each pair of predictor and policy the best distance and precision, at each
+budget; the rest counts. So each pair has its own best settings.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ DISTANCES = (1, 2, 3, 4)
 SWEPT_PREDICTORS = ("next-router", "quasi-hidden", "expert-map")
 CAPACITIES = (50, 100, 200, 500, 1000, 2000, 4000)
 BATCHES = (1, 2, 4, 8)
-REQUEST_TOKENS = 256  # of a text that becomes a request
-SAMPLE = 400  # iterations of each side for similarities: all pairs of them
+REQUEST_TOKENS = 256  # of each piece of a text that becomes a request
+SAMPLE = 400  # iterations of each side for similarities, in all pairs
 
 _HELD_OUT = (2, 5, 8)  # of ten requests
-_TUNED = 1500  # tokens at most of the first quarter that settings are found with
-_UNRANKED = (NONE, "layer-all")  # they name no expert before another
-_NOT_TUNED = (*_UNRANKED, "previous-token", "oracle")  # they read all that they guess, or nothing
+_TUNED = 1500  # tokens of the first quarter, at most, that find settings
+_UNRANKED = (NONE, "layer-all")  # they do not rank experts
+_NOT_TUNED = (*_UNRANKED, "previous-token", "oracle")  # they prefetch all guesses, or none
 
 OnProgress = Callable[[str, int, int], None]  # step, done, total
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A predictor and an eviction policy. known_as: who published it."""
+    """A predictor and an eviction policy. known_as: its publication."""
 
     predictor: str
     policy: str
@@ -80,10 +80,13 @@ BATCHED = (ON_DEMAND, MIXTRAL_OFFLOADING, MOE_INFINITY, FINEMOE, QUASI_HIDDEN)
 
 @dataclass(frozen=True)
 class Conditions:
-    """What replays have in common. read_bandwidth: bytes a second; compute_ms: of a token when all is resident.
+    """The common conditions of replays.
 
-    distances, min_precisions: of Prefetch, of which each pair takes what is best for it. capacity: of the map store, in
-    iterations.
+    Attributes:
+        read_bandwidth: Bytes a second.
+        compute_ms: Of a token with all experts resident.
+        distances, min_precisions: Of Prefetch; each pair uses the best ones.
+        capacity: Of the map store, in iterations.
     """
 
     budgets: tuple[str, ...] = ("25%", "40%", "60%")
@@ -95,10 +98,14 @@ class Conditions:
 
 
 class Material:
-    """A model, requests of its past, and requests that are held out; with what lies beside the model.
+    """A model with its sidecars, requests of its past, and held-out requests.
 
-    missing: predictors that cannot be had, each with a sentence.
-    Raises FormatError for traces of another model, PyorchError for those without what predictors compute with.
+    Attributes:
+        missing: Unavailable predictors, each with a sentence.
+
+    Raises:
+        FormatError: A trace belongs to another model.
+        PyorchError: A trace lacks data that predictors need.
     """
 
     def __init__(
@@ -111,7 +118,7 @@ class Material:
         present = _shuffled(present)
         self.map, self.past, self.present, self.conditions = model_map, past, present, conditions
         self.recording = Recording.from_trace(present, model_map)
-        # A request begins with its first token, which is all of its prompt: the others are decoded.
+        # Only the first token of a request is its prompt: the others are decoded.
         first = np.diff(self.recording.request, prepend=self.recording.request[0] + 1) != 0
         self.recording.phase = np.where(first, PREFILL, DECODE).astype(np.uint8)
         sidecar = model_map.sidecars().get("predictor")
@@ -124,12 +131,12 @@ class Material:
         self._compared = Compared(model_map, past)
 
     def store(self, capacity: int, on_progress: OnProgress | None = None) -> ExpertMaps:
-        """The past, as maps."""
+        """Returns the past as maps."""
         distance = min(DISTANCE, self.n_layers)
         return maps_from_trace(self.past, self.map, capacity, distance, on_progress=on_progress)
 
     def prefetch(self, store: ExpertMaps, pair: Pair, budget: str) -> Prefetch:
-        """What is fastest for a pair at a budget, on the tokens that do not count."""
+        """Returns the fastest prefetch for a pair at a budget, on the tokens that do not count."""
         if pair.predictor in _NOT_TUNED:
             return Prefetch(pair.predictor, 1, 0.0)
         if (pair, budget) not in self._settings:
@@ -152,7 +159,7 @@ class Material:
     def play(
         self, recording: Recording, settings: ReplaySettings, store: ExpertMaps, n_ranks: int | None = None
     ) -> Replayed:
-        """A replay; what the predictors of COMPARED forecast, the oracle is told."""
+        """Replays a recording. The oracle gets the forecasts of the predictors in COMPARED."""
         forecasts = None
         if settings.prefetch.predictor in COMPARED:
             forecasts = self._compared.forecasts(settings.prefetch.predictor)
@@ -172,10 +179,12 @@ class TracePart(Trace):
 
 @dataclass(frozen=True)
 class Recall:
-    """Of the experts that tokens used in a layer, the share that was guessed so many layers ahead.
+    """The share of the experts used by tokens in a layer that was guessed `distance` layers ahead.
 
-    by_layer: of the first n_expert_used guesses, nan where there was none. by_rank: [layer][rank] how often the guess
-    of that rank was used. mean: over the layers that have `distance` layers before them.
+    Attributes:
+        by_layer: Of the first n_expert_used guesses; nan without guesses.
+        by_rank: [layer][rank], how often the guess of that rank was used.
+        mean: Over the layers with `distance` layers before them.
     """
 
     predictor: str
@@ -188,7 +197,7 @@ class Recall:
 
 @dataclass(frozen=True)
 class Played:
-    """A replay, per token. useful_mib, wasted_mib: of what was read ahead. predict_ms: here, beside computing."""
+    """A replay, per token. useful_mib, wasted_mib: of prefetched experts. predict_ms: real time on this machine."""
 
     predictor: str
     policy: str
@@ -213,7 +222,7 @@ class Played:
 
 @dataclass(frozen=True)
 class Distance:
-    """Recall and what comes of it, a row for each prefetch distance."""
+    """Recall and its effects, a row for each prefetch distance."""
 
     played: Played
     recall: float
@@ -221,7 +230,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Capacity:
-    """n_maps: iterations in the store. Scores: the mean of the best cosine in it, by embedding and by layers known."""
+    """n_maps: iterations in the store. Scores: the mean of the best cosine in it, by embedding and by known layers."""
 
     played: Played
     n_maps: int
@@ -231,7 +240,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All of it. notes: what is not in it, and why."""
+    """All results. notes: missing parts, and the reasons."""
 
     n_past: int
     n_present: int
@@ -255,7 +264,7 @@ class Evaluation:
 
 
 def evaluate(material: Material, on_progress: OnProgress) -> Evaluation:
-    """Everything that needs no running model."""
+    """Evaluates everything that needs no running model."""
     conditions = material.conditions
     store = material.store(conditions.capacity, on_progress)
     notes = [*material.missing.values()]
@@ -280,7 +289,7 @@ def evaluate(material: Material, on_progress: OnProgress) -> Evaluation:
 
 
 def split(trace: Trace) -> tuple[TracePart, TracePart]:
-    """Seven of ten requests as the past, three to be held out. PyorchError for fewer than three requests."""
+    """Returns seven of ten requests as the past, and three held out. PyorchError: there are fewer than three."""
     request = trace.records["request"]
     numbers, index = np.unique(request, return_inverse=True)
     if len(numbers) < 3:
@@ -292,7 +301,7 @@ def split(trace: Trace) -> tuple[TracePart, TracePart]:
 
 
 def recalls(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Recall]:
-    """One layer ahead (Speculating Experts, figs. 4, 5 and 10)."""
+    """Measures recall one layer ahead (Speculating Experts, figs. 4, 5 and 10)."""
     found = []
     left_out = {*_UNRANKED, *predictors().foreseeing, *material.missing}
     ranked = [name for name in (*COMPARED, *predictors()) if name not in left_out]
@@ -303,7 +312,7 @@ def recalls(material: Material, store: ExpertMaps, on_progress: OnProgress) -> l
 
 
 def cosines_of_states(material: Material) -> list[StateCosine]:
-    """Of all tokens that are held out."""
+    """Returns the cosines of all held-out tokens."""
     recording, vectors = material.recording, material.file.default_vectors
     return state_cosines(
         recording.states, recording.experts, recording.weights,
@@ -313,7 +322,7 @@ def cosines_of_states(material: Material) -> list[StateCosine]:
 
 
 def similarity(material: Material) -> list[Similarity]:
-    """All pairs of a sample of past and of present iterations (FineMoE, figs. 8 and 9)."""
+    """Compares all pairs of a sample of past and present iterations (FineMoE, figs. 8 and 9)."""
     sides = []
     for trace in (material.past, material.present):
         records = trace.records[np.linspace(0, len(trace) - 1, min(SAMPLE, len(trace))).astype(np.int64)]
@@ -326,7 +335,7 @@ def similarity(material: Material) -> list[Similarity]:
 
 
 def budgets(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Played]:
-    """All pairs at all budgets (FineMoE, figs. 12 and 14)."""
+    """Replays all pairs at all budgets (FineMoE, figs. 12 and 14)."""
     pairs = material.available(PAIRS)
     steps = [(budget, pair) for budget in material.conditions.budgets for pair in pairs]
     played = []
@@ -337,7 +346,7 @@ def budgets(material: Material, store: ExpertMaps, on_progress: OnProgress) -> l
 
 
 def distances(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Distance]:
-    """FineMoE, fig. 15, at the middle budget."""
+    """Replays distances (FineMoE, fig. 15), at the middle budget."""
     pairs = material.available((MIXTRAL_OFFLOADING, QUASI_HIDDEN, FINEMOE))
     steps = [(pair, distance) for pair in pairs for distance in DISTANCES if distance <= material.n_layers]
     rows = []
@@ -350,7 +359,7 @@ def distances(material: Material, store: ExpertMaps, on_progress: OnProgress) ->
 
 
 def capacities(material: Material, on_progress: OnProgress) -> list[Capacity]:
-    """FineMoE, fig. 16a, at the middle budget; for as many iterations as the past has."""
+    """Replays capacities (FineMoE, fig. 16a), at the middle budget, up to the iterations of the past."""
     sizes = [n for n in CAPACITIES if n <= len(material.past)] or [len(material.past)]
     distance = min(DISTANCE, material.n_layers - 1)
     records = material.present.records[
@@ -371,7 +380,7 @@ def capacities(material: Material, on_progress: OnProgress) -> list[Capacity]:
 
 
 def batches(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Played]:
-    """FineMoE, fig. 16b, at the middle budget; batches of more requests than are held out are left out."""
+    """Replays batches (FineMoE, fig. 16b), at the middle budget, up to the number of held-out requests."""
     n_requests = len(np.unique(material.recording.request))
     sizes = [n for n in BATCHES if n <= n_requests]
     steps = [(batch, pair) for batch in sizes for pair in material.available(BATCHED)]
@@ -397,7 +406,7 @@ def _play(
 
 
 def _guessed(material: Material, store: ExpertMaps, predictor: str, distance: int) -> Replayed:
-    """A replay in which all guesses of a predictor are counted, and nothing has to be read."""
+    """Replays a predictor, counting all its guesses, without any read."""
     settings = ReplaySettings(prefetch=Prefetch(predictor, distance, 0.0), budget="100%", read_bandwidth=1e15,
                               compute_ms=material.conditions.compute_ms, as_decode=False)
     return material.play(material.recording, settings, store, n_ranks=material.recording.experts.shape[2])
@@ -412,7 +421,7 @@ def _recall(material: Material, replayed: Replayed, predictor: str, distance: in
 
 
 def middle(material: Material) -> str:
-    """The budget of what is not measured at all of them."""
+    """Returns the budget of measurements that use only one."""
     return material.conditions.budgets[len(material.conditions.budgets) // 2]
 
 
@@ -429,7 +438,7 @@ def _missing(file: PredictorFile, model_map: ModelMap) -> dict[str, str]:
 
 
 def _shuffled(trace: Trace | TracePart) -> TracePart:
-    """Its requests in another order: files lie one after the other, and each part shall have of all."""
+    """Returns the requests in another order, so that each part has requests of all files."""
     records = np.array(trace.records)
     numbers, index = np.unique(records["request"], return_inverse=True)
     records["request"] = np.random.default_rng(0).permutation(len(numbers))[index]
@@ -437,7 +446,7 @@ def _shuffled(trace: Trace | TracePart) -> TracePart:
 
 
 def _head(recording: Recording, n: int) -> Recording:
-    """Its first tokens."""
+    """Returns the first tokens."""
     return Recording(
         recording.layers,
         recording.n_expert,

@@ -1,4 +1,4 @@
-"""The evaluation of prefetching for people, as CSV files, and against the project's goals."""
+"""The evaluation of prefetching as text, as CSV files, and against the project's goals."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def tables(evaluation: Evaluation) -> list[Table]:
 
 
 def for_terminal(evaluation: Evaluation) -> list[Table]:
-    """Those that people read; pictures tell the others."""
+    """Returns the tables for the terminal; pictures show the others."""
     return [table for table in tables(evaluation) if table.name != "similarity-bins"]
 
 
 def goals(evaluation: Evaluation) -> Iterator[Goal]:
-    """Of prediction, of hit rates, of time."""
+    """Yields the goals of prediction, of hit rates, of time."""
     recall = {row.predictor: row.mean for row in evaluation.recalls}
     nan = float("nan")
     yield Goal("recall of quasi-hidden / next-router's", 1.0, recall["quasi-hidden"] / recall["next-router"])
@@ -77,7 +77,7 @@ def goals(evaluation: Evaluation) -> Iterator[Goal]:
 
 
 def best_pair(evaluation: Evaluation) -> Pair:
-    """What is fastest on average, next to on-demand reading, of what needs no foresight."""
+    """Returns the pair that is fastest on average, next to on-demand reading, without knowing the future."""
     def ratio(pair: Pair) -> float:
         return sum(
             _find(evaluation.budgets, pair, budget).tpot_ms / _find(evaluation.budgets, ON_DEMAND, budget).tpot_ms
@@ -89,8 +89,10 @@ def best_pair(evaluation: Evaluation) -> Pair:
 
 
 def gain_reached(evaluation: Evaluation, row: Played) -> float:
-    """Of the time that on-demand reading could at most have hidden behind computing, the share that was (Speculating
-    Experts, section 5.1). A better eviction saves reading too, so it may pass 1. nan where nothing can be hidden."""
+    """Returns the share that was hidden of the on-demand reading that computing could hide.
+
+    Speculating Experts, section 5.1. A better eviction saves reads too, so it may exceed 1. nan if none can be hidden.
+    """
     base = _find(evaluation.budgets, ON_DEMAND, row.budget)
     bound = min(base.tpot_ms - base.stall_ms, base.stall_ms)
     return (base.tpot_ms - row.tpot_ms) / bound if bound > 0 else float("nan")
@@ -230,6 +232,6 @@ def _stores(evaluation: Evaluation) -> Table:
 
 
 def _flat(name: str, title: str, rows: Sequence) -> Table:
-    """Of dataclasses of numbers and strings."""
+    """Makes a table of dataclasses of numbers and strings."""
     columns = tuple(field.name for field in dataclasses.fields(rows[0]))
     return Table(name, title, columns, tuple(tuple(getattr(row, column) for column in columns) for row in rows))

@@ -1,7 +1,7 @@
-"""What requests wait for: their first token, all of them in a stream, on other machines; and how maps are searched.
+"""Measures waits of requests: for their first token, in a stream, on other machines; and the ways to search maps.
 
-FineMoE's figures 10, 11, 13, 14a and 18, on the material of pyorch.eval.prefetch: replays of the routing of held-out
-requests, each of which begins with a prompt.
+FineMoE's figures 10, 11, 13, 14a and 18: replays of the routing of held-out requests, each of which begins with a
+prompt.
 """
 
 from __future__ import annotations
@@ -35,20 +35,22 @@ PAIRS = (ON_DEMAND, DEEPSPEED, MIXTRAL_OFFLOADING, MOE_INFINITY, QUASI_HIDDEN, F
 ON_MACHINES = (ON_DEMAND, MOE_INFINITY, FINEMOE, DEFAULT)
 
 PROMPTS = (4, 40)  # tokens; the paper's datasets have 37 and 43
-PREFILL_SHARE = 0.4  # of the time of a decoded token, what one of a prompt takes to compute
+PREFILL_SHARE = 0.4  # time to compute a token of a prompt, relative to a decoded token
 MACHINES = (("as given", 1, 1), ("computes 4 times as fast", 4, 1), ("reads 4 times as fast", 1, 4),
-            ("does both", 4, 4))  # the second and third: how many times as fast it computes, and reads
+            ("does both", 4, 4))  # the second and third: factors of the speed to compute, and to read
 LENGTHS = (32, 160)  # tokens of the requests of a stream
 PROMPT_SHARE = 0.2  # of them
-LOAD = 0.8  # share of the time that reading on demand is busy with the stream
+LOAD = 0.8  # share of the time that the stream keeps on-demand reading busy
 PERCENTILES = (10, 25, 50, 75, 90)
 STORE_CAPACITIES = (1000, 2000, 4000, 8000, 16000, 32000)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A replay of requests with prompts of n_prompt tokens, one after the other. ttft_ms: from the begin of a request
-    to the end of its prompt, the mean; tpot_ms: of the tokens behind it."""
+    """A replay of requests with prompts of n_prompt tokens, one after the other.
+
+    ttft_ms: From the start of a request to the end of its prompt, the mean. tpot_ms: of later tokens.
+    """
 
     pair: Pair
     machine: str
@@ -60,10 +62,11 @@ class Served:
 
 @dataclass(frozen=True)
 class Streamed:
-    """Requests that come at random times and are served one at a time, in their order, with nothing known of the past.
+    """Requests that arrive at random times and are served one at a time, in order, without a known past.
 
-    latencies: from a request's coming to its last token, seconds, ascending. busy: share of the time until the last
-    request came."""
+    latencies: From a request's arrival to its last token, seconds, ascending. busy: share of the time until the last
+    arrival.
+    """
 
     pair: Pair
     budget: str
@@ -74,9 +77,13 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What some way to follow the use of experts names so many layers ahead: covered, the share of the experts used,
-    in all layers; n_named, experts a token and layer. hit_rate: with them read ahead, under the policy finemoe; nan
-    where that cannot be replayed."""
+    """The experts that a way to follow their use names some layers ahead.
+
+    Attributes:
+        covered: Share of the used experts, in all layers.
+        n_named: Experts per token and layer.
+        hit_rate: With prefetching, under the policy finemoe; nan if it cannot be replayed.
+    """
 
     approach: str
     distance: int
@@ -94,7 +101,7 @@ class StoreSize:
 
 
 def evaluate(material: Material, evaluation: Evaluation, on_progress: OnProgress) -> Evaluation:
-    """Adds what requests wait for."""
+    """Adds the waits of requests."""
     store = material.store(material.conditions.capacity, on_progress)
     return replace(
         evaluation, served=served(material, store, on_progress), streamed=streamed(material, store, on_progress),
@@ -103,7 +110,7 @@ def evaluate(material: Material, evaluation: Evaluation, on_progress: OnProgress
 
 
 def served(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Served]:
-    """FineMoE, figs. 10 and 13, at the middle budget: prompts of some lengths as given, then on other machines."""
+    """Replays prompts of some lengths, then other machines, at the middle budget (FineMoE, figs. 10 and 13)."""
     steps = [(pair, n, MACHINES[0]) for n in PROMPTS for pair in material.available(PAIRS)]
     steps += [(pair, PROMPTS[-1], machine) for machine in MACHINES[1:] for pair in ON_MACHINES]
     rows = []
@@ -118,7 +125,7 @@ def served(material: Material, store: ExpertMaps, on_progress: OnProgress) -> li
 
 
 def streamed(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Streamed]:
-    """FineMoE, fig. 11, at the middle budget: the held-out text in requests of random lengths, at random times."""
+    """Replays the held-out text in requests of random lengths, at random times (FineMoE, fig. 11)."""
     random = np.random.default_rng(0)
     recording = pieces(material.recording, random)
     played = {}
@@ -135,12 +142,14 @@ def streamed(material: Material, store: ExpertMaps, on_progress: OnProgress) -> 
 
 
 def patterns(material: Material, store: ExpertMaps, on_progress: OnProgress) -> list[Pattern]:
-    """FineMoE, fig. 14a: maps by trajectory alone (T), by embeddings too (S), and with as many experts as their
-    likeness asks for (delta), beside speculation and request-level counts."""
+    """Compares maps by trajectory alone (T), by embeddings too (S), and as many experts as similarity asks (delta).
+
+    FineMoE, fig. 14a, with speculation and request-level counts.
+    """
     recording = material.recording
     unembedded = _with(recording, embedded=False)
     k, n_expert = recording.experts.shape[2], recording.n_expert
-    approaches = (  # ranks that count; whether a replay names no more than these
+    approaches = (  # ranks that count; whether a replay can name exactly these
         ("speculate", "next-router", recording, k, True),
         ("hit count", "activation-matrix", recording, k, True),
         ("map (T)", "expert-map", unembedded, k, False),
@@ -164,14 +173,14 @@ def patterns(material: Material, store: ExpertMaps, on_progress: OnProgress) -> 
 
 
 def store_sizes(store: ExpertMaps) -> list[StoreSize]:
-    """FineMoE, fig. 18: of the maps and embeddings of the model at hand."""
+    """Returns the sizes of the maps and embeddings of this model (FineMoE, fig. 18)."""
     kept = store.export()
     each = (kept.maps.nbytes + kept.embeddings.nbytes) / max(1, len(kept.maps))
     return [StoreSize(capacity, capacity * each / (1 << 20)) for capacity in STORE_CAPACITIES]
 
 
 def prompted(recording: Recording, n_prompt: int) -> Recording:
-    """The same requests, whose first n_prompt tokens are a prompt; of a request that is no longer, all but one."""
+    """Returns the same requests with their first n_prompt tokens as a prompt; of shorter ones, all except one."""
     begin, length = _requests(recording)
     at = np.arange(len(recording)) - np.repeat(begin, length)
     prompt = at < np.repeat(np.minimum(n_prompt, np.maximum(1, length - 1)), length)
@@ -179,7 +188,7 @@ def prompted(recording: Recording, n_prompt: int) -> Recording:
 
 
 def pieces(recording: Recording, random: np.random.Generator) -> Recording:
-    """The same tokens in requests of random lengths, none across two of the recording; each begins with a prompt."""
+    """Returns the same tokens in requests of random lengths within the recording's; each begins with a prompt."""
     request, phase = [], []
     for length in _requests(recording)[1].tolist():
         while length > 0:
@@ -193,7 +202,7 @@ def pieces(recording: Recording, random: np.random.Generator) -> Recording:
 
 
 def request_seconds(recording: Recording, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of each request, in their order: what its prompt took, and all of it. ends: of ubatches, one request a time."""
+    """Returns the time of each request's prompt, and of the whole. ends: of ubatches, one request at a time."""
     schedule = recording.schedule(1, as_decode=False)
     took = np.diff(ends, prepend=0.0)
     request = recording.request[schedule.order[schedule.begin[:-1]]]
@@ -202,7 +211,7 @@ def request_seconds(recording: Recording, ends: np.ndarray) -> tuple[np.ndarray,
 
 
 def latencies(come: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Of requests that come at these times, ascending, and take so long each, when they are served in this order."""
+    """Returns latencies of requests with these arrivals, ascending, and durations, served in order."""
     done = np.empty(len(come))
     free = 0.0
     for i, (at, took) in enumerate(zip(come, seconds)):
@@ -212,8 +221,10 @@ def latencies(come: np.ndarray, seconds: np.ndarray) -> np.ndarray:
 
 
 def _named(guessed: Replayed) -> tuple[float, float]:
-    """The share of used experts that were named, and the experts named a token and layer. A layer that is not so far
-    from the first is forecast from as far as it goes."""
+    """Returns the share of used experts that were named, and the named experts per token and layer.
+
+    A layer nearer to the first one is forecast from the first.
+    """
     n_layers, n_distances, _ = guessed.rank_hits.shape
     hits, named = 0, 0
     for layer in range(n_layers):
@@ -239,7 +250,7 @@ def _replay(
 
 
 def _counted(material: Material) -> np.ndarray:
-    """Which requests begin after those that fill the cache; the last one at least."""
+    """Returns the requests after those that fill the cache; at least the last one."""
     begin, _ = _requests(material.recording)
     counted = begin >= material.n_warm
     counted[-1] = True
@@ -247,13 +258,13 @@ def _counted(material: Material) -> np.ndarray:
 
 
 def _requests(recording: Recording) -> tuple[np.ndarray, np.ndarray]:
-    """Where each begins, and how long it is."""
+    """Returns start and length of each request."""
     begin = np.flatnonzero(np.diff(recording.request, prepend=recording.request[0] + 1) != 0)
     return begin, np.diff(begin, append=len(recording))
 
 
 def _with(recording: Recording, request=None, phase=None, embedded: bool = True) -> Recording:
-    """The same, but for what is given."""
+    """Returns the recording with the given changes."""
     return Recording(
         recording.layers, recording.n_expert, recording.experts, recording.weights,
         recording.request if request is None else request, recording.phase if phase is None else phase,

@@ -1,4 +1,4 @@
-"""Whether iterations that look alike use the same experts: FineMoE's figures 8 and 9."""
+"""Measures whether similar iterations use the same experts: FineMoE's figures 8 and 9."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ N_BINS = 20
 
 @dataclass(frozen=True)
 class Similarity:
-    """Of all pairs of a past and a present iteration: the cosine of what is known, and the share of experts in common.
+    """All pairs of a past and a present iteration: the cosine of known data, and the share of common experts.
 
-    kind: "semantic", of the embedding layer's outputs (eq. 4); "trajectory", of all routers' distributions (eq. 5),
-    as the paper's figures have it; "trajectory ahead", as a prediction has it: of the layers up to `distance` before
-    the one whose experts are compared, a pair counted once for each such layer.
-    scores: edges of N_BINS equal parts of the scores. hit_rates: the mean in each part, nan in an empty one. counts: of
-    pairs. pearson: nan where one of both does not vary.
+    Attributes:
+        kind: "semantic", of the embedding layer's outputs (eq. 4); "trajectory", of all routers' distributions (eq. 5),
+            as in the paper's figures; "trajectory ahead", as for a prediction: of the layers up to `distance` before
+            the compared layer, a pair counted once for each such layer.
+        scores: Edges of N_BINS equal parts of the scores.
+        hit_rates: The mean in each part, nan in an empty one.
+        counts: Of pairs.
+        pearson: nan if one of both is constant.
     """
 
     kind: str
@@ -33,7 +36,7 @@ def similarities(
     past_embeddings: np.ndarray, past_maps: np.ndarray, past_experts: np.ndarray,
     embeddings: np.ndarray, maps: np.ndarray, experts: np.ndarray, distance: int,
 ) -> list[Similarity]:
-    """For float32[n, n_embd], float32[n, L, n_expert] and integers [n, L, k] of past and of present iterations."""
+    """Compares float32[n, n_embd], float32[n, L, n_expert] and integers [n, L, k] of past and present iterations."""
     overlap = overlaps(experts, past_experts, maps.shape[-1])
     mean = overlap.mean(axis=0)
     found = [
@@ -47,7 +50,7 @@ def similarities(
 
 
 def overlaps(experts: np.ndarray, past_experts: np.ndarray, n_expert: int) -> np.ndarray:
-    """float32[L, n, n_past]: the share of the experts [n, L, k] of an iteration that a past one used too."""
+    """Returns float32[L, n, n_past]: the share of the experts [n, L, k] of an iteration that a past one used too."""
     return np.stack([
         _uses(experts[:, layer], n_expert) @ _uses(past_experts[:, layer], n_expert).T
         for layer in range(experts.shape[1])
@@ -55,19 +58,19 @@ def overlaps(experts: np.ndarray, past_experts: np.ndarray, n_expert: int) -> np
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """float32[n, m] of rows [n, d] and [m, d]; 0 where one is 0."""
+    """Returns float32[n, m] of rows [n, d] and [m, d]; 0 if one is 0."""
     return _unit(a) @ _unit(b).T
 
 
 def trajectory_cosines(maps: np.ndarray, past_maps: np.ndarray) -> np.ndarray:
-    """float32[L, n, n_past]: of the first layers up to each, of float32[n, L, n_expert]."""
+    """Returns float32[L, n, n_past]: of the first layers up to each, of float32[n, L, n_expert]."""
     dots = np.cumsum([maps[:, layer] @ past_maps[:, layer].T for layer in range(maps.shape[1])], axis=0)
     norms, past_norms = (np.sqrt(np.cumsum((rows**2).sum(axis=-1), axis=1)).T for rows in (maps, past_maps))
     return dots / np.maximum(norms[:, :, None] * past_norms[:, None, :], np.float32(1e-20))
 
 
 def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """The correlation coefficient; nan where x or y does not vary."""
+    """Returns the correlation coefficient; nan if x or y is constant."""
     x, y = (np.asarray(values, np.float64).ravel() for values in (x, y))
     x, y = x - x.mean(), y - y.mean()
     scale = np.sqrt((x @ x) * (y @ y))
@@ -86,7 +89,7 @@ def _similarity(kind: str, scores: np.ndarray, hit_rates: np.ndarray) -> Similar
 
 
 def _uses(experts: np.ndarray, n_expert: int) -> np.ndarray:
-    """float32[n, n_expert]: 1 for each expert of [n, k]."""
+    """Returns float32[n, n_expert]: 1 for each expert of [n, k]."""
     uses = np.zeros((len(experts), n_expert), np.float32)
     np.put_along_axis(uses, experts.astype(np.int64), 1, axis=1)
     return uses

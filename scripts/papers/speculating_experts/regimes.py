@@ -1,4 +1,4 @@
-"""What reading ahead gains or loses in simulated time, by disk, requests at once, length of prompts and budget.
+"""Measures the gain of prefetching in simulated time, by disk, requests at once, length of prompts and budget.
 
     .venv/bin/pyorch profile small.gguf --data text.txt --tokens 6000 --states --ctx 512 -o small.trace
     .venv/bin/python -m scripts.papers.speculating_experts.regimes small.gguf small.trace \
@@ -24,12 +24,12 @@ from pyorch.traces.file import PREFILL, Trace
 from pyorch.traces.recording import Recording
 from pyorch.traces.replay import ReplaySettings, replay
 
-COMPUTE_MS = 36.0  # of a token, all experts being resident
-PREFILL_MS = 15.0  # of one of a prompt
+COMPUTE_MS = 36.0  # of a token, with all experts resident
+PREFILL_MS = 15.0  # of a token of a prompt
 LATENCY_MS = 0.1  # of a request
 PREDICT_MS = 0.2
 
-# Milliseconds that an expert takes to read, and those that the disk stands still of so many.
+# Milliseconds to read an expert; milliseconds of a pause, and its period.
 DISKS = {
     "page cache": (0.5, 0, 0), "fast": (1.6, 0, 0), "as measured": (6.4, 0, 0), "slow": (50.0, 0, 0),
     "in bursts": (6.4, 100, 500), "stuttering": (6.4, 5, 20),
@@ -87,7 +87,7 @@ def measured(model_map: ModelMap, recording: Recording, args: argparse.Namespace
 
 
 def show(rows: list[tuple]) -> None:
-    """Saved: of the whole time, prompts and all."""
+    """Prints the rows. Saved: of the whole time, including prompts."""
     cells = {row[:4]: row[-1] for row in rows}
     print("| disk | requests at once | prompt | " + " | ".join(f"saved {budget}" for budget in BUDGETS) + " |")
     print("| --- " * (3 + len(BUDGETS)) + "|")

@@ -1,7 +1,7 @@
 """Caching strategies for compressed experts on one recorded routing, in simulated time (ZipMoE, fig. 10).
 
-The first half of the recording is what the planner knows, and fills the caches; the second half counts. So no strategy
-is judged by what it was made of. All have the same budget, the same disk, and the table and policies of the runtime.
+The planner knows the first half of the recording, which also fills the caches; the second half counts. So each strategy
+is judged by other tokens than it was made of. All have the same budget, disk, residency table and policies.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pyorch.traces.replay import ReplaySettings, replay
 
 POLICIES = ("lru", "fifo", "marking", "lfu", "learned", "belady")
 
-# What is kept of experts, by the names of `pyorch plan`.
-WITHOUT = "without a pack"  # whole experts, which are read from the model
-FULL = "full only"  # whole experts, which are read from the compressed pack
+# The kept forms of experts, by the names of `pyorch plan`.
+WITHOUT = "without a pack"  # whole experts, read from the model
+FULL = "full only"  # whole experts, read from the compressed pack
 COMPRESSED = "compressed only"
-PLAN = "plan"  # pools as planned; without a pack where that is sooner done
+PLAN = "plan"  # pools as planned; without a pack if that is faster
 
-# They count what comes into memory and what leaves it, and an expert that changes its form does neither.
+# These count loads and evictions, and an expert that changes its form causes neither.
 _WHOLE_ONLY = ("fifo", "marking")
 
-OnProgress = Callable[[str, int, int], None]  # what is played, done, total
+OnProgress = Callable[[str, int, int], None]  # replay, done, total
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all replays have in common. compute_ms: of a token when all experts are resident."""
+    """The common conditions of all replays. compute_ms: of a token with all experts resident."""
 
     budgets: tuple[Budget, ...]
     policies: tuple[str, ...]
@@ -52,9 +52,12 @@ class Conditions:
 class Played:
     """One strategy at one budget, per token of the second half.
 
-    shares: of the budget for the forms F, C, S and E, None without the pack. part_rate: of the experts that were
-    needed, those of which a compressed form was in memory; wait_ms: without a matrix to compute with; expected_ms: what
-    the planner expects of that, nan where it was not asked. failure: why there is nothing else.
+    Attributes:
+        shares: Of the budget for the forms F, C, S and E; None without the pack.
+        part_rate: Share of the needed experts of which a compressed form was in memory.
+        wait_ms: Without a matrix to compute with.
+        expected_ms: The planner's estimate of wait_ms; nan without a plan.
+        failure: Why there are no results.
     """
 
     kept: str
@@ -77,13 +80,15 @@ class Played:
 def compare(
     plain: ModelMap, packed: ModelMap, trace: Trace, conditions: Conditions, on_progress: OnProgress
 ) -> list[Played]:
-    """Every strategy at every budget. A budget that is too small for one is said in its row.
+    """Replays every strategy at every budget. A row says if a budget is too small.
 
     Args:
-        plain, packed: two maps of one model, without its pack and with it.
+        plain, packed: Two maps of one model, without its pack and with it.
 
-    Raises FormatError for a trace of another model, or without a compressed pack; PyorchError for a trace without
-    tokens, and BudgetError where no strategy has enough.
+    Raises:
+        BudgetError: No strategy has enough memory.
+        FormatError: The trace belongs to another model, or there is no compressed pack.
+        PyorchError: The trace has no tokens.
     """
     recording = decoded_recording(trace, packed)
     half = max(1, len(recording) // 2)
@@ -114,25 +119,25 @@ def find(rows: list[Played], kept: str, policy: str, budget: str) -> Played | No
 
 
 def shown_policy(policies: tuple[str, ...]) -> str:
-    """The one that stands for a plan: the default, where it is compared."""
+    """Returns the policy that represents a plan: the default one, if it is compared."""
     return default_policy() if default_policy() in policies else policies[0]
 
 
 def _divisions(
     planner: Planner, plain: ModelMap, packed: ModelMap, known: Recording, conditions: Conditions, budget: Budget
 ) -> dict[str, tuple[Pools | None, float]]:
-    """By what is kept: the shares, None without the pack, and milliseconds that the plan expects a token to wait."""
+    """Returns by kept form the shares, None without the pack, and the plan's milliseconds of waiting per token."""
     nan = float("nan")
     divisions = {WITHOUT: (None, nan), FULL: (Pools(1, 0, 0, 0), nan), COMPRESSED: (Pools(0, 1, 0, 0), nan)}
     try:
         n_bytes = budget.resolve(packed.info)
-    except BudgetError:  # with a pack the floor is higher
+    except BudgetError:  # the floor is higher with a pack
         return {**divisions, PLAN: (None, nan)}
     reserved = Reserve.of(packed).bytes(n_bytes)
     planned = planner.plan(n_bytes, POOLS, STEP, reserved, HANDICAP, FINALISTS)
     simple = [planner.cost(divisions[kept][0].shares, n_bytes - reserved) for kept in (FULL, COMPRESSED)]
     best = choose([*simple, planned.plain, *planned.finalists], packed, plain, known, n_bytes, conditions.machine,
-                  handicap=1.0,  # what divisions bring in a replay is compared, be it much or little
+                  handicap=1.0,  # compares results of replays, however small
                   compute_ms=conditions.compute_ms).best
     return {**divisions, PLAN: (Pools(*best.shares) if best.compressed else None, 1000 * best.makespan)}
 

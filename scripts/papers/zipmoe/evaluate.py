@@ -1,4 +1,4 @@
-"""What compressed experts and their plan bring, beside other ways to keep experts: ZipMoE's figures 7, 8 and 10."""
+"""Compares compressed experts and their plan with other ways to keep experts: ZipMoE's figures 7, 8 and 10."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def main(argv: list[str] | None = None) -> int:
         "scripts.papers.zipmoe.evaluate", "compare compressed experts and their plan with other ways to keep experts",
         "olmoe.gguf --data prose.txt --compare caching,latency,throughput -o evaluation")
     parser.description += (
-        " caching: a recorded routing is played in simulated time, with eviction policies and forms of experts; "
-        f"nothing is read ahead, and the policy {', '.join(policies().foreseeing)} knows the future. "
+        " caching: a recorded routing is replayed in simulated time, with eviction policies and forms of experts; "
+        f"nothing is prefetched, and the policy {', '.join(policies().foreseeing)} knows the future. "
         "latency: the model decodes, cold and under memory limits: with llama.cpp's mmap, with whole experts, with the "
         "compressed pack, and as planned. throughput: the same, with several sequences at once. Without "
-        "MODEL.plan.json beside the model it is planned while it is loaded."
+        "MODEL.plan.json next to the model, the plan is made during loading."
     )
     add_model(parser, "with a compressed pack beside it")
     parser.add_argument("--compare", default=CACHING, metavar="WHAT,...",
                         help=f"several of {', '.join(WHAT)}; the last two take minutes (default: {CACHING})")
     parser.add_argument("--data", action="extend", nargs="+", default=[], metavar="FILE",
-                        help="the text that is recorded and decoded: plain text, or .jsonl with a field text or prompt "
+                        help="text to record and to decode: plain text, or .jsonl with a field text or prompt "
                              "on each line")
     replay = parser.add_argument_group("caching")
     replay.add_argument("--trace", type=Path, metavar="FILE.trace",
-                        help="the routing, in place of that of --data: a trace that pyorch profile recorded")
+                        help="the routing, in place of the one of --data: a trace of pyorch profile")
     replay.add_argument("--tokens", type=whole(2), default=8000, metavar="N",
-                        help="record N tokens; the first half is what the plan knows, the second half counts (default: "
+                        help="record N tokens; the plan knows the first half, and the second half counts (default: "
                              "8000)")
     add_settings(replay, "budget", "policy", lists=("budget", "policy"),
                  defaults={"budget": f"{BUDGETS}; not auto", "policy": "lru,fifo,marking,lfu,learned,belady"})
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     replay.add_argument("--decode-bandwidth", type=rate, metavar="RATE",
                         help="bytes of matrices that one thread recovers in a second (default: measured on the pack)")
     replay.add_argument("--workers", type=whole(1, 512), metavar="N",
-                        help="threads that decode (default: as many as an engine has)")
+                        help="threads that decode (default: an engine's number)")
     replay.add_argument("--compute-ms", type=number(least=0), default=30.0, metavar="MS",
                         help="time to decode a token when all experts are resident (default: 30)")
     measured = parser.add_argument_group("latency and throughput")
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
                          help="memory of each process, page cache included: 1600MiB, or 40%% of the model's file "
                               f"(default: {BUDGETS.replace('%', '%%')})")
     measured.add_argument("--plain", metavar="MODEL.gguf",
-                         help="the same model, as a link or a copy with a plain pack beside it, from which whole "
+                         help="the same model, as a link or a copy with a plain pack next to it, from which whole "
                               "experts are read (default: they are read from the model)")
     measured.add_argument("--batch", default="1,4,16", metavar="N,...",
                          help="sequences at once (default: 1,4,16)")
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         if plain.pack is not None:
             raise PyorchError(f"{args.model} is slim: what is compared with its pack needs the whole model")
         packs.require_compressed(packed)
-        # What cannot be measured is said before anything is recorded.
+        # Reports impossible measurements before recording.
         measurements = None if given.what == (CACHING,) else _measurements(args, given, plain, Path(directory))
         conditions, played, measured, goals = None, [], [], []
         if CACHING in given.what:
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Given:
-    """What arguments say that hold more than one word."""
+    """Arguments that have several parts, parsed."""
 
     what: tuple[str, ...]
     budgets: tuple[Budget, ...]
@@ -142,7 +142,7 @@ class _Given:
 
 
 def _check(args: argparse.Namespace) -> _Given:
-    """PyorchError for arguments that cannot be, before anything is recorded."""
+    """Raises PyorchError for impossible arguments, before recording."""
     what = tuple(dict.fromkeys(args.compare.split(",")))
     for name in what:
         if name not in WHAT:
@@ -171,7 +171,7 @@ def _check(args: argparse.Namespace) -> _Given:
 
 
 def _caching(args: argparse.Namespace, given: _Given, plain, packed, directory: Path, progress):
-    """Conditions and rows."""
+    """Returns conditions and rows."""
     for budget in given.budgets:
         budget.resolve(plain.info)
     trace = args.trace

@@ -1,7 +1,7 @@
-"""What compressed experts bring when a model runs, under memory limits (ZipMoE, figs. 7 and 8).
+"""Measures compressed experts in a running model, under memory limits (ZipMoE, figs. 7 and 8).
 
 Each measurement is a process of its own that begins with a cold page cache, as in pyorch.bench. All systems take turns,
-each under the same limit, page cache included; what memory that leaves for experts is up to them (budget auto).
+each under the same limit, including the page cache. Each decides how much memory experts get (budget auto).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from scripts.papers.zipmoe.caching import COMPRESSED, FULL, PLAN, WITHOUT
 MMAP = "llama.cpp mmap"
 WITHOUT_LRU = f"{WITHOUT}, lru"
 SYSTEMS = (MMAP, WITHOUT_LRU, WITHOUT, FULL, COMPRESSED, PLAN)
-SEVERAL = (MMAP, WITHOUT_LRU, WITHOUT, PLAN)  # of them, those that decode several sequences
+SEVERAL = (MMAP, WITHOUT_LRU, WITHOUT, PLAN)  # the systems that decode several sequences
 
 _SETTINGS = {
     WITHOUT_LRU: Settings(policy="lru"), WITHOUT: Settings(), FULL: Settings(pools=Pools(1, 0, 0, 0)),
@@ -42,10 +42,14 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured.
+    """The work of all measurements.
 
-    model: with a compressed pack beside it. plain: the same model with a plain pack beside it; None: whole experts are
-    read from the model. data: a text file. n_prompt, n_tokens: of each sequence; max_seconds: for decoding.
+    Attributes:
+        model: With a compressed pack next to it.
+        plain: The same model with a plain pack next to it. None: whole experts are read from the model.
+        data: A text file.
+        n_prompt, n_tokens: Of each sequence.
+        max_seconds: For decoding.
     """
 
     model: str
@@ -60,7 +64,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """system: of SYSTEMS. limit: of memory, a size or a share of the model's file. batch: sequences at once."""
+    """A case. system: of SYSTEMS. limit: of memory, a size or a share of the model's file. batch: sequences at once."""
 
     system: str
     limit: Amount
@@ -74,12 +78,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of one case; nan where nothing was measured.
+    """Medians of one case; nan: not measured.
 
-    ttft_s: from the loaded model to the logits after the first prompt, of a cold cache. tpot_ms: from one token of a
-    sequence to the next, wait_ms: of it, without a matrix to compute with. tokens_per_second: decoded, of all
-    sequences. shares, expected_ms: of the plan, at the budget that there was: of F, C, S and E, None without the pack;
-    and what it expects a token to wait, nan of several sequences and of other systems.
+    Attributes:
+        ttft_s: From the loaded model to the logits after the first prompt, with a cold cache.
+        tpot_ms: From one token of a sequence to the next.
+        wait_ms: The part of tpot_ms without a matrix to compute with.
+        tokens_per_second: Decoded, of all sequences.
+        shares: Of the plan at the actual budget: of F, C, S and E; None without the pack.
+        expected_ms: The plan's estimate of a token's wait; nan for several sequences and other systems.
     """
 
     system: str
@@ -100,17 +107,21 @@ class Measured:
 
 
 def cases(limits: Iterable[Amount], batches: Iterable[int], batch_limit: Amount) -> list[Case]:
-    """Latency under each of the limits, and throughput of each of the batches under one."""
+    """Returns the cases: latency under each limit, and throughput of each batch under one limit."""
     latency = [Case(system, limit) for limit in limits for system in SYSTEMS]
     throughput = [Case(system, batch_limit, batch) for batch in batches for system in SEVERAL]
     return list(dict.fromkeys([*latency, *throughput]))
 
 
 class Measurements:
-    """Of some cases.
+    """The measurements of some cases.
 
-    record: a file that keeps what was measured, so that an evaluation which was interrupted goes on there; None:
-    nothing is kept. Raises PyorchError for one that was made of other work, FormatError for what is no such file.
+    Args:
+        record: A file that stores results, so that an interrupted evaluation can resume. None: nothing is stored.
+
+    Raises:
+        FormatError: The file is no such record.
+        PyorchError: The file was made of other work.
     """
 
     def __init__(self, work: Work, model_map: ModelMap, asked: Sequence[Case], record: Path | None = None) -> None:
@@ -127,7 +138,7 @@ class Measurements:
         check_limits(list(self._configs.values()))
 
     def run(self, on_progress: Callable[[str, int, int], None], say: Callable[[str], None]) -> None:
-        """Measures what is not known yet. PyorchError where nothing could be measured."""
+        """Measures the missing cases. PyorchError: nothing could be measured."""
         known = [run for run in self._kept if run.config.label in self._cases and run.round < self.work.n_rounds]
         self.results = run_rounds(self._job, list(self._configs.values()), self.work.n_rounds, on_progress, say, known,
                                   self._keep)
@@ -135,7 +146,7 @@ class Measurements:
             raise PyorchError(self.results.runs[0].failure)
 
     def rows(self) -> list[Measured]:
-        """One for each case."""
+        """Returns one row per case."""
         with ModelMap(self.map.path) as packed:
             packs.attach(packed)
             planner = planner_of(packed, Settings())
@@ -158,7 +169,7 @@ class Measurements:
         return rows
 
     def decode_ratio(self, one: Case, other: Case) -> float:
-        """How many times as fast one of two decodes, the median of rounds; nan where that was not measured."""
+        """Returns the ratio of decode speeds, the median of rounds; nan if not measured."""
         if one not in self._configs or other not in self._configs:
             return float("nan")
         return ratio(self.results, self._configs[one], self._configs[other], lambda measured: measured.decode.rate)
@@ -192,7 +203,7 @@ class Measurements:
             write_text(self._record, json.dumps({"version": _VERSION, "work": self._conditions(), "runs": runs}) + "\n")
 
     def _conditions(self) -> dict[str, object]:
-        """On which every run depends."""
+        """Returns the conditions of every run."""
         text = hashlib.sha256(Path(self.work.data).read_bytes()).hexdigest()
         return {name: value for name, value in asdict(self.work).items() if name != "n_rounds"} | {"data": text}
 
