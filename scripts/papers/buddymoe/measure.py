@@ -7,21 +7,21 @@ trained from random weights; experts of the second began as copies; experts of t
         --wide build/bench/bench.gguf build/bench/upcycled.gguf
     python -m scripts.papers.buddymoe.measure -o build/lossy --report docs/measurements/lossy.md   # only writes tables
 
-Each part is in DIR/PART.MODEL.json as soon as it was measured, and is not measured again: remove what is to be made
-anew (and levers.MODEL.record, from which an interrupted run goes on). A page keeps its tables of parts that were not
+DIR/PART.MODEL.json stores each part as soon as it is measured, and prevents another measurement: remove it to measure
+again (and levers.MODEL.record, from which an interrupted run resumes). A page keeps its tables of parts that were not
 measured. Parts:
 
-    levers      accuracy kept, divergence and reading of every lever, beside baselines under the same gates
-    quarter     the words, with a quarter of the experts
-    unseen      divergences of text and facts on which nothing was chosen
+    levers      accuracy kept, divergence and reads of every lever, next to baselines under the same gates
+    quarter     the main settings, with a quarter of the experts
+    unseen      divergences of text and facts that influenced no choice
     bytes       ghosts of other sizes
-    paper       what BuddyMoE names beside its defaults, each beside the same without it
+    paper       BuddyMoE's options, each next to the same setting without it
     adaptive    beta of eq. 2, fixed and by a budget of bytes, token by token while a cache fills
-    speculation experts that were guessed are computed, and of the others what is there
+    speculation layers compute with forecast experts, and with resident ones of the others
     similarity  whether experts that are selected together compute alike
     time        a cache that is empty at the beginning, and fills
-    tune        what `pyorch tune` chooses, and what it keeps of questions that it did not choose by
-    speed       of the models that --wide names, one after the other: they are widened from the first two
+    tune        the choice of `pyorch tune`, and its accuracy on questions that did not influence it
+    speed       of the models of --wide, one after the other: they are widened from the first two
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from scripts.papers.buddymoe.tables import leads
 
 FACTS = Path(__file__).parents[3] / "tests/fixtures/small-moe"
 PAPER_BASES = LIGHT, THREE = ("buddies", "max_replaced=3")
-PAPER = (  # base, settings, how lists are made; and what stands beside: the same without, or at about equal reading
+PAPER = (  # base, settings, options of the lists; and the comparison: the same without, or with about equal reads
     *((base, *change) for base in PAPER_BASES for change in (
         ("by_logit=1", "", "", ""), ("reuse=0.5", "", "", ""), ("", "--weighting probability", "", ""),
         ("", "--smoothing 0", "", ""), ("", "--warm-up 64", "", ""), ("", "--coverage 0.6:0.2", "", "--coverage 0.4"),
@@ -73,10 +73,10 @@ RATES = "0.5,0.375"
 
 
 class Folder:
-    """Where models, traces, sidecars and results lie."""
+    """The folder of models, traces, sidecars and results."""
 
     def __init__(self, path: Path) -> None:
-        """PyorchError where there can be no such folder."""
+        """Makes the folder. PyorchError: this is impossible."""
         self.path = path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class Folder:
         return result_in(self.path, part, name)
 
     def prepare(self, name: str, checkpoint: Path | None) -> None:
-        """The model with its trace, buddy lists and ghosts; without a checkpoint it was converted before."""
+        """Makes the model with its trace, buddy lists and ghosts; without a checkpoint the model must exist."""
         model, trace = self.model(name), self.trace(name)
         if not model.exists():
             pyorch("convert", checkpoint, "-o", model, "--outtype", "f32", "--pre-tokenizer", "gpt-2")
@@ -106,12 +106,12 @@ class Folder:
 
 
 def pyorch(*words: object) -> str:
-    """Runs a command, whose progress is seen. Returns what it prints. PyorchError where it fails."""
+    """Runs a command of pyorch, showing its progress, and returns its output. PyorchError: it fails."""
     return _run("pyorch", words)
 
 
 def paper(name: str, *words: object) -> str:
-    """The same, of a program beside this one."""
+    """Runs a program of this folder in the same way."""
     return _run(f"scripts.papers.buddymoe.{name}", words)
 
 
@@ -132,7 +132,7 @@ def lossy(settings: Sequence[str]) -> Iterator[str]:
 def judged(
     folder: Folder, name: str, rates: str, data: Path, text: Path, settings: Sequence[str], *more: object
 ) -> str:
-    """Rows of scripts.papers.buddymoe.tables."""
+    """Returns rows of scripts.papers.buddymoe.tables."""
     return paper("tables", folder.model(name), "--metric", "acc", "--cache-rate", rates, "--data", data, "--text", text,
                  "--speed-tokens", "0", *lossy(settings), *more, "--json")
 
@@ -167,7 +167,7 @@ def unseen(folder: Folder, name: str) -> str:
 
 
 def beside(folder: Folder, name: str, where: str, *sidecars: str) -> Folder:
-    """Another folder with the model and some of its sidecars, for others."""
+    """Makes another folder with the model and some of its sidecars."""
     copied = Folder(folder.path / where)
     for file in (folder.model(name), *(folder.model(name).with_suffix(f".{kind}.gguf") for kind in sidecars)):
         link = copied.path / file.name
@@ -178,7 +178,7 @@ def beside(folder: Folder, name: str, where: str, *sidecars: str) -> Folder:
 
 
 def ghosts_bytes(folder: Folder, name: str) -> str:
-    """Rows for each size, by percent."""
+    """Returns rows for each size, by percent."""
     rows = []
     for percent in GHOSTS_BYTES:
         copied = beside(folder, name, f"ghosts-{percent}", "buddies")
@@ -193,7 +193,7 @@ def paper_settings(base: str, change: str) -> str:
 
 
 def paper_options(folder: Folder, name: str) -> str:
-    """Rows of PAPER. One sweep for each way to make lists, whose record has what pairs of rows need."""
+    """Returns rows of PAPER. One sweep per way to make lists, whose record has the data of all its pairs of rows."""
     wanted: dict[str, list[str]] = {}
     for base, changed, lists, plain, plain_lists in PAPER:
         for options, change in ((lists, changed), (plain_lists, plain)):
@@ -220,7 +220,7 @@ def paper_options(folder: Folder, name: str) -> str:
 
 
 def adaptive(folder: Folder, name: str) -> str:
-    """Windows of 64 tokens, by settings."""
+    """Returns windows of 64 tokens, by settings."""
     with ModelMap(folder.model(name)) as model_map:
         expert_bytes = model_map.layers[0].expert_bytes
     changes = [f"max_absent={beta}" for beta in BETAS] + [f"read_budget={n * expert_bytes}" for n in READ_EXPERTS]
@@ -243,7 +243,7 @@ def similarity(folder: Folder, name: str) -> str:
 
 
 def time(folder: Folder, name: str) -> str:
-    """Windows of 16 tokens. With buddy lists beside the model the cache would begin with what their trace selected."""
+    """Returns windows of 16 tokens, without buddy lists, whose trace would otherwise fill the cache at the start."""
     return paper("over_time", beside(folder, name, "alone").model(name), "--data", FACTS / "text-test.txt",
                  "--cache-rate", "0.5", "--lossy", "heaviest", "--window", 16, "--tokens", 128, "--json")
 
@@ -271,9 +271,9 @@ def speed(model: Path) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = program.parser_of("scripts.papers.buddymoe.measure", "measure what docs/measurements/lossy.md shows",
                                "-o build/lossy --upcycled build/upcycled-moe --less build/less-moe")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="for models and what is found")
-    parser.add_argument("--upcycled", type=Path, metavar="CHECKPOINT", help="whose experts began as copies")
-    parser.add_argument("--less", type=Path, metavar="CHECKPOINT", help="whose experts are hardly different yet")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="for models and results")
+    parser.add_argument("--upcycled", type=Path, metavar="CHECKPOINT", help="a model whose experts began as copies")
+    parser.add_argument("--less", type=Path, metavar="CHECKPOINT", help="a model whose experts hardly differ yet")
     parser.add_argument("--wide", type=Path, nargs="+", default=[], metavar="MODEL.gguf",
                         help="the first two models, widened by scripts/make_bench_model.py, for the part speed")
     parser.add_argument("--parts", default=",".join((*PARTS, "speed")), metavar="PART,...",

@@ -1,7 +1,7 @@
 """Measures a cluster of three servers on one machine: processes in network namespaces, with links of 500 Mbit/s.
 
-Needs Linux, root, ip, tc, nsenter and the extras `cluster` and `papers`. Makes its own namespaces, from which no packet
-leaves, and takes them away at the end, also after Ctrl-C or a crash. docs/measurements/cluster.md shows what it found.
+Needs Linux, root, ip, tc, nsenter and the extras `cluster` and `papers`. Makes its own namespaces, which no packet
+leaves, and removes them at the end, also after Ctrl-C or a crash. docs/measurements/cluster.md shows its results.
 
     python scripts/make_bench_model.py small.gguf -o model.gguf --size 512MiB
     python -m scripts.papers.dancemoe.measure model.gguf -o build/cluster --prepare  # traces and plans
@@ -9,15 +9,15 @@ leaves, and takes them away at the end, also after Ctrl-C or a crash. docs/measu
     python -m scripts.papers.dancemoe.measure model.gguf -o build/cluster --parts placements,kill
     python -m scripts.papers.dancemoe.measure model.gguf -o build/cluster --report docs/measurements/cluster/measured
 
-What each part found is in DIR/PART.json at once, so that parts may be measured one at a time. Parts:
+DIR/PART.json stores the results of each part at once, so that parts may be measured separately. Parts:
 
-    costs        what computing, messages and reads take, for simulations
+    costs        times of computing, messages and reads, for simulations
     placements   five placements, memory for 1.3 x the experts: latency and local ratio (DanceMoE, table II)
     disk         the same with memory for 0.8 x the experts: the others are read from disk
                  (both: with `read` of cluster.toml as --read says)
     shift        each server gets the next one's task in the middle, with and without migration (figs. 6 and 7)
-    scaling      tokens a second of 1, 2 and 3 servers that have as much to do as they can, and a third of the experts
-    kill         one of three loses its power while all are asked
+    scaling      tokens a second of 1, 2 and 3 servers with unlimited work, and a third of the experts
+    kill         one of three servers loses its power while all compute
     thirds       three servers with a third of the experts each, and one of them alone, which reads the others
 """
 
@@ -38,17 +38,17 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("model", type=Path, help="GGUF with routed experts; one by scripts/make_bench_model.py")
-    add("-o", "--output", type=Path, required=True, metavar="DIR", help="for traces, plans and what is found")
+    add("-o", "--output", type=Path, required=True, metavar="DIR", help="for traces, plans and results")
     add("--parts", default=",".join(PARTS), metavar="PART,...", help="what to measure (default: all)")
     add("--algorithms", default=",".join(ALGORITHMS), metavar="NAME,...", help="placements to compare (default: all)")
     add("--read", default=READS[0], metavar="WHEN,...",
-        help="when the parts placements and disk read what another server has, last or faster, and what rows travel "
-             "as, as in last:bf16 (default: %(default)s)")
-    add("--prepare", action="store_true", help="only write what the parts need, which takes no network")
-    add("--report", type=Path, metavar="DIR", help="only write tables, CSV and pictures of what was found, there")
+        help="when the parts placements and disk read experts of another server, last or faster, and the type of "
+             "rows, as in last:bf16 (default: %(default)s)")
+    add("--prepare", action="store_true", help="only write the files that the parts need, which takes no network")
+    add("--report", type=Path, metavar="DIR", help="only write tables, CSV and pictures of the results, there")
     add("--link", type=float, default=500.0, metavar="MBIT", help="of each server, each way (default: %(default)g)")
     add("--disk", type=float, default=150.0, metavar="MB",
-        help="megabytes a second that each server reads, 0: as many as it can (default: %(default)g)")
+        help="megabytes a second that each server reads, 0: no limit (default: %(default)g)")
     add("--threads", type=int, default=1, help="that compute, of each server (default: %(default)s)")
     add("--every", type=float, default=1.5, metavar="S",
         help="seconds between two requests of a server, in the mean (default: %(default)g)")
@@ -57,7 +57,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     add("--shift-seconds", type=float, default=120.0, help="of the part shift (default: %(default)g)")
     add("--interval", type=float, default=20.0,
         help="seconds between two decisions of the scheduler, in the part shift (default: %(default)g)")
-    add("--tokens", type=int, default=20, help="decoded behind the first of an answer (default: %(default)s)")
+    add("--tokens", type=int, default=20, help="decoded after the first of an answer (default: %(default)s)")
     add("--prompts", type=int, default=120, help="of each task, known and asked (default: %(default)s)")
     add("--seed", type=int, default=0)
     add("--json", action="store_true", help="print the results of the parts as one JSON object")

@@ -1,7 +1,7 @@
-"""What users of a measured cluster ask: prompts of three tasks, when they arrive, and how long their answers take.
+"""The load of a measured cluster: prompts of three tasks, arrivals, and times of answers.
 
 docs/measurements/cluster.md shows placements for the same tasks: Python, questions about a made-up world, and prose.
-Each task has prompts that are known when experts are placed, and other prompts that users ask.
+Each task has prompts that are known when experts are placed, and other prompts for its users.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PATIENCE = 120.0  # seconds for one answer
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of a server's user. time: seconds from the beginning."""
+    """A request of a server's user. time: seconds from the start."""
 
     time: float
     server: str
@@ -40,7 +40,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Requests:
-    """Of a task. recorded: in the order of the prompts, what they use."""
+    """Requests of a task. recorded: their uses of experts, in the order of the prompts."""
 
     recorded: Recorded
     prompts: list[str]
@@ -48,8 +48,12 @@ class Requests:
 
 @dataclass(frozen=True)
 class Answered:
-    """seconds: from arrival to the last token; those of computing the prompt and the rest, as llama-server counts them.
-    error: why there is no answer, "" if there is one."""
+    """An answer.
+
+    Attributes:
+        seconds: From arrival to the last token; the times of the prompt and the rest, as llama-server counts them.
+        error: Why there is no answer. "": there is one.
+    """
 
     time: float
     server: str
@@ -62,7 +66,7 @@ class Answered:
 
 
 def write_prompts(directory: Path, n_each: int, seed: int) -> dict[tuple[str, str], Path]:
-    """Files with a JSON object of a prompt on each line, by task and "known" or "asked"."""
+    """Writes files with a JSON object of a prompt on each line, by task and "known" or "asked"."""
     fixtures = ROOT / "tests/fixtures/small-moe"
     texts = {
         "python": (fixtures / "text-test.txt").read_text(),
@@ -81,7 +85,7 @@ def write_prompts(directory: Path, n_each: int, seed: int) -> dict[tuple[str, st
 
 
 def read_requests_of(path: Path) -> Requests:
-    """Prompts of a file, whose trace lies beside it. NoNetwork where they do not fit."""
+    """Reads the prompts of a file and the trace next to it. NoNetwork: they do not match."""
     prompts = [json.loads(line)["prompt"] for line in path.read_text().splitlines()]
     recorded = read_requests(Trace(path.with_suffix(".trace")))
     if len(recorded) != len(prompts):
@@ -93,9 +97,9 @@ def arrivals_of(
     servers: Sequence[str], requests: Sequence[Requests], every: float, seconds: float, seed: int,
     shift: float | None = None,
 ) -> list[Arrival]:
-    """Those that `dancemoe.simulate --arrivals poisson:{every}s --duration SECONDS --seed SEED` has, by time.
+    """Returns the arrivals of `dancemoe.simulate --arrivals poisson:{every}s --duration SECONDS --seed SEED`, by time.
 
-    requests: of the servers' tasks. shift: when each server gets the next one's task (--shift rotate).
+    requests: Of the servers' tasks. shift: the time when each server gets the next one's task (--shift rotate).
     """
     found = []
     for n, name in enumerate(servers):
@@ -116,7 +120,7 @@ def _question(line: str) -> str:
 
 
 def _pieces(text: str, rng: random.Random) -> list[str]:
-    """Of whole lines, each of a random length."""
+    """Yields pieces of whole lines, each of a random length."""
     pieces, piece, wanted = [], "", rng.randint(_SHORTEST, _LONGEST)
     for line in re.split(r"(?<=\n)", text):
         if piece and len(piece) + len(line) > wanted:
@@ -131,9 +135,9 @@ def ask(
     network: Network, urls: Mapping[str, str], arrivals: Sequence[Arrival], n_output: int,
     at: Mapping[float, object] | None = None,
 ) -> list[Answered]:
-    """Sends each request when it arrives, from its server's namespace, and waits for all answers, in this order.
+    """Sends each request at its arrival, from its server's namespace, and returns all answers in this order.
 
-    n_output: tokens that are decoded behind the first one. at: functions to call at times, seconds from the beginning.
+    n_output: Tokens that are decoded after the first one. at: functions to call at times, seconds from the start.
     """
     found: list[Answered | None] = [None] * len(arrivals)
     begin = time.perf_counter()
@@ -172,7 +176,7 @@ def _answer(network: Network, url: str, arrival: Arrival, n_output: int, begin: 
 
 
 def complete(url: str, prompt: str, n_predict: int) -> dict:
-    """What the llama-server at that address makes of a prompt, by its most likely tokens, without its cache."""
+    """Returns the completion of a prompt by the llama-server at url, greedily, without its cache."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname, where.port, timeout=_PATIENCE)
     try:

@@ -1,4 +1,4 @@
-"""The clusters that are measured: their cluster.toml, the traces of their users, and plans by these."""
+"""The measured clusters: their cluster.toml, the traces of their users, and their plans."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ SHARES = (1, 1, 2)
 
 @dataclass(frozen=True)
 class Setup:
-    """One cluster.toml and the plan for it. memory: of each server, a share of all experts. algorithm: of the plan, ""
-    without one. migrates: whether experts are placed anew every so often. read, rows: as in cluster.toml."""
+    """One cluster.toml and its plan.
+
+    Attributes:
+        memory: Of each server, a share of all experts.
+        algorithm: Of the plan. "": no plan.
+        migrates: Experts are placed anew at intervals.
+        read, rows: As in cluster.toml.
+    """
 
     name: str
     memory: tuple[float, ...]
@@ -36,7 +42,7 @@ class Setup:
 
     @property
     def label(self) -> str:
-        """Of a placement that is compared."""
+        """The name of the placement."""
         return (self.algorithm + (f", read = {self.read}" if self.read != "last" else "")
                 + (f", rows = {self.rows}" if self.rows != "f32" else ""))
 
@@ -46,12 +52,12 @@ class Setup:
 
 
 def split(total: float) -> tuple[float, ...]:
-    """Memory for so many times the experts, 1 : 1 : 2."""
+    """Divides memory for `total` times the experts, 1 : 1 : 2."""
     return tuple(total * share / sum(SHARES) for share in SHARES)
 
 
 def setups(part: str, algorithms: Sequence[str], reads: Sequence[str] = READS[:1]) -> list[Setup]:
-    """The clusters of a part."""
+    """Returns the clusters of a part."""
     thirds = (1 / 3,) * 3
 
     def compared(part: str, total: float) -> list[Setup]:
@@ -71,7 +77,7 @@ def setups(part: str, algorithms: Sequence[str], reads: Sequence[str] = READS[:1
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Prompts, traces of them, and a plan for each cluster; what is there already stays."""
+    """Makes prompts, traces of them, and a plan for each cluster. Existing files stay."""
     args.output.mkdir(parents=True, exist_ok=True)
     files = {(task, part): args.output / f"{part}-{task}.jsonl" for task in TASKS for part in ("known", "asked")}
     if not all(path.exists() for path in files.values()):
@@ -87,7 +93,7 @@ def prepare(args: argparse.Namespace) -> None:
         all_bytes, floor = info.slots_bytes, info.floor_bytes
     for part in PARTS:
         for setup in setups(part, ALGORITHMS, READS):
-            # What a layer needs at once is beside what the plan gives a server: so it can keep all of that.
+            # A layer's own need is added to the plan's memory, so that a server can keep all planned experts.
             for kind, beside in (("place", 0), ("run", floor)):
                 _write_config(args, setup, kind, [int(share * all_bytes) + beside for share in setup.memory])
             plan = plan_of(args, setup)
@@ -110,7 +116,7 @@ def _write_config(args: argparse.Namespace, setup: Setup, kind: str, memory: Seq
 
 
 def costs_of(args: argparse.Namespace) -> Path:
-    """What `pyorch cluster measure` found, in the part costs."""
+    """Returns the file of `pyorch cluster measure`, from the part costs."""
     return args.output / "measured-costs.json"
 
 
@@ -123,7 +129,7 @@ def plan_of(args: argparse.Namespace, setup: Setup) -> Path:
 
 
 def program(name: str, *arguments: object) -> str:
-    """What another program of this folder prints. NoNetwork with its last line where it fails."""
+    """Returns the output of another program of this folder. NoNetwork, with its last line: it fails."""
     return _python(f"scripts.papers.dancemoe.{name}", *arguments)
 
 
@@ -139,7 +145,7 @@ def say(sentence: str) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Whole or not at all."""
+    """Writes a file whole or not at all."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(value, indent=1) + "\n")
     os.replace(part, path)

@@ -1,4 +1,4 @@
-"""What is simulated: a cluster, perhaps made larger, the requests of its users, and a way to place experts."""
+"""The input of a simulation: a cluster, perhaps enlarged, the requests of its users, and a way to place experts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,15 @@ ROUTINGS = ("replay", "fitted")
 
 @dataclass(frozen=True)
 class Workload:
-    """recorded: of each server of the cluster. later: from `shift` on, in seconds; None: no shift. layers: block
-    numbers; n_experts: of each. routing: one of ROUTINGS."""
+    """The requests of users.
+
+    Attributes:
+        recorded: Of each server of the cluster.
+        later: From `shift` on, in seconds. None: no shift.
+        layers: Block numbers.
+        n_experts: Of each layer.
+        routing: One of ROUTINGS.
+    """
 
     recorded: tuple[Recorded, ...]
     layers: tuple[int, ...]
@@ -35,9 +42,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Case:
-    """What may differ between simulations. placement: in the beginning; None: what the algorithm makes of the recorded
-    requests. n_servers: None: those of the cluster; more are the same ones again, in turn. bytes_per_second: of every
-    link; None: as the cluster has it."""
+    """The differences between simulations.
+
+    Attributes:
+        placement: At the start. None: the algorithm makes it from the recorded requests.
+        n_servers: None: the cluster's. More servers repeat these in turn.
+        bytes_per_second: Of every link. None: the cluster's.
+    """
 
     algorithm: str = "dance"
     migration: bool = True
@@ -51,9 +62,10 @@ def run(
     cluster: Cluster, costs: CostsFile, sizes: Sizes, workload: Workload, case: Case, duration: float,
     settings: Settings = Settings(), seed: int = 0,
 ) -> Outcome:
-    """One simulation. Requests depend on the seed, the arrivals and the servers alone, so cases are comparable.
+    """Runs one simulation. Requests depend on the seed, the arrivals and the servers alone, so cases are comparable.
 
-    Raises PyorchError where no placement can be made, or an expert cannot be had.
+    Raises:
+        PyorchError: No placement is possible, or no server has a needed expert.
     """
     original = np.arange(case.n_servers or len(cluster.servers)) % len(cluster.servers)
     names = tuple(server_name(cluster, n) for n in range(len(original)))
@@ -83,7 +95,7 @@ def run(
 
 
 def server_name(cluster: Cluster, n: int) -> str:
-    """Of the n-th server simulated: those of the cluster, then clinic.2, clinic.3, ..."""
+    """Returns the name of the n-th simulated server: those of the cluster, then clinic.2, clinic.3, ..."""
     again, i = divmod(n, len(cluster.servers))
     return f"{cluster.names[i]}.{again + 1}" if again else cluster.names[i]
 

@@ -1,4 +1,4 @@
-"""What the layers of a step take in a simulated cluster, and whom a server asks for experts that it has not."""
+"""The time of a step's layers in a simulated cluster, and the servers that compute missing experts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from scripts.papers.dancemoe.simulated_server import Server
 
 @dataclass(slots=True)
 class Layer:
-    """Of a step. local: seconds of the device, for experts that it has. calls: of each peer asked, its number, seconds
-    of its device, and of ports there and back, and rows. reads: seconds of the disk and then of the device, of each
-    expert."""
+    """A layer of a step.
+
+    Attributes:
+        local: Seconds of the device, for experts of this server.
+        calls: Of each asked peer, its number, seconds of its device and of ports there and back, and rows.
+        reads: Seconds of the disk and then of the device, of each expert.
+    """
 
     local: float
     calls: list[tuple[int, float, float, float, float]]
@@ -27,19 +31,29 @@ class Layer:
 
 @dataclass(frozen=True)
 class Part:
-    """Of a request, in a step. experts: [n_tokens, n_layers, k]. gives_output: whether its last token's output is
-    wanted; of the others it never is, so the last layer computes no experts for them."""
+    """A request's part of a step.
+
+    Attributes:
+        experts: [n_tokens, n_layers, k].
+        gives_output: The last token needs its output. Other tokens never do, so the last layer computes no experts for
+            them.
+    """
 
     experts: np.ndarray
     gives_output: bool
 
 
 class Layers:
-    """Of all steps. resident: bool[n_servers, n_layers, n_expert], which others change.
+    """The layers of all steps.
 
-    served: rows that each computed for peers. n_messages: asked of peers; n_bytes: there and back; n_read: experts read
-    from disks. recent: float64 of the shape of resident, uses since it was set to 0. paces: PACE[n_servers, n_servers],
-    how long who asks waited for whom.
+    Attributes:
+        resident: bool[n_servers, n_layers, n_expert], which the caller changes.
+        served: Rows that each server computed for peers.
+        n_messages: Requests to peers.
+        n_bytes: There and back.
+        n_read: Experts read from disks.
+        recent: float64 of the shape of resident, uses since it was set to 0.
+        paces: PACE[n_servers, n_servers], the waits of one server for another.
     """
 
     def __init__(self, costs: Costs, resident: np.ndarray, servers: Sequence[Server]) -> None:
@@ -52,29 +66,32 @@ class Layers:
         self._recent = self.recent.reshape(n_servers, -1)
         self.served = np.zeros(n_servers, np.int64)
         self.n_messages, self.n_bytes, self.n_read = 0, 0.0, 0
-        self._n_rows = self._n_experts = self._n_inputs = 0  # that were sent
+        self._n_rows = self._n_experts = self._n_inputs = 0  # sent so far
         there, back = 1 / costs.bytes_per_second, 1 / costs.bytes_per_second.T
         np.fill_diagonal(there, 0)
         np.fill_diagonal(back, 0)
-        # Of a message from [one] to [other] and back: what it takes at least, and each row more.
+        # Of a message from [one] to [other] and back: the least time, and the time of each further row.
         self._message_seconds = (costs.latency + costs.latency.T + costs.message + costs.expert
                                  + costs.message_bytes * (there + back))
         np.fill_diagonal(self._message_seconds, np.inf)
         self._there = there
-        self.paces = np.zeros((n_servers, n_servers), PACE)  # of who asks and who answers
+        self.paces = np.zeros((n_servers, n_servers), PACE)  # [asking, answering]
         self._row_seconds = costs.request_bytes * there + costs.reply_bytes * back + costs.row
         self._read_seconds = np.repeat(costs.disk_seconds, n_expert, axis=1)
 
     @property
     def sharing(self) -> Sharing:
-        """Of all rows that were sent until now."""
+        """Returns the sharing of all rows sent so far."""
         if not self._n_rows:
             return Sharing()
         return Sharing(*(self._n_rows / n for n in (self.n_messages, self._n_experts, self._n_inputs)))
 
     def of_step(self, n: int, now: float, parts: Sequence[Part]) -> tuple[float, list[Layer], int, int]:
-        """What a step of server n takes that begins now: seconds of the dense part of a layer, the rest of each layer,
-        rows that the server computes itself, and all rows. PyorchError where an expert cannot be had."""
+        """Returns the time of a step of server n that begins now.
+
+        Seconds of the dense part of a layer, the rest of each layer, rows that the server computes itself, and all
+        rows. PyorchError: no server has an expert.
+        """
         costs, n_layers, n_cells = self._costs, self._n_layers, self._held.shape[1]
         cells = np.concatenate([part.experts for part in parts]) + self._cells
         wanted = np.zeros(len(cells), bool)
@@ -100,16 +117,18 @@ class Layers:
         self, n: int, now: float, layers: list[Layer], cells: np.ndarray, used: np.ndarray, layer: np.ndarray,
         rows: np.ndarray,
     ) -> None:
-        """Appends to calls and reads of the layers what they are for experts that the server has not.
+        """Appends the calls and reads for missing experts to the layers.
 
-        cells: [n_tokens, n_layers, k], experts of the tokens, counted over all layers. used: those of them that the
-        server has not; layer, rows: of each.
+        Args:
+            cells: [n_tokens, n_layers, k], experts of the tokens, counted over all layers.
+            used: The missing ones among them.
+            layer, rows: Of each.
         """
         costs, servers = self._costs, self._servers
         n_servers = len(servers)
         waits = np.array([server.device.free_at for server in servers])
         waits = np.maximum(waits - now, 0) + self._message_seconds[n]
-        # Each layer is a ubatch of its own: it has servers of its own.
+        # Each layer is a ubatch of its own, with its own choice of servers.
         places = in_turn(self._held.take(used, axis=1), n, used)
         places = np.where(places >= 0, places + n_servers * layer[:, None], DISK).astype(np.int32)
         peer = choose(places, rows, np.tile(self.paces[n], self._n_layers))
@@ -120,7 +139,7 @@ class Layers:
         read = max(0.0, servers[n].disk.free_at - servers[n].disk.slice - now) + self._read_seconds[n, used] + own
         from_disk = read < asked
         if not np.isfinite(np.minimum(read, asked)).all():
-            raise PyorchError("an expert is needed that no server has, and no disk: give the servers more memory, or "
+            raise PyorchError("no server has a needed expert, and no disk: give the servers more memory, or "
                               "a disk with --cost disk_bytes_per_second=1e9")
         for i in np.flatnonzero(from_disk).tolist():
             layers[layer[i]].reads.append((float(self._read_seconds[n, used[i]]), float(own[i])))
@@ -147,9 +166,9 @@ class Layers:
         self._n_experts += len(rows)
 
     def _inputs(self, cells: np.ndarray, used: np.ndarray, peer: np.ndarray, message: np.ndarray) -> np.ndarray:
-        """Tokens whose input is in each message: once, however many of the peer's experts compute with it.
+        """Counts the tokens whose input is in each message: once, for all of the peer's experts that use it.
 
-        used, peer: experts and who is asked for each. message: number of layer and peer of each, ascending.
+        used, peer: experts and the asked server of each. message: layer and peer of each, ascending.
         """
         n_servers, n_layers = len(self._servers), self._n_layers
         peer_of = np.full(self._held.shape[1] + 1, DISK)

@@ -1,4 +1,4 @@
-"""A picture of a plan: who is in which pool, and what that costs at other budgets."""
+"""Draws a plan: the experts of each pool, and the waits at other budgets."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = program.parser_of("scripts.papers.zipmoe.plot_plan", "draw who is in which pool of a plan, and its cost",
                                "olmoe.gguf -o plots")
     add_model(parser, "with a compressed pack beside it")
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="by pyorch plan (default: the one beside the model)")
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="where to draw")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="of pyorch plan (default: next to the model)")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="write the picture here")
     return program.run(parser, _run, argv)
 
 
@@ -65,13 +65,17 @@ def draw(
     inclusion: np.ndarray, capacities: np.ndarray, budgets: Sequence[float], costs: Mapping[str, Sequence[float]],
     directory: Path,
 ) -> Path:
-    """Writes plan.png into a directory, which is made if need be; returns its path.
+    """Writes plan.png into a directory, which is made if needed; returns its path.
 
     Args:
-        inclusion: float64[n_layers, n_expert], by rank. capacities: [n_layers, 4], of the plan.
-        budgets: as shares of all experts; costs: milliseconds that a token waits at each of them, by what is done.
+        inclusion: float64[n_layers, n_expert], by rank.
+        capacities: [n_layers, 4], of the plan.
+        budgets: As shares of all experts.
+        costs: Milliseconds that a token waits at each budget, by strategy.
+        directory: For the picture.
 
-    Raises PyorchError without matplotlib, or where nothing can be written.
+    Raises:
+        PyorchError: matplotlib is missing, or the file cannot be written.
     """
     picture = partial(_plan, inclusion=inclusion, capacities=capacities, budgets=budgets, costs=costs)
     return pictures.save({"plan": picture}, directory)[0]

@@ -24,9 +24,10 @@ _COLOURS = {
 
 
 def draw(evaluation: Evaluation, directory: Path) -> list[Path]:
-    """Writes caching.png, latency.png and throughput.png into a directory, of what there is; returns their paths.
+    """Writes caching.png, latency.png and throughput.png, if they have data, into a directory; returns their paths.
 
-    Raises PyorchError without matplotlib, or where nothing can be written.
+    Raises:
+        PyorchError: matplotlib is missing, or a file cannot be written.
     """
     made = {}
     if evaluation.caching:
@@ -41,7 +42,7 @@ def draw(evaluation: Evaluation, directory: Path) -> list[Path]:
 
 
 def _caching(figure_class: type[Figure], rows: Sequence[Played]) -> Figure:
-    """Left: eviction policies, where experts are whole. Right: forms, with one policy."""
+    """Draws eviction policies with whole experts on the left, and forms with one policy on the right."""
     figure = figure_class(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     budgets = list(dict.fromkeys(row.budget for row in rows))

@@ -1,4 +1,4 @@
-"""The evaluation of compressed experts for people, as CSV files, and against the project's goals."""
+"""The evaluation of compressed experts as text, as CSV files, and against the project's goals."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from scripts.papers.tables import Goal, Table, goal_table
 from scripts.papers.zipmoe.caching import COMPRESSED, FULL, PLAN, WITHOUT, Conditions, Played, find, shown_policy
 from scripts.papers.zipmoe.measure import MMAP, WITHOUT_LRU, Case, Measured, Measurements
 
-DECODE_GOAL, DECODE_GOAL_AT = 1.35, "40%"  # times as fast as whole experts, where experts are read for most tokens
-_EXPECTED = 0.25  # of what is measured, that a plan may be wrong by
+DECODE_GOAL, DECODE_GOAL_AT = 1.35, "40%"  # speed relative to whole experts, if most tokens read experts
+_EXPECTED = 0.25  # allowed error of a plan, relative to the measurement
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was asked for: the others are empty. notes: what there is to say of it."""
+    """The requested results; others are empty. notes: remarks."""
 
     conditions: Conditions | None = None
     caching: list[Played] = field(default_factory=list)
@@ -40,7 +40,7 @@ def tables(evaluation: Evaluation) -> list[Table]:
 
 
 def caching_goals(rows: Sequence[Played], conditions: Conditions) -> Iterator[Goal]:
-    """In simulated time: the plan waits no longer than what keeps one form, and as long as it expects."""
+    """Yields goals in simulated time: the plan waits no longer than a single form, and as long as it expects."""
     policy = shown_policy(conditions.policies)
     for budget in map(str, conditions.budgets):
         ours = find(rows, PLAN, policy, budget)
@@ -55,7 +55,7 @@ def caching_goals(rows: Sequence[Played], conditions: Conditions) -> Iterator[Go
 
 
 def measured_goals(measurements: Measurements, rows: Sequence[Measured]) -> Iterator[Goal]:
-    """Of what was measured: each as the median of the ratios of rounds."""
+    """Yields goals of measurements, each the median of the ratios of rounds."""
     cases = measurements.cases
     for limit in dict.fromkeys(case.limit for case in cases):
         ours = Case(PLAN, limit)
@@ -71,7 +71,7 @@ def measured_goals(measurements: Measurements, rows: Sequence[Measured]) -> Iter
 
 
 def _batches(rows: Sequence[Measured]) -> list[Measured]:
-    """Those that are compared by how many sequences there are: under one limit, with several."""
+    """Returns the rows under one limit with several sequences, which compare batches."""
     limits = {row.limit for row in rows if row.batch > 1}
     systems = {row.system for row in rows if row.batch > 1}
     return [row for row in rows if row.limit in limits and row.system in systems]
@@ -112,5 +112,5 @@ def _shares(shares: Sequence[float] | None) -> str:
 
 
 def _ratio(a: float, b: float) -> float:
-    """1 of nothing and nothing."""
+    """Returns a / b, and 1 for 0 / 0."""
     return a / b if b else 1.0 if a == 0 else float("nan")

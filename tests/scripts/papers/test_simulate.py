@@ -190,7 +190,7 @@ def test_traces_must_be_there_and_of_one_model(capsys, given, tmp_path):
 
 def test_too_little_memory_and_no_disk_is_one_sentence(capsys, given, tmp_path):
     (tmp_path / "cluster.toml").write_text(CLUSTER.replace("60%", "20%"))
-    assert "no server has, and no disk" in refused(capsys, *given, "--cost", "disk_bytes_per_second=0")
+    assert "no server has a needed expert, and no disk" in refused(capsys, *given, "--cost", "disk_bytes_per_second=0")
     assert report(capsys, *given, "--duration", 60)["rows"][0]["n_read"] > 0
 
 

@@ -101,7 +101,7 @@ def test_an_expert_that_nobody_has_is_read_and_one_far_away_too():
 
 def test_an_expert_that_cannot_be_had_is_a_sentence():
     traffic = [Traffic(at(0), Same([[[2]]])), Traffic(at(), Same([]))]
-    with pytest.raises(PyorchError, match="no server has, and no disk"):
+    with pytest.raises(PyorchError, match="no server has a needed expert, and no disk"):
         simulate(costs_of(2, 1, NO_DISK), only_own([0], [1], n_expert=3), traffic, 10)
 
 
