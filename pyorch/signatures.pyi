@@ -100,6 +100,7 @@ def load(
         placed: Other servers will compute experts (Engine.connect, Engine.set_placement), as a share requires.
         source: Reads in place of the file, see Engine.
         use_extra_bufts: Repack weights of some types for faster kernels, dense ones and experts, as llama.cpp does.
+        verbose: Print the log of llama.cpp.
         policy: eviction policy: lru, lfu, finemoe or learned (default: learned)
         prefetch: predictor of the experts to prefetch while decoding: none, auto, or
             NAME[:DISTANCE:PRECISION] of none, quasi-hidden, hybrid or expert-map

@@ -88,7 +88,8 @@ def gains(
     if why_unrecordable(model_map):
         return found
     found.append(Gain("maps", f"pyorch maps {path} TRACE", "maps" in there, None, False, False,
-                      "use counts: pools of a compressed pack begin with them, and the predictor expert-map searches them"))
+                      "use counts: pools of a compressed pack begin with them, and the predictor expert-map searches "
+                      "them"))
     found.append(Gain("buddies", f"pyorch buddies {path} --trace TRACE", "buddies" in there,
                       1 / fastest, True, True,
                       "if nothing at all is waited for; --lossy heaviest waits for what is heavy and needs no file; "

@@ -44,7 +44,6 @@ public:
     // compute: writes the outputs [n_slots][n_out] of rows, or throws Failure; called by one thread. Throws Failure if
     // it cannot listen.
     using Compute = std::function<void(const ExpertRows & rows, float * outputs)>;
-    // Throws Failure if it cannot listen.
     Listener(ListenerConfig config, Compute compute);
     ~Listener();
 
