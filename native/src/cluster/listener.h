@@ -25,7 +25,7 @@ namespace pyorch {
 struct ListenerConfig : Endpoint {
     std::vector<LayerShape> layers;
     uint64_t                quota    = UINT64_MAX; // bytes; MIN_REQUESTS of the largest size is enough
-    int                     stall_ms = 1000; // a connection without progress for so long loses its room to others
+    int                     stall_ms = 1000;       // a connection without progress for so long loses its room to others
 };
 
 // Bytes of the largest request of so many slots, with its answer.

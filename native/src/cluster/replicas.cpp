@@ -48,7 +48,7 @@ std::vector<int> choose_replicas(const std::vector<std::vector<int>> & places, c
         all.seconds += pace.seconds;
         all.slots_seconds += pace.slots_seconds;
     }
-    const Line usual = all.answers > 0 ? line_of(all) : Line{ 1, 1 }; // also for an unknown server
+    const Line          usual = all.answers > 0 ? line_of(all) : Line{ 1, 1 }; // also for an unknown server
     std::vector<Line>   lines;
     std::vector<double> asked;
     for (const pyorch_pace & pace : paces) {

@@ -32,7 +32,7 @@ public:
     void divide(uint64_t budget, uint64_t fewest, const PoolShares & shares, uint64_t passing = 0);
 
     uint64_t limit(Form form) const { return limits[(int) form]; } // bytes
-    uint64_t stored_limit() const; // of all stored parts, in pools and of running loads
+    uint64_t stored_limit() const;                                 // of all stored parts, in pools and of running loads
 
     // Counts of uses of a layer's experts before this run, [n_expert], >= 0. They fade like later uses.
     void begin_with(int layer, const double * uses, uint64_t now);

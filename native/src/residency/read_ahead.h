@@ -75,9 +75,9 @@ private:
     std::deque<Expert *>                      prompt;
     Guesses                                   guesses;
     std::deque<Expert *>                      deferred;
-    std::unordered_map<const void *, Passage> passages; // by context
-    std::vector<const void *> forecast_for;             // by layer: the context of its forecast, or null
-    double                    share_read = 0.5;
+    std::unordered_map<const void *, Passage> passages;     // by context
+    std::vector<const void *>                 forecast_for; // by layer: the context of its forecast, or null
+    double                                    share_read = 0.5;
 
     bool next(const Locked & locked, std::deque<Expert *> & wanted, bool scan);
     bool next_guess(const Locked & locked);

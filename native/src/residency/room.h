@@ -90,12 +90,12 @@ private:
     StoredParts &                 stored;
     Loader &                      loads;
     PoolShares                    shares;
-    Width                         width;      // the pool of full experts has this much room for coming layers
-    std::vector<int>              size_class; // by layer
-    std::vector<int>              pressure;   // by size class: see choose_victim
-    std::vector<std::vector<int>> displaced;  // by layer: victims since it last came
-    uint64_t reserved_bytes = 0;              // pinned experts and layers' minima
-    Rate     missed;
+    Width                         width;              // the pool of full experts has this much room for coming layers
+    std::vector<int>              size_class;         // by layer
+    std::vector<int>              pressure;           // by size class: see choose_victim
+    std::vector<std::vector<int>> displaced;          // by layer: victims since it last came
+    uint64_t                      reserved_bytes = 0; // pinned experts and layers' minima
+    Rate                          missed;
 
     Victim           choose_victim(int layer, Purpose purpose, float more_likely_than);
     void             evict(Expert & e);

@@ -190,10 +190,10 @@ private:
     std::vector<Changes *>          listeners;            // of each order of eviction
     bool                            counts_turns = false; // the policy counts turns
     bool                            plain        = true;  // an expert in memory counts its plain value
-    std::vector<double> nearness; // by layers until its turn: the discount of a policy that counts turns
-    int                 n_executed_;
-    int                 at_layer = 0; // the last layer that came
-    uint64_t            now_     = 0;
+    std::vector<double>             nearness; // by layers until its turn: the discount of a policy that counts turns
+    int                             n_executed_;
+    int                             at_layer = 0; // the last layer that came
+    uint64_t                        now_     = 0;
 
     void   measure_turns();
     double turn(int layer) const;

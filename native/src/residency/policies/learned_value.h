@@ -89,7 +89,7 @@ private:
 
     struct Passage {
         std::vector<Past> past;     // by layer
-        std::vector<int> previous; // experts of the layer that was visited last
+        std::vector<int>  previous; // experts of the layer that was visited last
     };
 
     const int                                 width; // of rows: n_expert and padding
