@@ -3,7 +3,8 @@
 //     opened --head arrived--> routed --all arrived--> received --answer is written--> answered --> ... --> closed
 //
 // A thread of the server serves one connection at a time, and reports its state. CLOSED is reported before the socket
-// is closed. So this class never shuts down a socket that belongs to another connection.
+// is closed. So this class never shuts down a socket that belongs to another connection. llama-server itself stops the
+// request of a client that left (`should_stop`, server.cpp).
 
 #pragma once
 
