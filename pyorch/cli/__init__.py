@@ -308,7 +308,7 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"unrecognized arguments: {' '.join(unknown)}" + (f" ({hints})" if hints else ""))
 
     def error(self, message: str) -> NoReturn:
-        raise PyorchError(f"{message}; {self.prog} --help shows what can be given")
+        raise PyorchError(f"{message}; {self.prog} --help shows all options")
 
 
 def _print_version(_: argparse.Namespace) -> int:

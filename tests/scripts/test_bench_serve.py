@@ -79,7 +79,7 @@ def test_what_is_not_answered_in_time_is_given_up(small_moe: Path, tmp_path: Pat
     (("--budget", "1KiB"), "budget 1 KiB is below the floor"),
     (("--prompt-tokens", "10000000", "--np", "1"), "give a longer one with --data"),
     (("--arrivals", "nowhere.jsonl"), "nowhere.jsonl cannot be read"),
-    (("--unknown",), "python -m scripts.bench_serve --help shows what can be given"),
+    (("--unknown",), "python -m scripts.bench_serve --help shows all options"),
 ])
 def test_a_mistake_is_a_sentence(
     small_moe: Path, capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
