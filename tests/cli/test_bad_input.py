@@ -404,7 +404,7 @@ def test_a_context_below_nothing(refused, small_moe: Path) -> None:
 
 def test_a_prompt_longer_than_the_context(refused, small_moe: Path) -> None:
     said = refused("run", small_moe, "-p", "word " * 600, "--ctx", "256", "--budget", "50%")
-    assert "room for 256: make the context larger (--ctx N" in said
+    assert "room for 256: make it larger (--ctx N" in said
 
 
 def test_a_prompt_file_that_is_absent(refused, small_moe: Path, tmp_path: Path) -> None:
