@@ -139,7 +139,7 @@ def test_every_field_has_a_value_of_its_type(several: ServerProcess):
 
 def test_probabilities_are_those_of_openais_api(several: ServerProcess):
     given = {"temperature": 0, "seed": 1}
-    for _ in range(2):  # the second time, like the requests below, finds the prompt in the cache: its batches are as wide
+    for _ in range(2):  # from the second time on the prompt is in the cache: equal widths of batches
         plain = several.client.completions.create(model="sparse", prompt=PROMPT, max_tokens=4, logprobs=3, **given)
     expected = [(each["token"], each["logprob"], [other["token"] for other in each["top_logprobs"]])
                 for each in plain.choices[0].logprobs.content]
