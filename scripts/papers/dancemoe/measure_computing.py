@@ -1,15 +1,17 @@
-"""What computing takes on servers that are up: coefficients for simulations, fitted to requests that nobody disturbs.
+"""Measures the costs of computing on running servers: coefficients for simulations, fitted to undisturbed requests.
 
-A probe is one request to one server. llama-server says how long its steps took, counters of all servers what they did
-for it. Of what peers computed the time is known by itself, so a message, an expert and a row are told apart there, by
-messages of different lengths. Taken from a request's time with what it waited for answers and reads, that leaves the
-dense part: a layer, and a token in it. Errors count as shares of the time, for short and long requests alike.
+A probe is one request to one server. llama-server reports the time of its steps; counters of all servers report their
+work for it. The time that peers compute is known separately. There, messages of different lengths separate the costs of
+a message, an expert and a row. From the request's time, these costs and the waits for answers and reads are subtracted.
+The rest is the dense part: the cost of a layer, and of a token in it. The fit weighs relative errors, so short and long
+requests count equally.
 
-A step outside the layers cannot be told from its layers, all steps having as many: it is a part of `layer`.
+A step's time outside the layers cannot be told from its layers, because all steps have the same number of layers.
+It is a part of `layer`.
 
-Servers on one machine get probes at the same time, too: then its processors are busy for longer than the same work
-takes alone, because memory, caches and the system are shared. So many seconds of work as are done while all of them are
-busy for a second are the cores that the machine is worth.
+Servers on one machine also get probes at the same time. The processors are then busy for longer than the same work
+takes alone, because the servers share memory, caches and the system. The machine's cores, for simulations, are the
+seconds of work done per second in which all processors are busy.
 """
 
 from __future__ import annotations
@@ -42,24 +44,29 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.serve.llama_server import keys_in
 from scripts.papers import program
 
-# Tokens of the prompt, and those decoded behind the first, of each request that is sent. The longest fits any context.
+# Of each probe: tokens of the prompt, and tokens decoded after the first. The longest probe fits any context.
 _PROBES = ((2, 16), (8, 0), (24, 0), (64, 0), (160, 0), (320, 0))
-_ROUNDS = 3  # of all of them; the first, in which buffers are made and pages come, does not count
-_SECONDS = 60.0  # after which no further round begins, for one server
+_ROUNDS = 3  # of all probes; the first one does not count: it allocates buffers and loads pages
+_SECONDS = 60.0  # per server; after this time no round begins
 
-# Probes of all servers of a machine at once, and seconds in which they get them. Short ones: they end at about the same
+# Probes of all servers of a machine at the same time, and the seconds for them. Short probes end at about the same
 # time.
 _TOGETHER, _TOGETHER_SECONDS = ((2, 16), (64, 0)), 4.0
 
 
-_LOWEST, _HIGHEST = 100, 1000  # tokens that prompts are made of: whole pieces of words in any vocabulary
+_LOWEST, _HIGHEST = 100, 1000  # range of token ids for prompts: whole pieces of words in any vocabulary
 _PATIENCE = 120.0  # seconds for one request
 
 
 @dataclass(frozen=True)
 class Processors:
-    """Of a machine. n: processors; busy: seconds that all of them together were, since any time. n_threads: that
-    compute in a job of a server."""
+    """The processors of a machine.
+
+    Attributes:
+        n: Number of processors.
+        n_threads: Threads that compute in a server's job.
+        busy: Seconds that the processors were busy, added up, since any fixed time.
+    """
 
     n: int
     n_threads: int
@@ -68,8 +75,16 @@ class Processors:
 
 @dataclass(frozen=True)
 class Work:
-    """Of a server, in so many seconds of computing. steps: 0 of what it did for others; tokens: of all steps. messages:
-    that it answered; 0 of requests of its own users. experts: uses of an expert, by any number of rows at once."""
+    """Work of a server.
+
+    Attributes:
+        seconds: Time of computing.
+        steps: Steps; 0 for work for others.
+        tokens: Tokens of all steps.
+        messages: Answered messages; 0 for requests of the server's own users.
+        experts: Uses of an expert, each by any number of rows at once.
+        rows: Rows of the experts.
+    """
 
     seconds: float
     steps: int
@@ -80,10 +95,18 @@ class Work:
 
 
 class Works:
-    """What servers did for probes, one after another.
+    """The servers' work for probes, one probe after another.
 
-    probe: sends a request to a server, of so many tokens of a prompt and so many decoded behind the first; returns
-    seconds that its steps took. counters: of all servers, now. n_layers: with experts.
+    Attributes:
+        own: Of each server, its work for its own users.
+        for_others: Of each server, its work for peers.
+
+    Args:
+        names: Names of the servers.
+        n_layers: Layers with experts.
+        probe: Sends a server a request with this number of prompt tokens and of tokens decoded after the first;
+            returns the seconds of its steps.
+        counters: Returns the present counters of all servers.
     """
 
     def __init__(
@@ -95,7 +118,7 @@ class Works:
         self.for_others: dict[str, list[Work]] = {name: [] for name in names}
 
     def measure(self, name: str) -> None:
-        """Sends the probes of one server, while nobody else asks."""
+        """Sends the probes of one server. No other request may run meanwhile."""
         begin = time.monotonic()
         for number in range(_ROUNDS):
             if number > 1 and time.monotonic() > begin + _SECONDS:
@@ -110,9 +133,12 @@ class Works:
     def measure_together(
         self, names: Sequence[str], processors: Callable[[], Processors], costs: Mapping[str, ServerCosts]
     ) -> float:
-        """How many jobs the machine of these servers computes at once, none slower than alone: 1 at least.
+        """Returns the number of jobs that the machine of these servers computes at once at full speed: at least 1.
 
-        processors: of that machine, on which nobody else should compute meanwhile. costs: as fitted.
+        Args:
+            names: Servers of the machine.
+            processors: Reads the machine's processors. No other program should compute on them meanwhile.
+            costs: Fitted costs of the servers.
         """
         before, then = self._counters(), processors()
         deadline = time.monotonic() + _TOGETHER_SECONDS
@@ -124,7 +150,7 @@ class Works:
         return at_once(now, now.busy - then.busy, seconds)
 
     def _ask_until(self, name: str, deadline: float) -> list[tuple[int, int]]:
-        """Steps and tokens of the probes that a server got."""
+        """Sends a server probes until the deadline. Returns the steps and tokens of each."""
         requests = []
         for n_tokens, n_output in itertools.cycle(_TOGETHER):
             self._probe(name, n_tokens, n_output)
@@ -133,7 +159,7 @@ class Works:
                 return requests
 
     def fit(self, name: str, known: ServerCosts) -> ServerCosts:
-        """Costs of a server: `known`, with those coefficients that its work tells."""
+        """Returns costs of a server: `known`, with the coefficients that its work determines."""
         return fit(self.own[name], self.for_others[name], self._n_layers, known)
 
     def _add(
@@ -167,8 +193,14 @@ def _own_rows(gained: Mapping[str, int]) -> int:
 def work_seconds(
     costs: ServerCosts, n_layers: int, gained: Mapping[str, int], requests: Sequence[tuple[int, int]]
 ) -> float:
-    """What took a server so long by its costs: all that it computed, for its own users and for others. requests: steps
-    and tokens of each of its own."""
+    """Returns the seconds that a server's whole work takes by its costs, for its own users and for peers.
+
+    Args:
+        costs: Costs of the server.
+        n_layers: Layers with experts.
+        gained: Increase of the server's counters.
+        requests: Steps and tokens of each request of its own users.
+    """
     steps, tokens = (sum(column) for column in zip(*requests)) if requests else (0, 0)
     return (n_layers * (costs.layer * steps + costs.token * tokens) + costs.message * gained["served_messages"]
             + costs.expert * (gained["hits"] + gained["misses"])
@@ -176,16 +208,19 @@ def work_seconds(
 
 
 def at_once(processors: Processors, busy: float, seconds: float) -> float:
-    """Jobs that they compute at once when they were busy for so long with so many seconds of work."""
+    """Returns the number of jobs computed at once, if `seconds` of work kept the processors busy for `busy` seconds."""
     most = max(1.0, processors.n / processors.n_threads)
     return most if busy <= 0 else min(max(1.0, processors.n * seconds / busy), most)
 
 
 def fit(own: Sequence[Work], for_others: Sequence[Work], n_layers: int, known: ServerCosts) -> ServerCosts:
-    """Costs of a server: `known`, with those coefficients that can be told from its work.
+    """Returns costs of a server: `known`, with the coefficients that its work determines.
 
-    own: of requests of its users, without waiting. for_others: what it computed meanwhile for requests to other
-    servers; none where it never did: then rows are counted with tokens.
+    Args:
+        own: Work for requests of its users, without waits.
+        for_others: Work for requests to other servers. If there is none, rows count with tokens.
+        n_layers: Layers with experts.
+        known: Costs that are kept if the work does not determine them.
     """
     expert = row = 0.0
     if for_others:
@@ -203,9 +238,9 @@ def fit(own: Sequence[Work], for_others: Sequence[Work], n_layers: int, known: S
 def _fitted(
     works: Sequence[Work], columns: Sequence[Sequence[float]], seconds: Sequence[float] | None = None
 ) -> tuple[float, ...]:
-    """Coefficients of the columns, none below 0, whose sums differ least from the seconds, as shares of the work's.
+    """Returns the coefficients of the columns, all >= 0, with the least squared relative errors of their sums.
 
-    They are few: of all choices of those that are not 0 the best is taken.
+    An error is relative to the work's seconds. The columns are few, so all subsets of nonzero coefficients are tried.
     """
     weights = 1 / np.array([work.seconds for work in works])
     matrix = np.array(columns, np.float64) * weights[:, None]
@@ -226,14 +261,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = program.parser_of(
         "scripts.papers.dancemoe.measure_computing", "measure what computing takes on the servers of this machine",
         "--config cluster.toml --costs costs.json -o costs.json")
-    parser.description += " Nobody else should ask the servers meanwhile, nor compute here."
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE.toml", help="of a cluster that is up here")
+    parser.description += " Send the servers no other requests meanwhile, and run no other programs on this machine."
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE.toml", help="a cluster that runs here")
     parser.add_argument("--costs", type=Path, required=True, metavar="FILE.json",
                         help="links and disks, by pyorch cluster measure")
     parser.add_argument("--threads", type=whole(1, 512), default=physical_cores(), metavar="N",
-                        help="that compute, of each server (default: the physical cores)")
+                        help="computing threads of each server (default: the physical cores)")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FILE.json",
-                        help="the costs with those of computing")
+                        help="the same costs, with the costs of computing")
     return program.run(parser, _run, argv)
 
 
@@ -269,7 +304,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def ask(url: str, n_tokens: int, n_output: int, cluster: Cluster) -> float:
-    """Seconds that the steps of a request take, a prompt of so many tokens and so many decoded behind the first."""
+    """Returns the seconds of a request's steps.
+
+    The request has `n_tokens` prompt tokens and `n_output` tokens decoded after the first.
+    """
     where, headers = urlsplit(url), {"Content-Type": "application/json"}
     tokens = np.random.default_rng(n_tokens).integers(_LOWEST, _HIGHEST, n_tokens).tolist()
     if where.scheme == "https":
@@ -298,7 +336,7 @@ def ask(url: str, n_tokens: int, n_output: int, cluster: Cluster) -> float:
 def _processors(n_threads: int) -> Processors:
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
-    # Of times of guests psutil says that they are in user and nice already.
+    # psutil already counts the times of guests in user and nice.
     counted = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
     return Processors(psutil.cpu_count() or 1, n_threads, counted - idle)
 

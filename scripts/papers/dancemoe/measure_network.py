@@ -1,10 +1,11 @@
-"""Servers on one machine that have a network of their own: namespaces, links of a chosen bandwidth, slow disks.
+"""Gives servers on one machine their own network: namespaces, links of a chosen bandwidth, and slow disks.
 
-Each server is a network namespace with one interface, at 10.77.0.1 and so on; a switch, in a namespace too, joins them.
-The token buckets of tc limit what each sends. Where control groups of version 1 can throttle reads, each server reads
-the disk at a speed of its own. No packet can leave: nothing joins these namespaces to the machine's network.
+Each server is a network namespace with one interface, at 10.77.0.1, 10.77.0.2, ... A switch in its own namespace joins
+them. The token buckets of tc limit the bytes that each server sends. Where control groups of version 1 can throttle
+reads, each server has its own limit of reads from the disk. No packet can leave: no link joins these namespaces to the
+machine's network.
 
-Everything is taken away by a process that waits for the end of the one that made it, so also after a crash.
+A separate process removes the network when the process that made it ends, so a crash leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from pathlib import Path
 _RUN = Path("/run/netns")
 _THROTTLE = Path("/sys/fs/cgroup/blkio")
 _CLONE_NEWNET = 0x40000000
-_TEMPORARY = Path("/tmp")  # not wherever TMPDIR is: paths of Ray's sockets are long
-_MARK = "PYORCH_LAB"  # in the environment of processes: the network that they belong to
-_PREFIX = "pyorch-lab-"  # of what belongs to a network: then letters that no other one has, and a server
+_TEMPORARY = Path("/tmp")  # TMPDIR may be too long for the paths of Ray's sockets
+_MARK = "PYORCH_LAB"  # variable in the environment of processes, with the tag of their network
+_PREFIX = "pyorch-lab-"  # of all names of a network; unique letters and then a server's number follow
 
 
 class NoNetwork(Exception):
-    """A sentence: why no network can be made here."""
+    """A network cannot be made here. The message is a sentence with the reason."""
 
 
 def check_possible() -> None:
-    """NoNetwork where this user, or this machine, cannot make one."""
+    """Raises NoNetwork if this user or this machine cannot make a network."""
     if sys.platform != "linux" or os.geteuid() != 0:
         raise NoNetwork("network namespaces need Linux and root: run it as root, or with sudo")
     for program in ("ip", "tc", "nsenter"):
@@ -43,10 +44,19 @@ def check_possible() -> None:
 
 
 class Network:
-    """A context: namespaces of servers with these names, joined by links of so many bits a second, in each direction.
+    """A context that holds the servers' namespaces, with a link to each server.
 
-    disk: bytes a second that each server reads of the disk with `path` on it; 0: as many as it can. throttled: whether
-    that could be done. directory: for temporary files, which are removed at the end, too.
+    Attributes:
+        names: Names of the servers.
+        tag: Name of the network.
+        directory: Directory for temporary files. It is removed at the end.
+        throttled: Reads of the disk are limited.
+
+    Args:
+        names: Names of the servers.
+        bits_per_second: Bandwidth of each link, in each direction.
+        disk: Bytes per second that each server may read from the disk; 0: no limit.
+        path: A file on that disk.
     """
 
     def __init__(self, names: Sequence[str], bits_per_second: float, disk: float, path: Path) -> None:
@@ -70,7 +80,7 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends all processes of the servers, and takes everything away."""
+        """Ends all processes of the servers, and removes the network."""
         self._keeper.stdin.close()
         self._keeper.wait()
 
@@ -78,7 +88,13 @@ class Network:
         return f"10.77.0.{self.names.index(name) + 1}"
 
     def start(self, name: str, command: Sequence[str], **options: object) -> subprocess.Popen:
-        """A process of a server. It ends with the network at the latest. options: of Popen, but for its environment."""
+        """Starts a process of a server. It ends with the network at the latest.
+
+        Args:
+            name: The server.
+            command: Program and arguments.
+            options: Options of Popen, except the environment.
+        """
         group = self._group(name)
         join = f'echo $$ > {group}/cgroup.procs; exec "$@"' if self.throttled else 'exec "$@"'
         inside = ["nsenter", f"--net={_RUN / self._space(name)}", "sh", "-c", join, "sh", *command]
@@ -86,7 +102,11 @@ class Network:
                                 env=os.environ | {_MARK: self.tag}, **options)
 
     def run(self, name: str, command: Sequence[str], seconds: float) -> str:
-        """What a process of a server prints. NoNetwork, with its last line, where it fails or takes longer."""
+        """Returns the output of a process of a server.
+
+        Raises:
+            NoNetwork: The process fails or takes longer than `seconds`. The message is its last line if it fails.
+        """
         process = self.start(name, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
             output, errors = process.communicate(timeout=seconds)
@@ -101,7 +121,7 @@ class Network:
 
     @contextlib.contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """The calling thread opens its connections in the namespace of a server."""
+        """Opens connections of the calling thread in the namespace of a server."""
         with open("/proc/thread-self/ns/net") as before:
             with open(_RUN / self._space(name)) as there:
                 _enter(there.fileno())
@@ -111,16 +131,16 @@ class Network:
                 _enter(before.fileno())
 
     def kill(self, name: str) -> int:
-        """Ends all processes of a server at once, and its network before that: as if its power failed. How many."""
+        """Kills all processes of a server and returns their number. Its link fails first, as in a loss of power."""
         self.set_link(name, up=False)
         return _kill_all(lambda: self.processes(name))
 
     def set_link(self, name: str, up: bool) -> None:
-        """Joins the server to the others, or cuts it off."""
+        """Joins the server to the others, or disconnects it."""
         _ip("-n", f"{self.tag}-switch", "link", "set", f"p{self.names.index(name)}", "up" if up else "down")
 
     def set_disk(self, bytes_per_second: float) -> None:
-        """How fast each server reads, from now on; 0: as fast as it can. Nothing where that is not possible here."""
+        """Sets the limit of each server's reads from now on; 0: no limit. Does nothing if reads cannot be limited."""
         if self.throttled:
             for name in self.names:
                 limit = self._group(name) / "blkio.throttle.read_bps_device"
@@ -148,7 +168,7 @@ class Network:
             _ip("-n", space, "addr", "add", f"{self.address(name)}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "eth0", "up")
             _ip("-n", space, "link", "set", "lo", "up")
-            # What a server sends; what it gets passes the switch's port to it. A burst is what 1 ms carries.
+            # The server's interface limits sent bytes, the switch's port received bytes. A burst is the bytes of 1 ms.
             burst = str(max(16_000, int(self._rate / 8e3)))
             for where, device in ((space, "eth0"), (switch, port)):
                 _call("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{self._rate:.0f}",
@@ -164,10 +184,10 @@ class Network:
 
 
 def take_away(tag: str) -> None:
-    """All that belongs to a network, whatever is left of it.
+    """Removes all remains of a network.
 
-    First the names of its namespaces: then a process that was about to enter one cannot, unless it has opened it, and
-    such a one bears the mark.
+    The names of its namespaces are removed first, so no process can enter them later. A process that has already opened
+    a namespace has the mark in its environment, and is killed for that.
     """
     spaces = {path.name: os.stat(path).st_ino for path in _RUN.glob(f"{tag}-*")}
     for space in spaces:
@@ -175,7 +195,7 @@ def take_away(tag: str) -> None:
             _ip("netns", "del", space)
     _kill_all(lambda: _belonging(tag, set(spaces.values())))
     for group in _THROTTLE.glob(f"{tag}-*"):
-        for _ in range(100):  # a process that has just ended may be listed for a moment
+        for _ in range(100):  # a group may list an ended process for a moment
             try:
                 group.rmdir()
                 break
@@ -195,10 +215,10 @@ def _processes(space: str) -> list[int]:
 
 
 def _belonging(tag: str, spaces: set[int]) -> list[int]:
-    """Processes in these namespaces, by inode, or with the mark of the network."""
+    """Returns the processes in these namespaces (inodes) or with the mark of the network."""
     found, mark = [], f"{_MARK}={tag}".encode()
     for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if process.name.isdigit() and (os.stat(process / "ns/net").st_ino in spaces
                                            or mark in (process / "environ").read_bytes().split(b"\0")):
                 found.append(int(process.name))
@@ -206,7 +226,7 @@ def _belonging(tag: str, spaces: set[int]) -> list[int]:
 
 
 def _kill_all(processes: Callable[[], list[int]]) -> int:
-    """Those that are there, and those that they start meanwhile."""
+    """Kills the processes, and processes that they start meanwhile. Returns their number."""
     killed = set()
     deadline = time.monotonic() + 30
     while (left := [pid for pid in processes() if pid != os.getpid()]) and time.monotonic() < deadline:
@@ -219,7 +239,7 @@ def _kill_all(processes: Callable[[], list[int]]) -> int:
 
 
 def _disk_of(path: Path) -> str | None:
-    """MAJOR:MINOR of the whole disk with that file; None where it lies on none."""
+    """Returns MAJOR:MINOR of the whole disk with that file; None if no disk holds it."""
     number = os.stat(path).st_dev
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     if not device.exists():
@@ -248,7 +268,7 @@ def _call(*command: str) -> str:
 
 
 def _keep(tag: str) -> None:
-    """Until whoever made the network closes the pipe, or ends."""
+    """Keeps a network until its maker closes the pipe or ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.stdin.buffer.read()

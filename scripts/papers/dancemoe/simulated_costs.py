@@ -1,4 +1,4 @@
-"""What simulations know of a file of costs beside the product: sizes, and servers that share the cores of a machine."""
+"""Reads the simulator's own parts of a file of costs: sizes, and machines with cores that several servers share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ MOST_OF_EXPERT = 1e10  # bytes
 
 @dataclass(frozen=True)
 class Sizes:
-    """In bytes. expert: of one expert, or of one of each layer; request: of a token's input, which a peer gets once for
-    all its experts; reply: of a row; message: of a message beside these. None: as the model has it; or_of() fills that
-    in."""
+    """Sizes in bytes. None means the model's size, which or_of() sets.
+
+    Attributes:
+        expert: Of an expert: one size, or one for each layer.
+        request: Of a token's input. A peer receives it once for all experts that use it.
+        reply: Of a row of an answer.
+        message: Of a message, without its inputs or rows.
+    """
 
     expert: float | tuple[float, ...] | None = None
     request: float | None = None
@@ -27,7 +32,7 @@ class Sizes:
 
     @classmethod
     def of(cls, file: CostsFile) -> Sizes:
-        """FormatError for what is no size."""
+        """Returns the sizes in a file of costs. FormatError: a value is no size."""
         sizes = {}
         for field in fields(cls):
             size = file.simulated.get(f"{field.name}_bytes")
@@ -40,13 +45,16 @@ class Sizes:
         return cls(**sizes)
 
     def or_of(self, expert: float | tuple[float, ...], row: float) -> Sizes:
-        """What is None, of a model. row: of one."""
+        """Returns these sizes, with the model's in place of None. `row` is the size of a row."""
         return replace(self, **{name: value for name, value in (("expert", expert), ("request", row), ("reply", row))
                                 if getattr(self, name) is None})
 
     def applied(self, costs: Costs, n_layers: int) -> Costs:
-        """Costs with these sizes, of which none is None. PyorchError where they are of another number of layers, or no
-        expert has such."""
+        """Returns costs with these sizes, of which none may be None.
+
+        Raises:
+            PyorchError: The number of layers differs, or a size of an expert is not possible.
+        """
         expert = np.atleast_1d(np.asarray(self.expert, np.float64))
         if len(expert) not in (1, n_layers):
             raise PyorchError(f"expert_bytes are of {len(expert)} layers: there are {n_layers}")
@@ -59,18 +67,26 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Machine:
-    """Servers that share its cores, by their names or numbers. cores: jobs that it computes at once without any being
-    slower for that: so where a job has several threads, the cores over these."""
+    """A machine with servers that share its cores.
+
+    Attributes:
+        servers: Names or numbers of the servers.
+        cores: Jobs that the machine computes at once at full speed: its cores divided by the threads of a job.
+    """
 
     servers: tuple[Any, ...]
     cores: float
 
 
 def machines_of(costs: CostsFile, names: Sequence[str]) -> tuple[Machine, ...]:
-    """With numbers of servers, which have these names; one that is on none has a device of its own. A name may be there
-    several times: of servers that are there again the machines are, too.
+    """Returns the machines of a file of costs, with numbers of servers in place of names.
 
-    Raises FormatError for machines that cannot be, PyorchError for one of a server that there is not.
+    A server on no machine has its own device. If the cluster repeats its servers, names occur several times; the
+    machines are then repeated, too.
+
+    Raises:
+        FormatError: The description of the machines is not valid.
+        PyorchError: A machine names a server that the cluster does not have.
     """
     again = [names[:i].count(name) for i, name in enumerate(names)]
     found, taken = [], set()

@@ -32,11 +32,10 @@ class Layer:
 @dataclass(frozen=True)
 class Part:
     """A request's part of a step.
-
     Attributes:
         experts: [n_tokens, n_layers, k].
-        gives_output: The last token needs its output. Other tokens never do, so the last layer computes no experts for
-            them.
+        gives_output: The last token needs its output. No other token needs its output, so the last layer computes no
+            experts for the others.
     """
 
     experts: np.ndarray

@@ -1,6 +1,6 @@
-"""A server in simulated time: a device, a port of its network and a disk, each of which does one thing at a time.
+"""Simulates a server: a device, a network port and a disk, each with one job at a time.
 
-Servers may share the cores of one machine in place of a device each.
+Servers may share the cores of a machine; they then have no devices.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ from scripts.papers.dancemoe.workload import Source
 if TYPE_CHECKING:
     import simpy
 
-# Of a port or disk, for experts that move. Two streams through one port get half of it each.
+# The share of a port or disk that migration uses. Two streams through one port get half of it each.
 MIGRATION_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The requests of a server: when they arrive, float64[n], ascending, and their experts. shift: seconds, from when
-    on requests are those of `later`."""
+    """The requests of a server.
+
+    Attributes:
+        times: float64[n], arrival times in seconds, ascending.
+        source: The experts of the requests.
+        later: The requests from `shift` on.
+        shift: Time of the change, in seconds.
+    """
 
     times: np.ndarray
     source: Source
@@ -35,10 +41,10 @@ class Traffic:
 
 
 class Station:
-    """A device, port or disk. Of jobs first come, first served, it is enough to know when the last of them ends.
+    """A device, port or disk. It serves jobs in order of arrival, so the end of its last job is its whole state.
 
-    slice: of a disk under a quota: after a pause it does at once what the quota allows in so many seconds, then waits
-    for their end, and so on; 0: it has none.
+    `slice` is the slice in seconds of a disk under a quota; 0 means no quota. After a pause such a disk reads a slice's
+    bytes at once, waits for the end of the slice, and so on.
     """
 
     __slots__ = ("begun_at", "busy", "free_at", "moving_until", "slice")
@@ -46,10 +52,10 @@ class Station:
     def __init__(self, slice: float = 0.0) -> None:
         self.slice = slice
         self.free_at = self.busy = self.begun_at = 0.0
-        self.moving_until = 0.0  # experts take their share until then
+        self.moving_until = 0.0  # migration takes its share until then
 
     def serve(self, now: float, seconds: float) -> float:
-        """A job that comes now; returns when it ends."""
+        """Serves a job that arrives now; returns the time of its end."""
         if now < self.moving_until:
             seconds /= 1 - MIGRATION_SHARE
         if now >= self.free_at:
@@ -62,21 +68,21 @@ class Station:
 
 
 class Cores:
-    """Of a machine: all jobs that its servers compute at a time get alike much of them, each one core at most.
+    """The cores of a machine. All jobs that compute at the same time get equal shares, each at most one core.
 
-    So does the scheduler of a kernel. A clock goes as fast as each job gets on; a job ends when it shows what it showed
-    in the beginning and the job's seconds more.
+    The scheduler of a kernel shares cores in the same way. A clock runs at the speed of each job. A job ends when the
+    clock has advanced by the job's seconds.
     """
 
     def __init__(self, env: simpy.Environment, n: float) -> None:
         self._env, self._n = env, n
         self._clock, self._set_at = 0.0, 0.0
-        self._jobs: list[tuple[float, int, simpy.Event]] = []  # a heap, by when the clock has to show what
+        self._jobs: list[tuple[float, int, simpy.Event]] = []  # a heap, by the clock's value at the end of the job
         self._order = itertools.count()
-        self._alarm: simpy.Event | None = None  # the one that counts: when the first of them ends
+        self._alarm: simpy.Event | None = None  # the end of the next job; alarms set before it are void
 
     def compute(self, seconds: float) -> simpy.Event:
-        """A job of one thread that comes now; it has ended when that happens."""
+        """Starts a job of one thread now. The returned event happens at the job's end."""
         self._set()
         done = self._env.event()
         heapq.heappush(self._jobs, (self._clock + seconds, next(self._order), done))
@@ -98,7 +104,7 @@ class Cores:
 
     def _ring(self, alarm: simpy.Event) -> None:
         if alarm is not self._alarm:
-            return  # more jobs came after it was set
+            return  # a job arrived after this alarm was set
         self._set()
         self._clock = max(self._clock, self._jobs[0][0])
         while self._jobs and self._jobs[0][0] <= self._clock:
@@ -121,8 +127,14 @@ class Request:
 
 @dataclass(slots=True)
 class Answers:
-    """Those that a layer waits for. known: when of all of them is known when they arrive; arrival: of the last one;
-    end: when the port has taken them, or the device computed what was read."""
+    """The answers that a layer waits for.
+
+    Attributes:
+        n_missing: Answers with an unknown arrival.
+        known: The event at which all arrivals are known.
+        arrival: The last arrival.
+        end: When the port has received all answers, and the device has computed all experts read from the disk.
+    """
 
     n_missing: int
     known: simpy.Event
@@ -132,8 +144,10 @@ class Answers:
 
 @dataclass
 class Server:
-    """cores: of its machine, if it shares them with others. Then asked is what its thread for other servers has to
-    compute: seconds, and what _answer() of the simulation takes; and device is only an estimate for who asks.
+    """The state of a server.
+
+    If the server shares the cores of a machine, `cores` are these cores. `asked` then holds the jobs of its thread for
+    peers: seconds, and the arguments of the simulation's _answer(). `device` is then only an estimate for asking peers.
     """
 
     traffic: Traffic
@@ -143,7 +157,7 @@ class Server:
     port_out: Station = field(default_factory=Station)
     port_in: Station = field(default_factory=Station)
     disk: Station = field(default_factory=Station)
-    answers: list[tuple[float, int, float, Answers]] = field(default_factory=list)  # under way: a heap, by arrival
+    answers: list[tuple[float, int, float, Answers]] = field(default_factory=list)  # on the way: a heap, by arrival
     waiting: deque[Request] = field(default_factory=deque)
     running: list[Request] = field(default_factory=list)
     woken: simpy.Event | None = None

@@ -1,23 +1,24 @@
-"""A cluster in simulated time: requests, batches, messages between servers, and experts that move.
+"""Simulates a cluster: requests, batches, messages between servers, and migration of experts.
 
-Every server has a device, a port of its network, and a disk. Each does one thing at a time, first come, first served.
-Servers that share the cores of a machine have no device: there a thread of each computes for its own users and another
-one for its peers, and all that compute at a time get alike much of the cores.
+Every server has a device, a network port and a disk. Each of them does one job at a time, in order of arrival. Servers
+that share the cores of a machine have no device. Such a server has one thread for its own users and another thread for
+its peers; all threads that compute at the same time get equal shares of the cores.
 
-Requests of a server's users wait until one of its places is free. Those that have one run together, a step at a time:
-a token of each that decodes, and tokens of prompts up to the limit of a step. In each layer of a step
+A request waits until its server has a free place. The requests in places run together, step by step. A step computes
+one token of each decoding request, and prompt tokens up to the step's limit. In each layer of a step:
 
-1. the device computes the dense part; then the router has chosen;
-2. rows for experts that the server has not leave in one message for each peer. Of the servers that have an expert the
-   one is asked that is expected to answer first, chosen as in a running cluster; the expert is read from the own disk
-   where that is estimated to be faster, or where nobody has it;
-3. the device goes on with the experts that the server has. It computes for peers while its own step waits for answers;
-4. when all answers are there, the next layer begins. The last one, as in llama.cpp, has experts only for tokens whose
-   output is wanted: those decoded, and the last one of a prompt.
+1. The device computes the dense part. After it the router's choice is known.
+2. For experts that the server does not hold, one message with all rows leaves for each peer. If several servers hold
+   an expert, the simulation asks the server with the earliest expected answer, chosen as in a running cluster. It reads
+   the expert from the server's own disk if that is estimated to be faster, or if no server holds the expert.
+3. The device computes the experts that the server holds. While the step waits for answers, the device computes for
+   peers.
+4. When all answers have arrived, the next layer begins. As in llama.cpp, the last layer computes experts only for
+   tokens with a wanted output: decoded tokens, and the last token of a prompt.
 
-An event is a message, an expert read, or a layer: what a layer's experts take is summed up before. Every so often the
-scheduler places the experts anew, for what was used lately; if that pays (pyorch.cluster.migration), experts move while
-requests run, over a share of the ports and disks.
+The events of the simulation are messages, expert reads and layers: the times of a layer's experts are added up
+beforehand. At a fixed interval the scheduler computes a new placement from recent uses. If it pays
+(pyorch.cluster.migration), experts move while requests run, and use a share of the ports and disks.
 """
 
 from __future__ import annotations
@@ -46,10 +47,16 @@ except ImportError:
 
 @dataclass(frozen=True)
 class Settings:
-    """n_places: requests of a server that run together. n_step: tokens of a step, at most. interval: seconds between
-    two looks of the scheduler. n_bins: of the time in which requests arrive, for what is reported over time. machines:
-    with numbers of servers; one that is on none of them has a device of its own. disk_slice: of disks under a
-    quota, see Station."""
+    """Settings of a simulation.
+
+    Attributes:
+        n_places: Requests of a server that run together.
+        n_step: The most tokens of a step.
+        interval: Seconds between two checks of the scheduler.
+        n_bins: Number of bins for results over time. They divide the time in which requests arrive.
+        machines: Machines, with numbers of servers. A server on no machine has its own device.
+        disk_slice: Slice of a disk's quota in seconds; see Station.
+    """
 
     n_places: int = 4
     n_step: int = 512
@@ -61,7 +68,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Change:
-    """What the scheduler decided at a time. finished: when the last expert had moved, nan while it has not."""
+    """A decision of the scheduler. `finished` is the time when the last expert had moved, nan before that."""
 
     time: float
     decision: Decision
@@ -70,15 +77,23 @@ class Change:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a simulation, in seconds.
+    """The result of a simulation. Times are in seconds.
 
-    server, arrival, begin, first, end: of each request, in order of arrival: when it got a place, its first token and
-    its last. bins: float64[n_bins + 1], edges. local, uses: float64[n_servers, n_bins], rows that a server computed
-    itself, and all, by when their step began; those after the last edge count in the last bin. busy:
-    float64[n_servers], that a device computed, or would have with a core for each thread. served: int64[n_servers],
-    rows for peers. n_messages: asked of peers; n_bytes: there and back; n_read: experts read from disks, but for those
-    that move. duration: until the last request
-    ended.
+    Attributes:
+        server, arrival: Of each request, in order of arrival.
+        begin: When each request got a place.
+        first, end: When each request had its first and its last token.
+        bins: float64[n_bins + 1], edges of the bins.
+        local: float64[n_servers, n_bins], rows that a server computed itself. A row belongs to the bin in which its
+            step began; rows after the last edge belong to the last bin.
+        uses: All rows, in the same shape.
+        busy: float64[n_servers], computing time of each device. Without a device: the time with one core per thread.
+        served: int64[n_servers], rows for peers.
+        n_messages: Requests to peers.
+        n_bytes: Bytes of these requests and of the answers.
+        n_read: Experts read from disks, without migration.
+        duration: When the last request ended.
+        changes: Decisions of the scheduler.
     """
 
     server: np.ndarray
@@ -111,15 +126,20 @@ def simulate(
     costs: Costs, resident: np.ndarray, traffic: Sequence[Traffic], duration: float, settings: Settings = Settings(),
     replace: Callable[[np.ndarray], np.ndarray] | None = None, seed: int = 0,
 ) -> Outcome:
-    """Runs until all requests have ended.
+    """Simulates until all requests have ended.
 
     Args:
-        resident: bool[n_servers, n_layers, n_expert], the placement in the beginning.
-        duration: seconds in which requests arrive.
-        replace: gives the placement for uses, float64 of that shape, in an interval; None: experts stay where they are.
-        seed: of requests that are drawn. The same arguments give the same outcome.
+        costs: Costs of computing, messages and reads.
+        resident: bool[n_servers, n_layers, n_expert], the first placement.
+        traffic: The requests of each server.
+        duration: Seconds in which requests arrive.
+        settings: Settings of the simulation.
+        replace: Returns a new placement for the uses of an interval, float64 in the shape of resident. None: experts
+            never move.
+        seed: Seed of drawn requests. The same arguments give the same result.
 
-    Raises PyorchError where an expert is needed that is on no server and on no disk.
+    Raises:
+        PyorchError: A needed expert is on no server and on no disk.
     """
     return _Simulation(costs, resident.copy(), traffic, duration, settings, replace, seed).run()
 
@@ -230,7 +250,7 @@ class _Simulation:
             yield env.timeout(end - env.now)
 
     def _compute(self, server: Server, seconds: float) -> simpy.Event:
-        """A job for the server's own users, which comes now."""
+        """Starts a job for the server's own users now."""
         now = self._env.now
         if server.cores is None:
             return self._env.timeout(server.device.serve(now, seconds) - now)
@@ -238,7 +258,7 @@ class _Simulation:
         return server.cores.compute(seconds)
 
     def _next_step(self, server: Server) -> list[tuple[Request, int, int]]:
-        """Requests with the first token of theirs that is computed, and the one behind the last."""
+        """Returns the requests of the next step, each with its first token and the end of its tokens."""
         left = self._settings.n_step
         parts = []
         for prompts in (False, True):
@@ -265,7 +285,7 @@ class _Simulation:
     # Messages
 
     def _ask(self, n: int, ready: float, layer: Layer, answers: Answers | None) -> None:
-        """Messages leave, and reads begin, when the router has chosen."""
+        """Sends the messages and starts the reads of a layer, once the router has chosen."""
         now, server = self._env.now, self._servers[n]
         for peer, seconds, there, back, rows in layer.calls:
             arrival = server.port_out.serve(ready, there) + self._latency[n][peer]
@@ -274,20 +294,20 @@ class _Simulation:
             self._at(server.disk.serve(ready, seconds) - now, self._read, (n, computing, answers))
 
     def _asked(self, event: simpy.Event) -> None:
-        """The last byte of a message is at the peer, if its port had nothing else to take."""
+        """Handles a message whose last byte reaches the peer now, or would reach it if the port were free."""
         n, peer, seconds, there, back, question, answers = event.value
         now, server = self._env.now, self._servers[peer]
         self._take_answers(server, now)
-        # The port took these bytes as they came: at the earliest it can have begun when it was free.
+        # The port received these bytes while they arrived, but it began no earlier than it was free.
         received = max(now, server.port_in.serve(now - there, there))
         computed = server.device.serve(received, seconds)
         if server.cores is None:
             self._answer(n, peer, computed, back, question, answers)
-        else:  # when it is computed depends on what else will be
+        else:  # the end of the computation depends on later jobs
             self._at(received - now, self._ask_thread, (server, seconds, (n, peer, back, question, answers)))
 
     def _ask_thread(self, event: simpy.Event) -> None:
-        """The thread of a server that computes for others gets one job more."""
+        """Adds a job to the server's thread for peers."""
         server, *job = event.value
         server.asked.append(job)
         if len(server.asked) == 1:
@@ -305,7 +325,7 @@ class _Simulation:
     def _answer(
         self, n: int, peer: int, computed: float, back: float, question: tuple[float, float], answers: Answers
     ) -> None:
-        """Leaves the peer when it is computed. question: when it was asked, and for how many rows."""
+        """Sends the peer's answer once it is computed. `question`: when it was asked, and the number of rows."""
         sent = self._servers[peer].port_out.serve(computed, back)
         arrival = sent + self._latency[peer][n]
         heapq.heappush(self._servers[n].answers, (arrival, next(self._order), back, answers))
@@ -314,7 +334,10 @@ class _Simulation:
         self._one_less(answers)
 
     def _take_answers(self, server: Server, until: float) -> None:
-        """The port takes what has arrived, before anybody looks at the port: so all comes in order of arrival."""
+        """Lets the port receive the answers that arrived until then, in order of arrival.
+
+        Call it before any use of the port, because the port serves in order of arrival.
+        """
         under_way = server.answers
         while under_way and under_way[0][0] <= until:
             arrival, _, seconds, answers = heapq.heappop(under_way)
