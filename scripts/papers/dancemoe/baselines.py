@@ -1,7 +1,7 @@
-"""The placements with which DanceMoE compares its own (section IV-A). None of them asks on which server users are.
+"""The placements that DanceMoE compares with its own (section IV-A). None of them uses the location of users.
 
-Each returns int16[n_servers, n_layers, n_expert] as Placement.device. Devices of one server never hold the same expert:
-what one of them has, is local to the server.
+Each returns int16[n_servers, n_layers, n_expert] in the form of Placement.device. Two devices of a server never hold
+the same expert, because an expert on either device is local to the server.
 """
 
 from __future__ import annotations
@@ -17,15 +17,24 @@ from pyorch.errors import PyorchError
 
 
 def place(problem: Problem, algorithm: str = "dance", partial: bool = False, seed: int = 0) -> Placement:
-    """A placement by one of ALGORITHMS, as pyorch.cluster.placement.dance.place() makes and refuses one. seed: of
-    algorithms that draw. PyorchError for an algorithm that is not known."""
+    """Returns a placement by one of ALGORITHMS.
+
+    Args:
+        problem: The problem.
+        algorithm: Name of the algorithm.
+        partial: As in pyorch.cluster.placement.dance.place().
+        seed: Seed of algorithms that draw.
+
+    Raises:
+        PyorchError: The algorithm is not known, or pyorch.cluster.placement.dance.place() would refuse the result.
+    """
     if algorithm not in ALGORITHMS:
         raise PyorchError(f'algorithm "{algorithm}" is not known: use {", ".join(ALGORITHMS)}')
     return placed(problem, ALGORITHMS[algorithm](problem, np.random.default_rng(seed)), algorithm, partial)
 
 
 def uniform(problem: Problem, rng: np.random.Generator) -> np.ndarray:
-    """Each expert once, on a random device; devices have alike many of each layer.
+    """Places each expert once, on a random device. Devices have equal numbers of each layer's experts.
 
     Source: DanceMoE, section IV-A, "Uniform"; expert parallelism as in Megatron-LM (Shoeybi et al., 2019).
     """
@@ -33,7 +42,7 @@ def uniform(problem: Problem, rng: np.random.Generator) -> np.ndarray:
 
 
 def redundance(problem: Problem, rng: np.random.Generator) -> np.ndarray:
-    """Like uniform(); then memory that is left gets random experts which the server does not have.
+    """Places as uniform() does, then fills the free memory with random experts that the server does not hold.
 
     Source: DanceMoE, section IV-A, "Redundance".
     """
@@ -44,7 +53,7 @@ def redundance(problem: Problem, rng: np.random.Generator) -> np.ndarray:
         order = rng.permutation(len(layers))
         layers, experts = layers[order], experts[order]
         free = counts.free[of_cluster]
-        while len(layers):  # those that fit, up to the first that does not, of which there may be smaller ones behind
+        while len(layers):  # takes experts up to the first that does not fit; smaller ones may follow it
             sizes = problem.sizes[layers]
             n = int(np.searchsorted(np.cumsum(sizes), free, side="right"))
             _put(device, problem, of_cluster, layers[:n], experts[:n])
@@ -55,9 +64,10 @@ def redundance(problem: Problem, rng: np.random.Generator) -> np.ndarray:
 
 
 def smartmoe(problem: Problem, _: np.random.Generator) -> np.ndarray:
-    """Each expert once; devices have alike many of each layer, and as far as that allows, alike much to do.
+    """Places each expert once. Devices have equal numbers of each layer's experts, and loads as equal as that allows.
 
-    The experts of a layer, the busiest first, each go to the device with the least to do of those with a place left.
+    The experts of a layer are placed from the busiest to the idlest, each on the device with the least load among the
+    devices with a free place.
 
     Source: the placement of SmartMoE (Zhai et al., USENIX ATC 2023, section 5) as DanceMoE uses it: experts for
     devices by load, each device with the same number of them.
@@ -78,15 +88,15 @@ def smartmoe(problem: Problem, _: np.random.Generator) -> np.ndarray:
 
 
 def eplb(problem: Problem, _: np.random.Generator) -> np.ndarray:
-    """Busy experts several times, so that devices have alike much to do.
+    """Places busy experts several times, so that devices have equal loads.
 
-    A device has as many places in each layer as its memory allows. A layer's places beyond one for each expert go to
-    the expert whose replicas have most to do, one after the other. Then the replicas, those with most to do first, go
-    to the device with the least to do of those with a place left.
+    A device has as many places in each layer as its memory allows. Each expert of a layer gets one place. Each further
+    place of the layer goes to the expert with the highest load per replica. Then the replicas are placed, from the
+    highest load to the lowest, each on the device with the least load among the devices with a free place.
 
     Source: Expert Parallelism Load Balancer (DeepSeek, 2025), its policy "global load balancing", after DeepSeek-V3
     (Liu et al., 2024, section 3.4). As in DanceMoE (section IV-A) devices may differ in memory. A server gets no second
-    replica of an expert; where only such places are left, they get the busiest experts that the server does not have.
+    replica of an expert. If only places on such servers are left, they get the busiest experts that the server lacks.
     """
     counts = _proportional(problem)
     device = _nowhere(problem)
@@ -96,10 +106,10 @@ def eplb(problem: Problem, _: np.random.Generator) -> np.ndarray:
 
 
 def _proportional(problem: Problem) -> Counts:
-    """All memory, as many experts of each layer as a device's share of it: the places that eplb() fills."""
+    """Returns the places that eplb() fills: all memory, with each layer's experts in proportion to a device's share."""
     counts = Counts(problem)
     shares = problem.device_bytes / problem.experts_bytes
-    of_server = np.minimum(np.bincount(problem.device_server, shares), 1.0)  # more than all experts no server needs
+    of_server = np.minimum(np.bincount(problem.device_server, shares), 1.0)  # no server needs more than all experts
     targets = (shares * (of_server / np.maximum(np.bincount(problem.device_server, shares), 1e-300))[
         problem.device_server])[:, None] * problem.n_experts
     apportion(counts, targets, np.floor(targets.sum(axis=0) + 1e-9).astype(np.int64))
@@ -135,9 +145,10 @@ def _balance_layer(problem: Problem, counts: Counts, layer: int, device: np.ndar
 
 
 def _replicas(loads: np.ndarray, n_places: int, most: int) -> np.ndarray:
-    """How many replicas each expert gets, int64[n_experts]: one; then one more for the one whose have most to do.
+    """Returns the number of replicas of each expert, int64[n_experts].
 
-    Where there are fewer places than experts, the busiest get one. most: replicas of an expert.
+    Each expert gets one replica. Each further replica goes to the expert with the highest load per replica. If there
+    are fewer places than experts, the busiest get one. `most` is the maximum for an expert.
     """
     replicas = np.zeros(len(loads), np.int64)
     replicas[np.argsort(-loads, kind="stable")[:n_places]] = 1
@@ -155,7 +166,7 @@ def _replicas(loads: np.ndarray, n_places: int, most: int) -> np.ndarray:
 
 
 def _scattered(counts: Counts, rng: np.random.Generator) -> np.ndarray:
-    """Random experts of each layer, each at most once, as many as each device has places."""
+    """Places random experts of each layer, each at most once, in the number of each device's places."""
     problem = counts.problem
     device = _nowhere(problem)
     for layer, n_experts in enumerate(problem.n_experts):
@@ -174,30 +185,31 @@ def _put(
     expert: int | np.ndarray,
 ) -> None:
     server = problem.device_server[of_cluster]
-    device[server, layer, expert] = of_cluster - np.searchsorted(problem.device_server, server)  # of its server's
+    device[server, layer, expert] = of_cluster - np.searchsorted(problem.device_server, server)  # number in its server
 
 
 def _least(loads: np.ndarray, allowed: np.ndarray) -> int | None:
-    """The allowed device with the least to do; None where there is none."""
+    """Returns the allowed device with the least load; None if no device is allowed."""
     return int(np.argmin(np.where(allowed, loads, np.inf))) if allowed.any() else None
 
 
 def even(problem: Problem) -> Counts:
-    """Each expert once; devices have alike many of a layer, those with little memory as many as they can."""
+    """Places each expert once. Devices have equal numbers of a layer's experts, small devices as many as they can."""
     counts = Counts(problem)
     apportion(counts, _water_level(problem), problem.n_experts)
     return covering(counts)
 
 
 def _water_level(problem: Problem) -> np.ndarray:
-    """min(level, room) of each device and layer, which adds up to the layer's experts: float64[n_devices, n_layers].
+    """Returns min(level, room) of each device and layer, float64[n_devices, n_layers].
 
-    room: of a layer, where a device holds the same share of each.
+    The sum over devices is the layer's number of experts. `room` is a device's room for a layer, if it holds the same
+    share of each layer.
     """
     shares = problem.device_bytes / problem.experts_bytes
     ascending = np.sort(shares)
     n = len(shares)
-    # With the k smallest full, the others get (1 - their sum) / (n - k) each.
+    # If the k smallest devices are full, each other device gets (1 - their sum) / (n - k).
     full = np.concatenate([[0.0], np.cumsum(ascending)[:-1]])
     levels = (1.0 - full) / (n - np.arange(n))
     level = next((level for level, share in zip(levels, ascending) if level <= share), ascending[-1])
@@ -207,11 +219,13 @@ def _water_level(problem: Problem) -> np.ndarray:
 def apportion(counts: Counts, targets: np.ndarray, totals: np.ndarray) -> None:
     """Gives each layer a total, divided between devices in proportion to targets.
 
-    What a device gets too little of in one layer, by rounding, it gets in the next ones. Where a device has no memory
-    left, others take its part, as long as one has any.
+    If rounding gives a device too few experts in one layer, it gets them in the next layers. If a device has no memory
+    left, its part goes to other devices with memory.
 
     Args:
-        targets: float64[n_devices, n_layers]. totals: int64[n_layers].
+        counts: The counts to fill.
+        targets: float64[n_devices, n_layers].
+        totals: int64[n_layers].
     """
     sums = targets.sum(axis=0)
     shares = np.divide(targets, sums, out=np.zeros_like(targets), where=sums > 0)

@@ -1,4 +1,4 @@
-"""The parts of dancemoe.measure: clusters are brought up on a network, asked, and looked at meanwhile."""
+"""Runs the parts of dancemoe.measure: starts clusters on a network, sends requests, and reads counters meanwhile."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _HEAD = (
 
 @dataclasses.dataclass
 class Cluster:
-    """One that is up. actors: of the servers, in Ray; urls: of their endpoints."""
+    """A running cluster. `actors`: the servers' actors in Ray; `urls`: their endpoints."""
 
     setup: Setup
     actors: dict[str, Any]
@@ -56,7 +56,7 @@ class Cluster:
 
 
 class Lab:
-    """A context: a network, and Ray on each of its servers. Clusters run on it at the same time."""
+    """A context: a network, and Ray on each of its servers. Several clusters may run on it at the same time."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
@@ -68,7 +68,7 @@ class Lab:
     def __enter__(self) -> Lab:
         with self._ending:
             self._ending.enter_context(self.network)
-            # Where clusters are remembered is a temporary file, too. Ray would make workers wait for others.
+            # The list of running clusters is a temporary file, too. Ray would lower the priority of workers.
             self._ending.callback(os.environ.update, XDG_RUNTIME_DIR=os.environ.get("XDG_RUNTIME_DIR", ""))
             os.environ.update(XDG_RUNTIME_DIR=str(self.network.directory), RAY_worker_niceness="0")
             if self.args.disk and not self.network.throttled:
@@ -81,7 +81,7 @@ class Lab:
         self._ending.__exit__(*error)
 
     def up(self, chosen: Sequence[Setup]) -> list[Cluster]:
-        """Brings clusters up, all at the same time. NoNetwork where one cannot."""
+        """Starts clusters at the same time. NoNetwork: a cluster does not start."""
         say(f"bringing up {', '.join(setup.name for setup in chosen)}")
         head = self.network.address(SERVERS[0])
         starting = []
@@ -111,14 +111,14 @@ class Lab:
         return clusters
 
     def down(self) -> None:
-        """Ends all clusters that are up."""
+        """Ends all running clusters."""
         for running in self._running:
             stop_servers(self.ray, running)
             state.forget(running)
         self._running.clear()
 
     def statuses(self, cluster: Cluster) -> dict[str, Any]:
-        """Of servers that answer within two seconds."""
+        """Returns the statuses of the servers that answer within two seconds."""
         calls = {actor.status.remote(): name for name, actor in cluster.actors.items()}
         ready, _ = self.ray.wait(list(calls), num_returns=len(calls), timeout=2)
         found = {}
@@ -134,8 +134,19 @@ class Lab:
         self, cluster: Cluster, seed: int, seconds: float, shift: float | None = None,
         at: dict[float, Callable[[], None]] | None = None, servers: Sequence[str] = SERVERS,
     ) -> tuple[list[Answered], list[dict]]:
-        """Answers to requests that arrive in so many seconds, those that `simulate --seed` has; and what servers
-        counted meanwhile, every second. shift: when each server gets the next one's task. servers: that are asked."""
+        """Sends requests, and reads the servers' counters every second meanwhile.
+
+        Args:
+            cluster: The cluster.
+            seed: Requests and arrivals are the same as with `simulate --seed`.
+            seconds: Time in which requests arrive.
+            shift: Time at which each server gets the task of the next server. None: never.
+            at: Calls at given times.
+            servers: Servers that get requests.
+
+        Returns:
+            The answers, and the counters.
+        """
         counts: list[dict] = []
         ended = threading.Event()
         looking = threading.Thread(target=self._look, args=(cluster, counts, ended), daemon=True)
@@ -173,7 +184,7 @@ class Lab:
         head = self.network.address(SERVERS[0])
         command = [sys.executable, "-m", "ray.scripts.scripts", "start"]
         ray = ray_library()
-        for i, name in enumerate(SERVERS):  # one by one: nodes that start together choose the same names for sockets
+        for i, name in enumerate(SERVERS):  # in sequence: nodes that start together choose the same names for sockets
             role = [*_HEAD, f"--temp-dir={self.network.directory}"] if i == 0 else [f"--address={head}:{_RAY_PORT}"]
             log = open(self.network.directory / f"ray-{name}.log", "wb")
             self.network.start(name, [*command, *role, *_RAY, f"--node-ip-address={self.network.address(name)}"],
@@ -197,7 +208,7 @@ def _wait(done: Callable[[], object], seconds: float, sentence: str) -> None:
 
 
 def measure_parts(args: argparse.Namespace) -> dict[str, Any]:
-    """What each part finds, which is written at once. The one after which a server is gone is the last."""
+    """Runs the parts and returns their results. Each is written at once. The part that kills a server is the last."""
     found = {}
     with Lab(args) as lab:
         for part in sorted(args.parts, key="kill".__eq__):
@@ -238,7 +249,7 @@ def _placements(lab: Lab, part: str) -> dict[str, Any]:
 
 
 def _warm(lab: Lab, cluster: Cluster) -> None:
-    """A few requests of each server, which nobody counts: pages of the dense part, and buffers, are there then."""
+    """Sends a few requests to each server, which do not count. They load pages of the dense part and make buffers."""
     for name in cluster.setup.servers:
         prompts = lab.requests(TASKS[cluster.setup.servers.index(name)]).prompts
         with lab.network.inside(name):
@@ -255,7 +266,7 @@ def _shift(lab: Lab, part: str) -> dict[str, Any]:
     both = setups(part, args.algorithms)
     results: dict[str, list] = {setup.name: [] for setup in both}
     for number in range(args.rounds):
-        for setup in both[:: -1 if number % 2 else 1]:  # one at a time, so that nothing moves before anybody asks
+        for setup in both[:: -1 if number % 2 else 1]:  # in sequence, so that no expert moves before the requests
             (cluster,) = lab.up([setup])
             _warm(lab, cluster)
             say(f"round {number + 1} of {args.rounds}: {setup.name}, {args.shift_seconds:g} s")
@@ -268,7 +279,7 @@ def _shift(lab: Lab, part: str) -> dict[str, Any]:
 
 
 def _scaling(lab: Lab, part: str) -> dict[str, Any]:
-    """As many requests at once as each server has places, one after another."""
+    """Sends each server as many requests at once as it has places, one server after another."""
     args = lab.args
     results = {}
     for cluster in lab.up(setups(part, args.algorithms)):  # the others are idle meanwhile
@@ -307,7 +318,7 @@ def _saturate(lab: Lab, cluster: Cluster) -> dict[str, Any]:
 
 
 def _kill(lab: Lab, part: str) -> dict[str, Any]:
-    """One server loses its power in the middle."""
+    """Cuts the power of one server in the middle."""
     args = lab.args
     (cluster,) = lab.up(setups(part, args.algorithms))
     _warm(lab, cluster)
@@ -318,7 +329,7 @@ def _kill(lab: Lab, part: str) -> dict[str, Any]:
 
 
 def _thirds(lab: Lab, part: str) -> dict[str, Any]:
-    """Users of one server, with the disk limited and as fast as it is."""
+    """Sends requests to one server only, with a limited disk and with the disk's own speed."""
     args = lab.args
     clusters = lab.up(setups(part, args.algorithms))
     for cluster in clusters:

@@ -1,4 +1,4 @@
-"""What scripts.papers.dancemoe.measure found, as tables in Markdown, CSV and pictures; and the same as simulated."""
+"""Reports results of scripts.papers.dancemoe.measure: Markdown tables, CSV, pictures, and the same in simulation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from scripts.papers.dancemoe.measure_load import TASKS
 from scripts.papers.dancemoe.measure_parts import PLACES
 from scripts.papers.dancemoe.measure_setups import PARTS, SERVERS, config_of, costs_of, plan_of, program, setups
 
-QUOTA_SLICE = 0.1  # seconds: of the kernel's throttle of reads, as it behaves (DFL_THROTL_SLICE)
+QUOTA_SLICE = 0.1  # seconds: the slice by which the kernel throttles reads (DFL_THROTL_SLICE)
 
 
 def report(args: argparse.Namespace) -> None:
-    """Prints tables of the parts that are there, and writes CSV and pictures to args.report."""
+    """Prints tables of the measured parts, and writes CSV and pictures to args.report."""
     args.report.mkdir(parents=True, exist_ok=True)
     tables = {"placements": _placements, "disk": _placements, "shift": _shift, "scaling": _scaling, "kill": _kill,
               "thirds": _thirds}
@@ -62,12 +62,12 @@ def _placements(args: argparse.Namespace, found: dict[str, Any]) -> None:
 
 
 def _simulated(args: argparse.Namespace, found: dict[str, Any], setup, seed: int) -> dict[str, Any]:
-    """The same requests at the same times."""
+    """Simulates the same requests at the same times."""
     settings = found["settings"]
     traces = [f"{name}={args.output / f'asked-{task}.trace'}" for name, task in zip(setup.servers, TASKS)]
     of_disk = ["--cost", f"disk_bytes_per_second={1e6 * settings['disk']:g}", "--disk-slice", QUOTA_SLICE] if (
         settings["disk"]) else []
-    if found["part"] == "placements" and setup.read == "last":  # the servers that were measured read nothing then
+    if found["part"] == "placements" and setup.read == "last":  # the measured servers read nothing in this part
         of_disk = ["--cost", "disk_bytes_per_second=0"]
     text = program("simulate", "--cluster", config_of(args, setup, "place"), "--trace", *traces, "--placement",
                   plan_of(args, setup), "--migration", "off", "--arrivals", f"poisson:{settings['every']:g}s",
@@ -152,9 +152,10 @@ def _mean(answers: Iterable[dict]) -> float:
 def paired(
     rounds: Sequence[dict], base: Sequence[dict], begin: float = 0.0, end: float = math.inf
 ) -> tuple[float, float, float] | None:
-    """Mean latency by that of base, and the ends of its 95 % interval, of requests that both answered; None of none.
+    """Returns the mean latency relative to base, and the ends of its 95 % interval. None: no request counts.
 
-    Those that arrive within ten seconds of a round delay each other: they are drawn together (a bootstrap by blocks).
+    Requests count if both have answered them. Requests that arrive within the same ten seconds of a round delay each
+    other, so they are drawn together (a block bootstrap).
     """
     blocks: dict[tuple[int, int], np.ndarray] = {}
     for n, (one, other) in enumerate(zip(rounds, base)):
@@ -180,7 +181,7 @@ def _failed(answers: Iterable[dict]) -> int:
 
 
 def _gained(counts: Sequence[dict], field: str) -> float:
-    """By all servers that answered, from the first look to the last."""
+    """Returns the increase of a counter, added over all answering servers, from the first reading to the last."""
     gained = 0
     for name in SERVERS:
         own = [look["servers"][name][field] for look in counts if name in look["servers"]]
@@ -189,7 +190,7 @@ def _gained(counts: Sequence[dict], field: str) -> float:
 
 
 def _local(counts: Sequence[dict]) -> float:
-    """The share of rows that servers did not have others compute."""
+    """Returns the share of rows that the servers computed themselves."""
     rows = _gained(counts, "activations")
     return 1 - (_gained(counts, "sent") - _gained(counts, "fallback")) / rows if rows else math.nan
 
@@ -207,7 +208,7 @@ def _from(counts: Sequence[dict], time: float) -> list[dict]:
 
 
 def _over_time(rounds: Sequence[Sequence[dict]], width: float = 4.0) -> list[tuple[float, float]]:
-    """Local ratios of pieces of time of the first round, by their middles."""
+    """Returns the local ratio of the first round over time: pairs of a piece's middle and its ratio."""
     counts = rounds[0]
     found = []
     for begin in range(0, math.ceil(counts[-1]["time"]), round(width)):
@@ -297,7 +298,7 @@ def _draw_shift(figure_class, curves: dict[str, Any], found: dict[str, Any]):
 
 
 def _means(answers: Sequence[dict], width: float) -> Iterator[tuple[float, float]]:
-    """Of pieces of time, by their middles."""
+    """Yields the mean latency over time: pairs of a piece's middle and its mean."""
     for i in range(math.ceil(max(answer["time"] for answer in answers) / width)):
         piece = [answer for answer in answers if i * width <= answer["time"] < (i + 1) * width]
         if (mean := _mean(piece)) == mean:

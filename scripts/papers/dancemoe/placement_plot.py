@@ -1,4 +1,4 @@
-"""A picture of a placement: what each server computes itself, and how many experts it holds for that."""
+"""Draws a placement: the share of rows that each server computes itself, and the experts that it holds for that."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 
 
 def draw(placement: Placement, frequencies: np.ndarray, directory: Path) -> Path:
-    """Writes placement.png into a directory, which is made if need be; returns its path.
+    """Writes placement.png. Both halves have a row for each server and a column for each layer.
 
-    Both halves have a row for each server and a column for each layer. frequencies: float64[n_servers, n_layers,
-    n_expert].
+    Args:
+        placement: The placement.
+        frequencies: float64[n_servers, n_layers, n_expert].
+        directory: The directory, which is made if it does not exist.
 
-    Raises PyorchError without matplotlib, or where nothing can be written.
+    Returns:
+        The path of the picture.
+
+    Raises:
+        PyorchError: matplotlib is missing, or the file cannot be written.
     """
     return pictures.save({"placement": partial(_placement, placement=placement, frequencies=frequencies)}, directory)[0]
 
@@ -46,6 +52,6 @@ def _placement(figure_class: type[Figure], placement: Placement, frequencies: np
 
 
 def _ticks(names: tuple) -> tuple[list[int], list[str]]:
-    """At most 40 of them."""
+    """Returns the positions and labels of at most 40 ticks."""
     places = list(range(0, len(names), -(-len(names) // 40)))
     return places, [str(names[place]) for place in places]

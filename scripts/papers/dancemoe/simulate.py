@@ -32,9 +32,9 @@ from scripts.papers.dancemoe.simulation_report import MEGABIT, Report, csv_of, d
 from scripts.papers.dancemoe.simulator import Settings
 from scripts.papers.dancemoe.workload import Arrivals, read_requests
 
-EXPERT_BYTES = 8 << 20  # where nothing says what an expert needs
-MAX_REQUESTS = 10_000_000  # of one simulation
-N_EMBD = 2048  # where neither model nor trace says it
+EXPERT_BYTES = 8 << 20  # of an expert if no model and no cost gives its size
+MAX_REQUESTS = 10_000_000  # of a simulation
+N_EMBD = 2048  # if neither the model nor the trace gives it
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,59 +44,60 @@ def main(argv: list[str] | None = None) -> int:
         "      --algorithm dance,eplb --migration on,off --shift clinic=lab.trace lab=clinic.trace",
     )
     parser.description += (
-        " Nothing is computed or sent: requests arrive at random, their tokens use experts as traces have it, and "
-        "computing, messages and reads take what a linear model says. Options with commas are lists: each combination "
-        "is simulated, with the same requests."
+        " Nothing is computed or sent: requests arrive at random, their tokens use experts as in the traces, and a "
+        "linear model gives the times of computing, messages and reads. Options with commas are lists: each "
+        "combination is simulated, with the same requests."
     )
     parser.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml",
                         help="the servers, their memory and the network (docs/reference/cluster.md describes it)")
     parser.add_argument("--trace", nargs="+", action="extend", required=True, metavar="SERVER=FILE",
-                        help="a trace of what users of a server ask, by pyorch profile; one for each server")
+                        help="a trace of the requests of a server's users, by pyorch profile; one for each server")
     parser.add_argument("--algorithm", default="dance", metavar="NAME,...",
-                        help=f"how experts are placed: {', '.join(ALGORITHMS)} (default: dance)")
+                        help=f"algorithms that place experts: {', '.join(ALGORITHMS)} (default: dance)")
     parser.add_argument("--placement", type=Path, metavar="FILE.json",
-                        help="begin with what pyorch place, or dancemoe.place, wrote (default: placed by the traces)")
+                        help="begin with a placement by pyorch place or dancemoe.place (default: placed by the traces)")
     parser.add_argument("--migration", default="on", metavar="on,off",
-                        help="whether experts are placed anew, for what was used lately, and move where that pays "
+                        help="on: at intervals, experts are placed by recent uses, and move if that pays "
                              "(default: on)")
     parser.add_argument("--interval", type=number(above=0), default=300.0, metavar="S",
-                        help="seconds after which that is looked at again (default: 300)")
+                        help="seconds between two such placements (default: 300)")
     parser.add_argument("--arrivals", default="poisson:0.1", metavar="poisson:RATE,...",
-                        help="requests a second of each server, or seconds between two: poisson:10s (default: "
+                        help="requests per second of each server, or seconds between two: poisson:10s (default: "
                              "poisson:0.1)")
     parser.add_argument("--duration", type=number(above=0, most=1e8), default=1800.0, metavar="S",
                         help="seconds in which requests arrive; all of them are answered (default: 1800)")
     parser.add_argument("--shift", nargs="+", action="extend", default=[], metavar="SERVER=FILE",
-                        help="from --shift-at on, requests of this server are those of another trace; or rotate: each "
-                             "server gets those of the next one")
+                        help="from --shift-at on, this server gets the requests of another trace; rotate: each server "
+                             "gets the requests of the next server")
     parser.add_argument("--shift-at", type=number(least=0), metavar="S",
                         help="when the workload changes (default: half of --duration)")
     parser.add_argument("--routing", choices=("replay", "fitted"), default="replay",
                         help="replay: requests as they were recorded, one after another; fitted: drawn, with recorded "
                              "lengths, from distributions fitted to the trace (default: replay)")
     parser.add_argument("--output-tokens", type=whole(0), metavar="N",
-                        help="tokens at the end of each recorded request that are decoded one by one (default: those "
-                             "that were, else 20)")
+                        help="tokens at the end of each recorded request that are decoded one by one (default: as "
+                             "recorded, or 20 if the trace records none)")
     parser.add_argument("--servers", metavar="N,...",
-                        help="numbers of servers; more than the cluster has are the same again, in turn (default: "
-                             "those of the cluster)")
+                        help="numbers of servers; larger clusters repeat the cluster's servers in turn (default: the "
+                             "cluster's)")
     parser.add_argument("--bandwidth", metavar="MBIT,...",
-                        help="megabits a second of every link (default: as the cluster has it)")
+                        help="megabits per second of every link (default: the cluster's)")
     parser.add_argument("--places", type=whole(1, 4096), default=4, metavar="N",
                         help="requests of a server that run together, a step at a time (default: 4)")
     parser.add_argument("--step-tokens", type=whole(1), default=512, metavar="N",
-                        help="tokens that a step computes at most (default: 512)")
+                        help="most tokens of a step (default: 512)")
     parser.add_argument("--disk-slice", type=number(least=0), default=0.0, metavar="S",
-                        help="disks are under a quota that counts in slices of S seconds, as that of control groups "
-                             "does: after a pause a slice's bytes come at once (default: they are under none)")
+                        help="disks have a quota in slices of S seconds, as in control groups: after a pause a "
+                             "disk reads a slice's bytes at once (default: no quota)")
     parser.add_argument("--costs", type=Path, metavar="FILE.json",
-                        help="what computing and messages take (the README beside this program describes it)")
+                        help="costs of computing and messages (the README in this program's folder describes the file)")
     defaults = ", ".join(f"{name} {value:g}" for name, value in vars(ServerCosts()).items())
     parser.add_argument("--cost", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
-                        help=f"of every server, in seconds: {defaults}; in bytes: expert_bytes (default: of the model, "
-                             f"else {EXPERT_BYTES}), request_bytes of a token for a peer, reply_bytes of each of its "
-                             f"experts (4 for each number in the model's embedding), message_bytes {Sizes().message:g}")
-    parser.add_argument("--seed", type=whole(0), default=0, help="of all that is drawn (default: 0)")
+                        help=f"a cost of every server, in seconds: {defaults}; in bytes: expert_bytes (default: the "
+                             f"model's, or {EXPERT_BYTES} without a model), request_bytes of a token for a peer, "
+                             f"reply_bytes of each of its experts (4 for each number in the model's embedding), "
+                             f"message_bytes {Sizes().message:g}")
+    parser.add_argument("--seed", type=whole(0), default=0, help="seed of all random draws (default: 0)")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object")
     parser.add_argument("--csv", type=Path, metavar="FILE",
                         help="also write latency and local ratio of each server over time")
@@ -141,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _shift(args: argparse.Namespace) -> float | None:
-    """When the workload changes; None: never."""
+    """Returns the time at which the workload changes. None: never."""
     if not args.shift:
         if args.shift_at is not None:
             raise PyorchError("--shift-at says when the workload changes: say with --shift what to")
@@ -153,7 +154,7 @@ def _shift(args: argparse.Namespace) -> float | None:
 
 
 def _cases(args: argparse.Namespace, n_servers: int) -> list[dict]:
-    """The combinations, as keywords of scenario.Case."""
+    """Returns the combinations, as keywords of scenario.Case."""
     def algorithm(text: str) -> str:
         if text not in ALGORITHMS:
             raise PyorchError(f'algorithm "{text}" is not known: use {", ".join(ALGORITHMS)}')
@@ -212,7 +213,7 @@ def _given_costs(texts: list[str]) -> dict[str, float]:
 
 
 def with_costs(file: CostsFile, settings: Mapping[str, float]) -> CostsFile:
-    """With coefficients and sizes that apply to all servers. PyorchError for a name that is none."""
+    """Returns costs with these coefficients and sizes for all servers. PyorchError: a name is not known."""
     known = {field.name for field in fields(ServerCosts)}
     sizes = [f"{field.name}_bytes" for field in fields(Sizes)]
     for name in settings:
@@ -226,7 +227,7 @@ def with_costs(file: CostsFile, settings: Mapping[str, float]) -> CostsFile:
 
 
 def _read(args: argparse.Namespace, cluster, costs, shift: float | None):
-    """The workload, sizes in which nothing is unknown, and the placement or None."""
+    """Returns the workload, sizes that are all known, and the placement or None."""
     rotate = args.shift == ["rotate"]
     paths = _by_server(args.trace, "--trace", cluster)
     for name in cluster.names:

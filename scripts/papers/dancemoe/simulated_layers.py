@@ -32,6 +32,7 @@ class Layer:
 @dataclass(frozen=True)
 class Part:
     """A request's part of a step.
+
     Attributes:
         experts: [n_tokens, n_layers, k].
         gives_output: The last token needs its output. No other token needs its output, so the last layer computes no
@@ -86,10 +87,14 @@ class Layers:
         return Sharing(*(self._n_rows / n for n in (self.n_messages, self._n_experts, self._n_inputs)))
 
     def of_step(self, n: int, now: float, parts: Sequence[Part]) -> tuple[float, list[Layer], int, int]:
-        """Returns the time of a step of server n that begins now.
+        """Computes the times of a step of server n that begins now.
 
-        Seconds of the dense part of a layer, the rest of each layer, rows that the server computes itself, and all
-        rows. PyorchError: no server has an expert.
+        Returns:
+            Seconds of the dense part of a layer, the rest of each layer, the rows that the server computes itself, and
+            all rows.
+
+        Raises:
+            PyorchError: No server has a needed expert, and there is no disk.
         """
         costs, n_layers, n_cells = self._costs, self._n_layers, self._held.shape[1]
         cells = np.concatenate([part.experts for part in parts]) + self._cells

@@ -16,9 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Curve:
-    """Of one simulation. bins: seconds, the edges of those of which values are. local: shares; latency: seconds, nan
-    where no request arrived. moves: when experts began to move. megabits: a second, of links. group: what else tells
-    it from others in a picture by sizes."""
+    """The values of one simulation.
+
+    Attributes:
+        bins: Edges of the bins, in seconds.
+        local: Local ratio in each bin.
+        latency: Mean latency in each bin, in seconds; nan if no request arrived.
+        moves: Times at which experts began to move.
+        megabits: Bandwidth of links, in megabits per second.
+        group: The other properties that tell simulations apart in a picture by sizes.
+    """
 
     name: str
     bins: Sequence[float]
@@ -34,8 +41,16 @@ class Curve:
 def draw(curves: Sequence[Curve], shift: float | None, directory: Path) -> list[Path]:
     """Writes over-time.png (DanceMoE, figs. 6 and 7), and scaling.png (fig. 8) where sizes or bandwidths differ.
 
-    shift: when the workload changes. The directory is made if need be. Raises PyorchError without matplotlib, or where
-    nothing can be written.
+    Args:
+        curves: The simulations.
+        shift: Time at which the workload changes. None: never.
+        directory: The directory, which is made if it does not exist.
+
+    Returns:
+        The written files.
+
+    Raises:
+        PyorchError: matplotlib is missing, or a file cannot be written.
     """
     made: dict[str, pictures.Picture] = {"over-time": partial(_over_time, curves=curves, shift=shift)}
     if len({(curve.n_servers, curve.megabits) for curve in curves}) > 1:
@@ -64,7 +79,7 @@ def _over_time(figure_class: type[Figure], curves: Sequence[Curve], shift: float
 
 
 def _scaling(figure_class: type[Figure], curves: Sequence[Curve]) -> Figure:
-    """By size, a line for each bandwidth; by bandwidth, a line for each size; lines also for what else differs."""
+    """Draws latency by size and by bandwidth. Each has a line for each value of the other, and for each group."""
     sizes, rates = (sorted({getattr(curve, name) for curve in curves}) for name in ("n_servers", "megabits"))
     several = [len(sizes) > 1, len(rates) > 1]
     figure = figure_class(figsize=(5.5 * sum(several), 3.8), layout="constrained")

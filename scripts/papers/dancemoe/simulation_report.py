@@ -1,4 +1,4 @@
-"""What is said of simulations: rows of numbers, tables, CSV and pictures."""
+"""Reports simulations: rows of numbers, tables, CSV and pictures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEGABIT = 1e6 / 8  # bytes
 
 @dataclass(frozen=True)
 class ServerRow:
-    """Of a server: seconds, shares, and both over time. busy: share of the time in which its device computed."""
+    """A server in seconds and shares, also over time. `busy` is its device's share of time spent computing."""
 
     name: str
     n_requests: int
@@ -29,8 +29,17 @@ class ServerRow:
 
 @dataclass(frozen=True)
 class ChangeRow:
-    """What the scheduler decided. Seconds of remote time in an interval: current C(P), candidate C(P'), migration
-    T_mig; adopted where candidate + migration < current (DanceMoE, eq. 4). finished_s: when the experts had moved."""
+    """A decision of the scheduler.
+
+    The remote times are seconds in an interval. The candidate is adopted if candidate + migration < current (DanceMoE,
+    eq. 4).
+
+    Attributes:
+        current_s: Remote time of the current placement, C(P).
+        candidate_s: Remote time of the candidate, C(P').
+        migration_s: Time of the migration, T_mig.
+        finished_s: Time when the experts had moved.
+    """
 
     time_s: float
     adopted: bool
@@ -44,8 +53,12 @@ class ChangeRow:
 
 @dataclass(frozen=True)
 class Row:
-    """Of one simulation. Latencies are means, in seconds; before and after: of requests that arrive before the
-    workload changes, and after; nan where it does not. busiest: of the servers' devices, the largest share of time."""
+    """The results of one simulation. Latencies are means, in seconds.
+
+    Attributes:
+        before_s, after_s: Of requests that arrive before and after the workload changes; nan if it does not change.
+        busiest: The largest share of time that a server's device computed.
+    """
 
     algorithm: str
     migration: bool
@@ -74,7 +87,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """What --json prints. megabits: a second. seconds: that simulating took."""
+    """The output of --json. `seconds` is the time that the simulations took."""
 
     cluster: Path
     duration_s: float
@@ -136,7 +149,7 @@ _CASE = ("algorithm", "migration", "n_servers", "megabits", "arrivals")
 
 
 def csv_of(rows: list[Row]) -> str:
-    """A line for each simulation, server and piece of time."""
+    """Returns a line for each simulation, server and piece of time."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_CASE, "server", "begin_s", "end_s", "n_requests", "latency_s", "local_ratio"])

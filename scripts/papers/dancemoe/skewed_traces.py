@@ -1,9 +1,9 @@
-"""Writes traces of a made-up model, one for each of some tasks: task-0.trace, task-1.trace, ...
+"""Writes traces of an invented model, one for each task: task-0.trace, task-1.trace, ...
 
     python -m scripts.papers.dancemoe.skewed_traces -o build/traces
 
-As in DanceMoE's figs. 2 and 3, tasks prefer different experts, and some layers are more uneven than others. A request
-has preferences of its own, around those of its task. Shapes are DeepSeek-V2-Lite's by default: 26 layers of 64 experts.
+As in DanceMoE's figs. 2 and 3, tasks prefer different experts, and some layers are more uneven than others. The
+preferences of a request vary around its task's. The default shape is DeepSeek-V2-Lite's: 26 layers of 64 experts.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from scripts.papers.dancemoe.workload import draw_experts
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="where to write")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="directory for the traces")
     parser.add_argument("--tasks", type=int, default=3)
-    parser.add_argument("--requests", type=int, default=50, help="of each task")
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt, in the mean")
-    parser.add_argument("--decoded", type=int, default=20, help="tokens decoded in a request")
+    parser.add_argument("--requests", type=int, default=50, help="requests of each task")
+    parser.add_argument("--prompt", type=int, default=64, help="mean tokens of a prompt")
+    parser.add_argument("--decoded", type=int, default=20, help="decoded tokens of a request")
     parser.add_argument("--layers", type=int, default=26)
     parser.add_argument("--experts", type=int, default=64)
     parser.add_argument("--used", type=int, default=6)
     parser.add_argument("--embedding", type=int, default=2048, help="numbers in a row")
-    parser.add_argument("--concentration", type=float, default=100.0, help="of a request's preferences")
+    parser.add_argument("--concentration", type=float, default=100.0,
+                        help="concentration of a request's preferences; larger values vary less")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)

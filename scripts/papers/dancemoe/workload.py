@@ -1,4 +1,4 @@
-"""What the users of a server ask for: when requests arrive, how long they are, and which experts their tokens use."""
+"""The requests of a server's users: their arrivals and lengths, and the experts that their tokens use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ import numpy as np
 from pyorch.errors import FormatError, PyorchError
 from pyorch.traces.file import DECODE, Trace
 
-N_OUTPUT = 20  # tokens that count as decoded where the trace has none (DanceMoE, section IV)
+N_OUTPUT = 20  # decoded tokens of a request if the trace records none (DanceMoE, section IV)
 
-_LEAST_SHARE = 1e-12  # of any expert: a token needs k different ones
+_LEAST_SHARE = 1e-12  # of any expert: positive, so that a token finds k different ones
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The requests of a trace. experts: uint16[n_tokens, n_layers, k], request after request; starts: int64[n + 1],
-    where each begins; n_output: int64[n], how many of its last tokens are decoded, one in a step."""
+    """The requests of a trace.
+
+    Attributes:
+        experts: uint16[n_tokens, n_layers, k], request after request.
+        starts: int64[n + 1], the first token of each request.
+        n_output: int64[n], the number of each request's last tokens that are decoded, one in a step.
+    """
 
     experts: np.ndarray
     starts: np.ndarray
@@ -30,32 +35,37 @@ class Recorded:
         return len(self.n_output)
 
     def request(self, i: int) -> np.ndarray:
-        """uint16[n_tokens, n_layers, k]"""
+        """Returns a request's experts, uint16[n_tokens, n_layers, k]."""
         return self.experts[self.starts[i] : self.starts[i + 1]]
 
     def of_layers(self, columns: list[int]) -> Recorded:
-        """Only these layers, by their places in the arrays."""
+        """Returns the same requests with only these layers, given by their columns in the arrays."""
         whole = columns == list(range(self.experts.shape[1]))
         return self if whole else replace(self, experts=self.experts[:, columns])
 
     @cached_property
     def uses(self) -> np.ndarray:
-        """How often each expert is used: float64[n_layers, n_expert]."""
+        """Returns the number of uses of each expert: float64[n_layers, n_expert]."""
         return count_uses(self.experts, self.n_expert)
 
 
 def count_uses(experts: np.ndarray, n_expert: int) -> np.ndarray:
-    """float64[n_layers, n_expert], of integer[n_tokens, n_layers, k]."""
+    """Returns the uses, float64[n_layers, n_expert], of integer[n_tokens, n_layers, k]."""
     n_layers = experts.shape[1]
     cells = experts.astype(np.int64) + n_expert * np.arange(n_layers)[:, None]
     return np.bincount(cells.ravel(), minlength=n_layers * n_expert).reshape(n_layers, n_expert).astype(np.float64)
 
 
 def read_requests(trace: Trace, n_output: int | None = None) -> Recorded:
-    """n_output: how many of the last tokens of each request are decoded; by default those that the trace recorded so,
-    and N_OUTPUT of a trace without such. At least one token is left as the prompt.
+    """Reads the requests of a trace.
 
-    Raises FormatError for a trace without tokens, or with experts that its model has not.
+    Args:
+        trace: The trace.
+        n_output: Number of each request's last tokens that are decoded. At least one token stays in the prompt. By
+            default the trace decides; if it records no decoded tokens, the number is N_OUTPUT.
+
+    Raises:
+        FormatError: The trace has no tokens, or an expert that its model does not have.
     """
     if not len(trace):
         raise FormatError(f"{trace.path} holds no tokens")
@@ -77,22 +87,22 @@ def read_requests(trace: Trace, n_output: int | None = None) -> Recorded:
 
 
 class Source(Protocol):
-    """Of the requests of a server."""
+    """A source of a server's requests."""
 
     def request(self, rng: np.random.Generator, i: int) -> tuple[np.ndarray, int]:
-        """The i-th that arrives: experts, uint16[n_tokens, n_layers, k], and how many of the tokens are decoded."""
+        """Returns the i-th request to arrive: experts, uint16[n_tokens, n_layers, k], and its decoded tokens."""
         ...
 
 
 class Replay:
-    """The requests of a trace, as they were recorded, again and again; from one on that `rng` chooses."""
+    """Repeats the recorded requests of a trace in their order. `rng` chooses the first one."""
 
     def __init__(self, recorded: Recorded, rng: np.random.Generator) -> None:
         self._recorded = recorded
         self._first = int(rng.integers(len(recorded)))
 
     def number(self, i: int) -> int:
-        """Which recorded request the i-th is."""
+        """Returns the recorded number of the i-th request."""
         return (self._first + i) % len(self._recorded)
 
     def request(self, rng: np.random.Generator, i: int) -> tuple[np.ndarray, int]:
@@ -101,11 +111,11 @@ class Replay:
 
 
 class Fitted:
-    """Requests that are made up: as long as recorded ones, their experts drawn from distributions fitted to these.
+    """Draws requests: lengths from recorded requests, experts from distributions fitted to them.
 
-    Of each layer a request has shares of experts that are Dirichlet distributed around those of all requests, with a
-    concentration that makes them differ between requests as much as recorded ones do. A token uses each expert with a
-    probability in proportion to its share, at most 1.
+    In each layer a request's shares of experts are Dirichlet distributed around the shares of all requests. The
+    concentration makes them differ between requests as much as in the recorded requests. A token uses each expert with
+    a probability in proportion to its share, at most 1.
     """
 
     def __init__(self, recorded: Recorded) -> None:
@@ -124,11 +134,12 @@ class Fitted:
 
 
 def fit_concentration(recorded: Recorded) -> np.ndarray:
-    """Concentration of a Dirichlet distribution of the requests' shares: float64[n_layers], infinite where requests
-    differ no more than tokens do.
+    """Fits a Dirichlet distribution of the requests' shares and returns its concentration, float64[n_layers].
 
-    By moments: the counts of a request of n uses are Dirichlet-multinomial, so their squared distances from the mean
-    shares, over what they are for a multinomial, are 1 + (n - 1) / (1 + concentration) in the mean.
+    It is infinite if requests differ no more than tokens do.
+
+    The fit uses moments. The counts of a request of n uses are Dirichlet-multinomial. Their mean squared distance from
+    the mean shares, divided by that of a multinomial, is therefore 1 + (n - 1) / (1 + concentration).
     """
     lengths = np.diff(recorded.starts)
     k = recorded.experts.shape[2]
@@ -146,10 +157,10 @@ def fit_concentration(recorded: Recorded) -> np.ndarray:
 
 
 def draw_experts(rng: np.random.Generator, shares: np.ndarray, n_tokens: int, n_used: int) -> np.ndarray:
-    """Different experts of each token: uint16[n_tokens, n_layers, n_used].
+    """Draws different experts for each token: uint16[n_tokens, n_layers, n_used].
 
-    Each is used with probability n_used * share, at most 1 (those beyond go to the others): systematic sampling, which
-    has these probabilities exactly. shares: float64[n_layers, n_expert].
+    A token uses an expert with probability n_used * share, at most 1; the excess goes to the other experts. Systematic
+    sampling gives exactly these probabilities. `shares` is float64[n_layers, n_expert].
     """
     n_layers, n_expert = shares.shape
     inclusion = _inclusion(shares, n_used)
@@ -165,7 +176,7 @@ def draw_experts(rng: np.random.Generator, shares: np.ndarray, n_tokens: int, n_
 
 
 def _inclusion(shares: np.ndarray, n_used: int) -> np.ndarray:
-    """In proportion to shares, at most 1, with the sum n_used in each row."""
+    """Returns probabilities in proportion to shares, at most 1, with the sum n_used in each row."""
     shares = np.maximum(shares, _LEAST_SHARE)
     certain = np.zeros(shares.shape, bool)
     while True:
@@ -179,7 +190,7 @@ def _inclusion(shares: np.ndarray, n_used: int) -> np.ndarray:
 
 
 def arrival_times(rng: np.random.Generator, rate: float, duration: float) -> np.ndarray:
-    """Of a Poisson process with `rate` requests a second: float64[n], ascending, below the duration in seconds."""
+    """Draws a Poisson process of `rate` requests per second: float64[n], ascending, in seconds below duration."""
     times = np.empty(0)
     while not len(times) or times[-1] < duration:
         gaps = rng.exponential(1 / rate, max(16, int(rate * duration)))
@@ -189,14 +200,14 @@ def arrival_times(rng: np.random.Generator, rate: float, duration: float) -> np.
 
 @dataclass(frozen=True)
 class Arrivals:
-    """poisson:0.2 (requests a second of each server) or poisson:5s (between two, in the mean)."""
+    """Arrivals: poisson:0.2 is requests per second of each server; poisson:5s is the mean time between two."""
 
     rate: float
     text: str
 
     @classmethod
     def parse(cls, text: str) -> Arrivals:
-        """PyorchError for anything else."""
+        """Parses the text of an option. PyorchError: the text is not valid."""
         kind, _, value = text.strip().partition(":")
         try:
             number = float(value.removesuffix("s"))
