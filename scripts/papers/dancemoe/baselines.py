@@ -1,4 +1,4 @@
-"""The placements that DanceMoE compares with its own (section IV-A). None of them uses the location of users.
+"""The placements that DanceMoE compares with its own (section IV-A). No baseline uses the location of users.
 
 Each returns int16[n_servers, n_layers, n_expert] in the form of Placement.device. Two devices of a server never hold
 the same expert, because an expert on either device is local to the server.
@@ -70,7 +70,7 @@ def smartmoe(problem: Problem, _: np.random.Generator) -> np.ndarray:
     devices with a free place.
 
     Source: the placement of SmartMoE (Zhai et al., USENIX ATC 2023, section 5) as DanceMoE uses it: experts for
-    devices by load, each device with the same number of them.
+    devices by load, each device with the same number of experts.
     """
     counts = even(problem)
     device = _nowhere(problem)

@@ -15,10 +15,10 @@ DIR/PART.json stores the results of each part at once, so that parts may be meas
     placements   five placements, memory for 1.3 x the experts: latency and local ratio (DanceMoE, table II)
     disk         the same with memory for 0.8 x the experts: the others are read from disk
                  (both: with `read` of cluster.toml as --read says)
-    shift        each server gets the next one's task in the middle, with and without migration (figs. 6 and 7)
+    shift        in the middle each server gets the next server's task, with and without migration (figs. 6 and 7)
     scaling      tokens a second of 1, 2 and 3 servers with unlimited work, and a third of the experts
     kill         one of three servers loses its power while all compute
-    thirds       three servers with a third of the experts each, and one of them alone, which reads the others
+    thirds       three servers with a third of the experts each, and one server alone, which reads the others
 """
 
 from __future__ import annotations
@@ -37,28 +37,30 @@ from scripts.papers.dancemoe.measure_setups import ALGORITHMS, PARTS, READS, pre
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("model", type=Path, help="GGUF with routed experts; one by scripts/make_bench_model.py")
-    add("-o", "--output", type=Path, required=True, metavar="DIR", help="for traces, plans and results")
-    add("--parts", default=",".join(PARTS), metavar="PART,...", help="what to measure (default: all)")
+    add("model", type=Path, help="GGUF with routed experts, for example by scripts/make_bench_model.py")
+    add("-o", "--output", type=Path, required=True, metavar="DIR", help="directory for traces, plans and results")
+    add("--parts", default=",".join(PARTS), metavar="PART,...", help="parts to measure (default: all)")
     add("--algorithms", default=",".join(ALGORITHMS), metavar="NAME,...", help="placements to compare (default: all)")
     add("--read", default=READS[0], metavar="WHEN,...",
-        help="when the parts placements and disk read experts of another server, last or faster, and the type of "
-             "rows, as in last:bf16 (default: %(default)s)")
-    add("--prepare", action="store_true", help="only write the files that the parts need, which takes no network")
-    add("--report", type=Path, metavar="DIR", help="only write tables, CSV and pictures of the results, there")
-    add("--link", type=float, default=500.0, metavar="MBIT", help="of each server, each way (default: %(default)g)")
+        help="the settings read (last or faster) of the parts placements and disk, with the type of rows, as in "
+             "last:bf16 (default: %(default)s)")
+    add("--prepare", action="store_true", help="only write the files that the parts need; needs no network")
+    add("--report", type=Path, metavar="DIR", help="only write tables, CSV and pictures of the results, into DIR")
+    add("--link", type=float, default=500.0, metavar="MBIT",
+        help="megabits per second of each server, each way (default: %(default)g)")
     add("--disk", type=float, default=150.0, metavar="MB",
-        help="megabytes a second that each server reads, 0: no limit (default: %(default)g)")
-    add("--threads", type=int, default=1, help="that compute, of each server (default: %(default)s)")
+        help="megabytes per second that each server reads; 0: no limit (default: %(default)g)")
+    add("--threads", type=int, default=1, help="computing threads of each server (default: %(default)s)")
     add("--every", type=float, default=1.5, metavar="S",
-        help="seconds between two requests of a server, in the mean (default: %(default)g)")
-    add("--seconds", type=float, default=20.0, help="in which requests arrive, of a round (default: %(default)g)")
-    add("--rounds", type=int, default=2, help="of each cluster, in turn with the others (default: %(default)s)")
-    add("--shift-seconds", type=float, default=120.0, help="of the part shift (default: %(default)g)")
+        help="mean seconds between two requests of a server (default: %(default)g)")
+    add("--seconds", type=float, default=20.0,
+        help="seconds of a round in which requests arrive (default: %(default)g)")
+    add("--rounds", type=int, default=2, help="rounds of each cluster; clusters alternate (default: %(default)s)")
+    add("--shift-seconds", type=float, default=120.0, help="seconds of the part shift (default: %(default)g)")
     add("--interval", type=float, default=20.0,
         help="seconds between two decisions of the scheduler, in the part shift (default: %(default)g)")
-    add("--tokens", type=int, default=20, help="decoded after the first of an answer (default: %(default)s)")
-    add("--prompts", type=int, default=120, help="of each task, known and asked (default: %(default)s)")
+    add("--tokens", type=int, default=20, help="tokens of an answer after its first (default: %(default)s)")
+    add("--prompts", type=int, default=120, help="prompts of each task, known and asked (default: %(default)s)")
     add("--seed", type=int, default=0)
     add("--json", action="store_true", help="print the results of the parts as one JSON object")
     args = parser.parse_args(words)
@@ -92,7 +94,7 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"measure: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("measure: interrupted; the network is taken away", file=sys.stderr)
+        print("measure: interrupted; the network is removed", file=sys.stderr)
         return 130
     return 0
 

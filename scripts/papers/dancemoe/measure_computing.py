@@ -278,14 +278,14 @@ def _run(args: argparse.Namespace) -> int:
         n_layers = len(model_map.decoded_layers)
     running = state.find(args.config)
     if running is None:
-        raise PyorchError(f"no cluster of {args.config} is up here")
+        raise PyorchError(f"no cluster of {args.config} runs here")
     with connected(running) as ray:
         urls = {status.name: status.url for status in operations.statuses(ray, running.servers)}
 
         def counters() -> dict[str, Counters]:
             found = {status.name: status.counters for status in operations.statuses(ray, running.servers)}
             if absent := [name for name, counted in found.items() if counted is None]:
-                raise PyorchError(f"server {absent[0]} does not answer: `pyorch cluster status` shows how it does")
+                raise PyorchError(f"server {absent[0]} does not answer: `pyorch cluster status` shows its state")
             return found
 
         works = Works(running.servers, n_layers, lambda name, *tokens: ask(urls[name], *tokens, cluster), counters)
@@ -324,7 +324,7 @@ def ask(url: str, n_tokens: int, n_output: int, cluster: Cluster) -> float:
         answer = connection.getresponse()
         text = answer.read()
         if answer.status != 200:
-            raise PyorchError(f"{url} answers with status {answer.status} when computing is measured")
+            raise PyorchError(f"{url} answers with status {answer.status} while computing is measured")
         timings = json.loads(text)["timings"]
         return 1e-3 * (timings["prompt_ms"] + timings["predicted_ms"])
     except (OSError, http.client.HTTPException) as error:

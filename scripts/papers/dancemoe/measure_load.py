@@ -31,7 +31,7 @@ _PATIENCE = 120.0  # seconds for one answer
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of a server's user. time: seconds from the start."""
+    """A request of a server's user, at `time` in seconds from the start."""
 
     time: float
     server: str
@@ -40,7 +40,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests of a task. recorded: their uses of experts, in the order of the prompts."""
+    """Requests of a task. `recorded` has their uses of experts, in the order of the prompts."""
 
     recorded: Recorded
     prompts: list[str]
@@ -51,8 +51,9 @@ class Answered:
     """An answer.
 
     Attributes:
-        seconds: From arrival to the last token; the times of the prompt and the rest, as llama-server counts them.
-        error: Why there is no answer. "": there is one.
+        seconds: Time from the arrival to the last token.
+        prompt_seconds, output_seconds: Times of the prompt and of the other tokens, by llama-server.
+        error: The reason of a missing answer. "": the answer is there.
     """
 
     time: float
@@ -66,7 +67,7 @@ class Answered:
 
 
 def write_prompts(directory: Path, n_each: int, seed: int) -> dict[tuple[str, str], Path]:
-    """Writes files with a JSON object of a prompt on each line, by task and "known" or "asked"."""
+    """Writes files of prompts, a JSON object per line. Returns them by task and by "known" or "asked"."""
     fixtures = ROOT / "tests/fixtures/small-moe"
     texts = {
         "python": (fixtures / "text-test.txt").read_text(),
@@ -99,7 +100,13 @@ def arrivals_of(
 ) -> list[Arrival]:
     """Returns the arrivals of `dancemoe.simulate --arrivals poisson:{every}s --duration SECONDS --seed SEED`, by time.
 
-    requests: Of the servers' tasks. shift: the time when each server gets the next one's task (--shift rotate).
+    Args:
+        servers: Names of the servers.
+        requests: Requests of each server's task.
+        every: Mean seconds between two requests of a server.
+        seconds: Time in which requests arrive.
+        seed: Seed of random draws.
+        shift: Time at which each server gets the task of the next server, as with --shift rotate. None: never.
     """
     found = []
     for n, name in enumerate(servers):
@@ -137,7 +144,12 @@ def ask(
 ) -> list[Answered]:
     """Sends each request at its arrival, from its server's namespace, and returns all answers in this order.
 
-    n_output: Tokens that are decoded after the first one. at: functions to call at times, seconds from the start.
+    Args:
+        network: The network of the servers.
+        urls: Endpoint of each server.
+        arrivals: The requests.
+        n_output: Tokens of each answer after its first.
+        at: Functions to call, by time in seconds from the start.
     """
     found: list[Answered | None] = [None] * len(arrivals)
     begin = time.perf_counter()

@@ -37,7 +37,7 @@ class NoNetwork(Exception):
 def check_possible() -> None:
     """Raises NoNetwork if this user or this machine cannot make a network."""
     if sys.platform != "linux" or os.geteuid() != 0:
-        raise NoNetwork("network namespaces need Linux and root: run it as root, or with sudo")
+        raise NoNetwork("network namespaces need Linux and root: run the program as root, or with sudo")
     for program in ("ip", "tc", "nsenter"):
         if shutil.which(program) is None:
             raise NoNetwork(f"the program {program} is missing: it comes with iproute2 and util-linux")

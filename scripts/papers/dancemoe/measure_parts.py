@@ -72,7 +72,7 @@ class Lab:
             self._ending.callback(os.environ.update, XDG_RUNTIME_DIR=os.environ.get("XDG_RUNTIME_DIR", ""))
             os.environ.update(XDG_RUNTIME_DIR=str(self.network.directory), RAY_worker_niceness="0")
             if self.args.disk and not self.network.throttled:
-                say("disks are not limited: that takes control groups of version 1")
+                say("disks are not limited: limits need control groups of version 1")
             self.ray = self._start_ray()
             self._ending = self._ending.pop_all()
         return self

@@ -27,10 +27,10 @@ class Setup:
     """One cluster.toml and its plan.
 
     Attributes:
-        memory: Of each server, a share of all experts.
-        algorithm: Of the plan. "": no plan.
-        migrates: Experts are placed anew at intervals.
-        read, rows: As in cluster.toml.
+        memory: Memory of each server, as a share of all experts.
+        algorithm: Algorithm of the plan. "": no plan.
+        migrates: At intervals, a new placement is computed and experts migrate.
+        read, rows: Settings of the same names in cluster.toml.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Setup:
 
     @property
     def label(self) -> str:
-        """The name of the placement."""
+        """Name of the placement in reports."""
         return (self.algorithm + (f", read = {self.read}" if self.read != "last" else "")
                 + (f", rows = {self.rows}" if self.rows != "f32" else ""))
 
@@ -77,7 +77,7 @@ def setups(part: str, algorithms: Sequence[str], reads: Sequence[str] = READS[:1
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Makes prompts, traces of them, and a plan for each cluster. Existing files stay."""
+    """Makes prompts, their traces, and a plan for each cluster. Existing files stay."""
     args.output.mkdir(parents=True, exist_ok=True)
     files = {(task, part): args.output / f"{part}-{task}.jsonl" for task in TASKS for part in ("known", "asked")}
     if not all(path.exists() for path in files.values()):
@@ -136,7 +136,7 @@ def program(name: str, *arguments: object) -> str:
 def _python(module: str, *arguments: object) -> str:
     done = subprocess.run([sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True)
     if done.returncode:
-        raise NoNetwork(f"{module} failed: {(done.stderr.strip() or 'it said nothing').splitlines()[-1]}")
+        raise NoNetwork(f"{module} failed: {(done.stderr.strip() or 'no output').splitlines()[-1]}")
     return done.stdout
 
 

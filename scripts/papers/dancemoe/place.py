@@ -20,10 +20,10 @@ def main(argv: list[str] | None = None) -> int:
         "--cluster cluster.toml \\\n      --trace clinic=clinic.trace lab=lab.trace --algorithm eplb -o plan.json")
     command.add_arguments(parser)
     parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="dance",
-                        help="dance: as pyorch place does; uniform: each expert once, at random; redundance: that, and "
-                             "random further ones; smartmoe: each once, devices with alike much to do; eplb: that, and "
-                             "busy experts several times (default: dance)")
-    parser.add_argument("--seed", type=whole(0), default=0, help="seed of what is drawn at random (default: 0)")
+                        help="dance: as pyorch place; uniform: each expert once, at random; redundance: as uniform, "
+                             "with random further experts; smartmoe: each expert once, devices with equal loads; "
+                             "eplb: as smartmoe, with busy experts several times (default: dance)")
+    parser.add_argument("--seed", type=whole(0), default=0, help="seed of all random draws (default: 0)")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="also draw a picture into this directory")
     return run(parser, _run, argv)
 

@@ -25,10 +25,11 @@ class Workload:
     """The requests of users.
 
     Attributes:
-        recorded: Of each server of the cluster.
-        later: From `shift` on, in seconds. None: no shift.
+        recorded: Requests of each server of the cluster.
+        later: Requests from `shift` on. None: no shift.
+        shift: Time of the change, in seconds.
         layers: Block numbers.
-        n_experts: Of each layer.
+        n_experts: Number of experts of each layer.
         routing: One of ROUTINGS.
     """
 
@@ -45,9 +46,9 @@ class Case:
     """The differences between simulations.
 
     Attributes:
-        placement: At the start. None: the algorithm makes it from the recorded requests.
-        n_servers: None: the cluster's. More servers repeat these in turn.
-        bytes_per_second: Of every link. None: the cluster's.
+        placement: The first placement. None: the algorithm makes it from the recorded requests.
+        n_servers: Number of servers. None: the cluster's. A larger number repeats the cluster's servers in turn.
+        bytes_per_second: Bandwidth of every link. None: the cluster's.
     """
 
     algorithm: str = "dance"
@@ -95,7 +96,7 @@ def run(
 
 
 def server_name(cluster: Cluster, n: int) -> str:
-    """Returns the name of the n-th simulated server: those of the cluster, then clinic.2, clinic.3, ..."""
+    """Returns the name of the n-th simulated server: the cluster's names, then clinic.2, clinic.3, ..."""
     again, i = divmod(n, len(cluster.servers))
     return f"{cluster.names[i]}.{again + 1}" if again else cluster.names[i]
 

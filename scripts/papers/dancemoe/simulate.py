@@ -145,7 +145,7 @@ def _shift(args: argparse.Namespace) -> float | None:
     """Returns the time at which the workload changes. None: never."""
     if not args.shift:
         if args.shift_at is not None:
-            raise PyorchError("--shift-at says when the workload changes: say with --shift what to")
+            raise PyorchError("--shift-at is the time of a change: name the later workload with --shift")
         return None
     shift = args.duration / 2 if args.shift_at is None else args.shift_at
     if shift > args.duration:
@@ -239,8 +239,8 @@ def _read(args: argparse.Namespace, cluster, costs, shift: float | None):
     for trace in traces.values():
         for field in ("fingerprint", "layers", "n_expert", "n_expert_used"):
             if getattr(trace.header, field) != getattr(first.header, field):
-                raise FormatError(f"{trace.path} was recorded with another model than {first.path}: all traces are to "
-                                  "be of one model")
+                raise FormatError(f"{trace.path} was recorded with another model than {first.path}: use traces "
+                                  "of one model")
     layers, n_experts = first.header.layers, (first.header.n_expert,) * len(first.header.layers)
     expert_bytes: float | tuple[float, ...] = float(EXPERT_BYTES)
     placement = None

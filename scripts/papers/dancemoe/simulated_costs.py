@@ -57,9 +57,9 @@ class Sizes:
         """
         expert = np.atleast_1d(np.asarray(self.expert, np.float64))
         if len(expert) not in (1, n_layers):
-            raise PyorchError(f"expert_bytes are of {len(expert)} layers: there are {n_layers}")
+            raise PyorchError(f"expert_bytes has sizes of {len(expert)} layers: the model has {n_layers}")
         if not (expert.min() >= 1 and expert.max() <= MOST_OF_EXPERT):
-            raise PyorchError(f"expert_bytes are from {expert.min():g} to {expert.max():g}: an expert has 1 byte at "
+            raise PyorchError(f"expert_bytes ranges from {expert.min():g} to {expert.max():g}: an expert has 1 byte at "
                               f"least, and {MOST_OF_EXPERT:g} at most")
         return replace(costs, expert_bytes=np.broadcast_to(expert, n_layers).copy(), request_bytes=self.request,
                        reply_bytes=self.reply, message_bytes=self.message)
@@ -92,14 +92,14 @@ def machines_of(costs: CostsFile, names: Sequence[str]) -> tuple[Machine, ...]:
     found, taken = [], set()
     machines = costs.simulated.get("machines", [])
     if not isinstance(machines, (list, tuple)):
-        raise FormatError("machines are no list")
+        raise FormatError("machines is not a list")
     for i, value in enumerate(machines):
         machine = _machine(value, f"machines[{i}]")
         for name in machine.servers:
             if name not in names:
                 raise PyorchError(f'there are costs of a server "{name}": the cluster has {", ".join(names)}')
             if name in taken:
-                raise FormatError(f"machines: server {name} is there twice")
+                raise FormatError(f"machines: server {name} occurs twice")
             taken.add(name)
         for n in range(max(again) + 1):
             there = tuple(i for i, name in enumerate(names) if name in machine.servers and again[i] == n)
@@ -110,9 +110,9 @@ def machines_of(costs: CostsFile, names: Sequence[str]) -> tuple[Machine, ...]:
 
 def _machine(value: Any, where: str) -> Machine:
     if not isinstance(value, dict) or value.keys() != {"servers", "cores"}:
-        raise FormatError(f"{where} has not the fields servers and cores")
+        raise FormatError(f"{where} must have exactly the fields servers and cores")
     if not isinstance(value["servers"], list):
-        raise FormatError(f"{where}: servers are no list")
+        raise FormatError(f"{where}: servers is not a list")
     if type(value["cores"]) not in (int, float) or not 1 <= value["cores"] <= MOST:
-        raise FormatError(f"{where}: cores is {repr(value['cores'])[:60]}, less than 1, or no number")
+        raise FormatError(f"{where}: cores is {repr(value['cores'])[:60]}, not a number of at least 1")
     return Machine(tuple(map(str, value["servers"])), float(value["cores"]))

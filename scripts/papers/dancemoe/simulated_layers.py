@@ -35,8 +35,8 @@ class Part:
 
     Attributes:
         experts: [n_tokens, n_layers, k].
-        gives_output: The last token needs its output. No other token needs its output, so the last layer computes no
-            experts for the others.
+        gives_output: The last token's output is needed. The outputs of other tokens never are, so the last layer
+            computes no experts for them.
     """
 
     experts: np.ndarray
@@ -50,7 +50,7 @@ class Layers:
         resident: bool[n_servers, n_layers, n_expert], which the caller changes.
         served: Rows that each server computed for peers.
         n_messages: Requests to peers.
-        n_bytes: There and back.
+        n_bytes: Bytes of requests and answers.
         n_read: Experts read from disks.
         recent: float64 of the shape of resident, uses since it was set to 0.
         paces: PACE[n_servers, n_servers], the waits of one server for another.
@@ -60,7 +60,7 @@ class Layers:
         n_servers, n_layers, n_expert = resident.shape
         self._costs, self._servers = costs, servers
         self._n_layers, self._n_expert = n_layers, n_expert
-        self._held = resident.reshape(n_servers, -1)  # the same memory
+        self._held = resident.reshape(n_servers, -1)  # a view: changes of resident are visible in it
         self._cells = n_expert * np.arange(n_layers)[:, None]
         self.recent = np.zeros(resident.shape)
         self._recent = self.recent.reshape(n_servers, -1)
@@ -70,7 +70,7 @@ class Layers:
         there, back = 1 / costs.bytes_per_second, 1 / costs.bytes_per_second.T
         np.fill_diagonal(there, 0)
         np.fill_diagonal(back, 0)
-        # Of a message from [one] to [other] and back: the least time, and the time of each further row.
+        # [asking, answering]: the least time of a message and its answer, and the time of each row.
         self._message_seconds = (costs.latency + costs.latency.T + costs.message + costs.expert
                                  + costs.message_bytes * (there + back))
         np.fill_diagonal(self._message_seconds, np.inf)
@@ -125,8 +125,8 @@ class Layers:
 
         Args:
             cells: [n_tokens, n_layers, k], experts of the tokens, counted over all layers.
-            used: The missing ones among them.
-            layer, rows: Of each.
+            used: The missing experts.
+            layer, rows: The layer and the rows of each missing expert.
         """
         costs, servers = self._costs, self._servers
         n_servers = len(servers)
@@ -170,9 +170,12 @@ class Layers:
         self._n_experts += len(rows)
 
     def _inputs(self, cells: np.ndarray, used: np.ndarray, peer: np.ndarray, message: np.ndarray) -> np.ndarray:
-        """Counts the tokens whose input is in each message: once, for all of the peer's experts that use it.
+        """Counts the inputs in each message. A token has one input, for all of the peer's experts that use it.
 
-        used, peer: experts and the asked server of each. message: layer and peer of each, ascending.
+        Args:
+            cells: [n_tokens, n_layers, k], experts of the tokens, counted over all layers.
+            used, peer: Experts, and the asked server of each.
+            message: Layer and peer of each message, ascending.
         """
         n_servers, n_layers = len(self._servers), self._n_layers
         peer_of = np.full(self._held.shape[1] + 1, DISK)

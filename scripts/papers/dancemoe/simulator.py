@@ -1,6 +1,6 @@
 """Simulates a cluster: requests, batches, messages between servers, and migration of experts.
 
-Every server has a device, a network port and a disk. Each of them does one job at a time, in order of arrival. Servers
+Every server has a device, a network port and a disk. Each does one job at a time, in order of arrival. Servers
 that share the cores of a machine have no device. Such a server has one thread for its own users and another thread for
 its peers; all threads that compute at the same time get equal shares of the cores.
 
@@ -90,7 +90,7 @@ class Outcome:
         busy: float64[n_servers], computing time of each device. Without a device: the time with one core per thread.
         served: int64[n_servers], rows for peers.
         n_messages: Requests to peers.
-        n_bytes: Bytes of these requests and of the answers.
+        n_bytes: Bytes of the requests and of their answers.
         n_read: Experts read from disks, without migration.
         duration: When the last request ended.
         changes: Decisions of the scheduler.

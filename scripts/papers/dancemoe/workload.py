@@ -215,6 +215,6 @@ class Arrivals:
         except (ValueError, ZeroDivisionError):
             rate = 0.0
         if kind != "poisson" or not 1e-9 < rate < 1e9:
-            raise PyorchError(f'arrivals "{text}" are not understood: use poisson:0.2 for so many requests a second, '
+            raise PyorchError(f'arrivals "{text}" are not understood: use poisson:0.2 for 0.2 requests a second, '
                               "or poisson:5s for one in 5 seconds")
         return cls(rate, text.strip())

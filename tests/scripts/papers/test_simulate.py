@@ -161,7 +161,7 @@ def test_a_placement_that_was_written_is_the_one_in_the_beginning(capsys, small_
     (("--bandwidth", "fast"), "--bandwidth: "),
     (("--cost", "row"), "not of the form NAME=VALUE"),
     (("--cost", "rows=1"), 'no cost "rows"'),
-    (("--shift-at", "5"), "say with --shift what to"),
+    (("--shift-at", "5"), "name the later workload with --shift"),
     (("--shift", "rotate", "--shift-at", "1e6"), "after the end"),
     (("--shift", "other=x"), 'no server "other"'),
     (("--trace", "lab"), "SERVER=FILE"),

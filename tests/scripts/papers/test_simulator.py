@@ -170,11 +170,11 @@ def test_servers_that_are_there_again_share_machines_of_their_own():
 
 
 @pytest.mark.parametrize(("machines", "sentence"), [
-    ({}, "machines are no list"),
-    ([{"servers": ["a"]}], "has not the fields servers and cores"),
-    ([{"servers": "a", "cores": 1}], "servers are no list"),
-    ([{"servers": ["a"], "cores": 0.5}], "cores is 0.5, less than 1"),
-    ([{"servers": ["a", "b"], "cores": 1}, {"servers": ["a"], "cores": 1}], "server a is there twice"),
+    ({}, "machines is not a list"),
+    ([{"servers": ["a"]}], "must have exactly the fields servers and cores"),
+    ([{"servers": "a", "cores": 1}], "servers is not a list"),
+    ([{"servers": ["a"], "cores": 0.5}], "cores is 0.5, not a number of at least 1"),
+    ([{"servers": ["a", "b"], "cores": 1}, {"servers": ["a"], "cores": 1}], "server a occurs twice"),
 ])
 def test_machines_that_cannot_be_are_one_sentence(machines, sentence):
     with pytest.raises(FormatError, match=sentence):
@@ -223,7 +223,7 @@ def test_reads_are_computed_on_the_cores_too():
 
 
 def test_sizes_of_other_layers_are_refused():
-    with pytest.raises(PyorchError, match="of 2 layers: there are 3"):
+    with pytest.raises(PyorchError, match="of 2 layers: the model has 3"):
         Sizes((1.0, 2.0), 1.0, 1.0).applied(costs_of(2, 3), 3)
     for size in (0.0, 1e11):
         with pytest.raises(PyorchError, match="an expert has 1 byte at least"):
