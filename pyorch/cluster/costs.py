@@ -179,7 +179,7 @@ def _server(value: Any, default: ServerCosts, where: str) -> ServerCosts:
 
 def _link(value: Any, where: str) -> tuple[tuple[str, str], tuple[float, float]]:
     if set(_object(value, where)) != {"from", "to", "bytes_per_second", "latency"}:
-        raise FormatError(f"{where} has not the fields from, to, bytes_per_second and latency")
+        raise FormatError(f"{where} must have exactly the fields from, to, bytes_per_second and latency")
     rate, latency = (_number(value[name], f"{where}: {name}") for name in ("bytes_per_second", "latency"))
     if rate == 0:
         raise FormatError(f"{where}: bytes_per_second is 0")

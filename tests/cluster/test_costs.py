@@ -65,7 +65,7 @@ def test_costs_of_a_server_that_there_is_not_are_refused(tmp_path):
     ({"servers": {"lab": {"row": float("nan")}}}, "server lab: row is nan"),
     ({"servers": []}, "servers is no object"),
     ({"links": {}}, "links are no list"),
-    ({"links": [{"from": "a", "to": "b", "latency": 1}]}, "has not the fields"),
+    ({"links": [{"from": "a", "to": "b", "latency": 1}]}, "must have exactly the fields"),
     ({"links": [{"from": "a", "to": "b", "latency": 1, "bytes_per_second": 0}]}, "bytes_per_second is 0"),
 ])
 def test_a_file_with_what_cannot_be_is_one_sentence(tmp_path, fields, sentence):
