@@ -60,7 +60,6 @@ public:
 
     // Keeps slots for so many forecast experts a layer, above 0, in pools with enough slots for it.
     // REQUIRES: no expert has come yet.
-    // REQUIRES: nothing came yet.
     void set_ahead(int n);
 
     // A forecast of a layer's next pass in a context. Makes guests of absent experts, the likeliest first, if experts

@@ -23,7 +23,6 @@
 //
 // The mutex is the owner's; the owner calls functions with a `const Locked &` (base/mutex.h). Functions for the readers
 // lock it. No thread holds it during a read or a decode.
-// lock it. It is never held across a read or a decode.
 
 #pragma once
 

@@ -1,7 +1,7 @@
 // Turns forecasts into guesses: experts that the residency table should prefetch, if they gain more than they cost.
 //
 // It counts how often a guess of an absent expert was right, by layer, distance and rank, whether it was read or not,
-// and requests only guesses with enough precision. Demand has priority anyway (see the residency table).
+// and requests only guesses with enough precision. The loader reads demand first (loading/loader.h).
 //
 // Not thread-safe. The prefetcher runs it on its own thread, a replay between its events.
 
