@@ -168,7 +168,7 @@ def test_a_layer_may_have_a_predictor_of_its_own(small_moe: Path):
         model.reset_stats()
         decode(model, tokens_of(model))
         assert not any(layer.stats().prefetch_loads for layer in model.layers.values())
-        with pytest.raises(pyorch.PyorchError, match="is for all layers"):
+        with pytest.raises(pyorch.PyorchError, match="for all layers together"):
             model.layers[3].settings = pyorch.LayerSettings(prefetch="auto")
         with pytest.raises(pyorch.PyorchError, match="crystal-ball"):
             model.layers[3].settings = pyorch.LayerSettings(prefetch="crystal-ball")
