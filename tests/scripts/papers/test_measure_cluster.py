@@ -44,7 +44,7 @@ needs_namespaces = pytest.mark.skipif(bool(_WHY_NOT), reason=_WHY_NOT or "-")
 def test_who_is_not_root_is_told_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert measure.main(["model.gguf", "-o", str(tmp_path / "out")]) == 2
-    assert "network namespaces need Linux and root: run it as root" in capsys.readouterr().err
+    assert "network namespaces need Linux and root: run the program as root" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
