@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     given = with_device(given_settings(args))
     with load(args.model, verbose=args.verbose, **given) as model:
+        managed = find(model.llama.model)
         if model.note:
             print(f"pyorch: note: {one_line(model.note)}", file=sys.stderr)
         n_ctx = model.llama.n_ctx()
@@ -76,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
             if complete and model.llama.n_tokens >= n_ctx - 1:
                 print(f"pyorch: note: the context of {n_ctx} tokens is full, which ended the text: --ctx N makes room "
                       "for more", file=sys.stderr)
-        find(model.llama.model).save()
+        if managed.budget_note:  # said now, because the text may be on the same terminal
+            print(f"pyorch: {managed.budget_note}", file=sys.stderr)
+        managed.save()
     return 0 if complete else 130
 
 

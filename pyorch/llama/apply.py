@@ -151,6 +151,10 @@ def apply_substitution(
             ("mode", "mode"), ("order", "order"), ("on_miss", "miss"))},
     }
     engine.set_substitution(il, {name: value for name, value in given.items() if value is not None})
+    if settings.lossy:
+        engine.lossy_layers.add(il)
+    else:
+        engine.lossy_layers.discard(il)
 
 
 def find_ghosts(substitution: Substitution | None, sidecars: Sidecars) -> Ghosts | None:

@@ -24,7 +24,7 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import call, check, ffi, lib
-from pyorch.llama import cores, logs, measure
+from pyorch.llama import cores, following, logs, measure
 from pyorch.llama.context_plan import check_context, check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import decoding, find, is_forked, loading, lock, models
 from pyorch.llama.originals import original, replace
@@ -124,12 +124,10 @@ def _load(path: str, params: llama.llama_model_params, call: Callable[[], int | 
     except KeyboardInterrupt:
         if model:
             original("llama_model_free")(model)
-        if managed.engine is not None:
-            managed.engine.close()
+        managed.close()
         raise
     if not model:
-        if managed.engine is not None:
-            managed.engine.close()
+        managed.close()
         raise measure.not_loaded(path)
     with lock:
         models[model] = managed
@@ -146,8 +144,7 @@ def _free_model(free: Callable, model: int) -> None:
         return
     if managed.plan.settings.on_free is not None:
         managed.plan.settings.on_free(managed)
-    if managed.engine is not None:
-        managed.engine.close()
+    managed.close()
 
 
 # The first process with a context. A child process has none of OpenMP's threads, and would wait for them.
@@ -207,6 +204,7 @@ def _init_context(init: Callable, model: int, params: llama.llama_context_params
         with lock:
             managed.contexts[context] = reserved
     managed.warm_up()
+    following.follow(managed)
     return context
 
 

@@ -7,14 +7,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import DeviceError, ExpertReadError, FormatError, PyorchError
 from pyorch.library.bindings import decode_error
-from pyorch.llama import logs, warm
+from pyorch.llama import logs, memory, warm
 from pyorch.llama.apply import apply_prefetch, apply_substitution, set_uses
 from pyorch.llama.device import devices_of, set_placement
 from pyorch.llama.division import Division
@@ -129,7 +129,7 @@ def loading(
         with managed.engine.capture():
             yield managed
     except BaseException:
-        managed.engine.close()
+        managed.close()
         raise
 
 
@@ -144,6 +144,11 @@ class ManagedModel:
         speculating: Layers execute their forecasts.
         warmed: The experts for the memory were queued (pyorch.llama.warm).
         contexts: Bytes by llama_context *, under the automatic budget.
+        is_automatic: The budget is automatic, and nobody named another.
+        budget_note: The last sentence about a change of the automatic budget; "" before the first.
+        on_budget: Called with each of these sentences.
+        in_use: Held while another thread uses the engine, and while the engine is closed.
+        mapped_before: Bytes of mapped files of this process before the model was loaded.
     """
 
     path: str
@@ -155,11 +160,17 @@ class ManagedModel:
     speculating: bool = field(init=False)
     warmed: bool = False
     contexts: dict[int, int] = field(default_factory=dict)
+    is_automatic: bool = field(init=False)
+    budget_note: str = ""
+    on_budget: Callable[[str], None] | None = None
+    in_use: threading.RLock = field(default_factory=threading.RLock)
+    mapped_before: int = field(default_factory=lambda: memory.resident_bytes("RssFile"))
     pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:
         self.devices = devices_of(self.plan.placement)
         self.division = self.plan.division
+        self.is_automatic = self.plan.automatic
         self.speculating = self.engine is not None and self.plan.settings.speculate
 
     @property
@@ -169,6 +180,54 @@ class ManagedModel:
     def budget_bytes(self) -> int:
         """Returns the present bytes for experts in host memory."""
         return self.engine.stats().budget_bytes
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether the budget may follow free memory.
+
+        Not if other servers compute experts, because their placement counts on this memory; and not if a device has
+        experts in the same memory.
+        """
+        return self.plan.automatic and not self.plan.placed and not self.plan.has_share and not any(
+            device.shares_memory for device in self.plan.placement.each)
+
+    def follows(self) -> bool:
+        """Returns whether the budget follows free memory now: nobody named another budget, and nothing is lossy."""
+        return (self.may_follow and self.is_automatic and not self.speculating and not self.engine.lossy_layers
+                and self.budget_bytes() == self.division.budget)  # otherwise Engine.set_budget() was called
+
+    def set_budget(self, n_bytes: int) -> None:
+        """Changes the budget of the host's experts, in bytes.
+
+        Raises:
+            BudgetError: It is below the floor, or below the pinned experts.
+        """
+        self.engine.set_budget(n_bytes)
+        self.division = replace(self.division, budget=self.budget_bytes())
+
+    def settle_budget(self) -> None:
+        """Divides the changed budget among the forms of experts, and reads all experts if they fit."""
+        if self.division.planner is not None:
+            self.division = self.division.at(self.division.budget)
+            self.engine.set_pools(self.division.pools)
+        elif self._warms and self.division.budget >= self.map.info.slots_bytes:
+            warm.begin(self.engine, self.map, None)
+
+    def say_budget(self, sentence: str) -> None:
+        """Keeps and reports a sentence about a change of the automatic budget."""
+        self.budget_note = sentence
+        if self.on_budget is not None:
+            self.on_budget(sentence)
+
+    def context_bytes(self) -> int:
+        """Returns the bytes of host memory that contexts and caches reserved under the automatic budget."""
+        return max(sum(self.contexts.values()), self.division.context_bytes + self.contexts.get(0, 0))
+
+    def close(self) -> None:
+        """Ends the engine. REQUIRES: the model and its contexts are freed."""
+        if self.engine is not None:
+            with self.in_use:
+                self.engine.close()
 
     @property
     def unmanaged(self) -> str:

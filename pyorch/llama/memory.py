@@ -10,7 +10,6 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +20,39 @@ from pyorch.sizes import Amount, KiB
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit:
     """Returns the limit that leaves the fewest bytes free. Tests pass a root with its own proc and sys."""
-    limits = [*_cgroup_limits(root), _physical_memory(root)]
-    return min(limits, key=lambda limit: limit.free_bytes)
+    return MemoryLimits(root).tightest()
+
+
+class MemoryLimits:
+    """The limits on this process, found once and read often: finding them takes longer than reading them."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._groups = list(control_groups.of_process("memory", root))
+
+    def tightest(self) -> MemoryLimit:
+        """Returns the limit that leaves the fewest bytes free now."""
+        limits = [limit for group in self._groups if (limit := _read_group(group)) is not None]
+        return min([*limits, _physical_memory(self._root)], key=lambda limit: limit.free_bytes)
+
+    def stalled_seconds(self) -> float | None:
+        """Returns the time in which some program waited for memory, since the system's start.
+
+        The kernel's pressure stall information counts it, for the innermost group of version 2, or for the machine.
+        None: the kernel does not report it.
+        """
+        files = [group.directory / "memory.pressure" for group in self._groups if not group.v1]
+        for path in (*files, self._root / "proc/pressure/memory"):
+            with contextlib.suppress(OSError):
+                found = re.search(r"^some .*total=(\d+)", path.read_text(), re.MULTILINE)
+                if found is not None:
+                    return int(found[1]) / 1e6
+        return None
+
+
+def is_known(root: Path = Path("/")) -> bool:
+    """Returns whether the system reports its free memory. Otherwise half of its memory counts as free."""
+    return (root / "proc/meminfo").is_file()
 
 
 def peak_bytes() -> int:
@@ -37,13 +67,18 @@ def peak_bytes() -> int:
     return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[1]) * KiB
 
 
-def resident_bytes() -> int:
-    """Returns the resident bytes of this process (VmRSS). 0 if the system does not report them."""
+def resident_bytes(kind: str = "VmRSS") -> int:
+    """Returns the resident bytes of this process. 0 if the system does not report them.
+
+    Args:
+        kind: "VmRSS": all. "RssAnon": memory of its own. "RssFile": mapped files.
+    """
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # not Linux
         return 0
-    return int(re.search(r"^VmRSS:\s+(\d+) kB$", status, re.MULTILINE)[1]) * KiB
+    found = re.search(rf"^{kind}:\s+(\d+) kB$", status, re.MULTILINE)
+    return int(found[1]) * KiB if found is not None else 0
 
 
 def _physical_memory(root: Path) -> MemoryLimit:
@@ -69,14 +104,8 @@ _V1 = _Hierarchy(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_in
 _V2 = _Hierarchy(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file"))
 
 
-def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
-    for group in control_groups.of_process("memory", root):
-        limit = _read_group(group.directory, _V1 if group.v1 else _V2, f"cgroup {group.name}")
-        if limit is not None:
-            yield limit
-
-
-def _read_group(directory: Path, names: _Hierarchy, source: str) -> MemoryLimit | None:
+def _read_group(group: control_groups.ControlGroup) -> MemoryLimit | None:
+    directory, names = group.directory, _V1 if group.v1 else _V2
     limits = [n for n in (_read_int(directory / name) for name in names.limits) if n is not None]
     usage = _read_int(directory / names.usage)
     # Version 1 reports "no limit" as the largest number of pages.
@@ -85,7 +114,7 @@ def _read_group(directory: Path, names: _Hierarchy, source: str) -> MemoryLimit 
     stat = directory / "memory.stat"
     lines = stat.read_text().splitlines() if stat.is_file() else []
     cache = sum(int(value) for key, _, value in (line.partition(" ") for line in lines) if key in names.cache)
-    return MemoryLimit(source, min(limits), max(0, min(limits) - max(0, usage - cache)))
+    return MemoryLimit(f"cgroup {group.name}", min(limits), max(0, min(limits) - max(0, usage - cache)))
 
 
 def _read_int(path: Path) -> int | None:

@@ -67,6 +67,7 @@ class Engine:
         n_expert: Experts of each layer, by il.
         history: The history given to set_history(). None before.
         simulates_cache: Substitution takes residency from a simulated cache.
+        lossy_layers: By il, the layers that treat absent experts in a lossy way.
 
     Args:
         model_map: The model's map; copied.
@@ -106,6 +107,7 @@ class Engine:
         self.simulated = simulated
         self.simulates_cache = False
         self.history: History | None = None
+        self.lossy_layers: set[int] = set()
         self.has_pack = model_map.pack is not None
         self.n_expert = {layer.il: layer.n_expert for layer in model_map.layers}
         how = Reads.parse(reads)

@@ -127,7 +127,7 @@ class Echo:
         promised = stats.budget_bytes - stats.used_bytes
         lacking = self._needed[n_ctx] + limit.margin_bytes + promised - limit.free_bytes
         if lacking > 0:
-            engine.set_budget(max(stats.budget_bytes - lacking, managed.map.info.floor_bytes))
+            managed.set_budget(max(stats.budget_bytes - lacking, managed.map.info.floor_bytes))
 
     def measure(self, n_ctx: int) -> int:
         params = llama.llama_context_default_params()

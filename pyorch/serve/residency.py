@@ -19,6 +19,7 @@ from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.statistics import Stats, is_of_layers
 from pyorch.serve.routes import Answer, Request, as_json, read_json, refusal
+from pyorch.settings.budget import AUTO as AUTO_BUDGET
 from pyorch.settings.budget import Budget
 from pyorch.settings.prefetch import AUTO, Prefetch
 from pyorch.settings.substitution import Substitution
@@ -119,7 +120,8 @@ class Residency:
             "seconds": round(time.monotonic() - self._began, 3),
             "settings": {
                 "budget": self._managed.budget_bytes(), "least_budget": info.floor_bytes,
-                "most_budget": info.slots_bytes,
+                "most_budget": info.slots_bytes, "budget_follows": self._managed.follows(),
+                "budget_note": self._managed.budget_note,
                 "policy": self._policy, "prefetch": self._prefetch,
                 "substitution": None if self._substitution is None else str(self._substitution),
                 "device": self._managed.devices.name if self._managed.devices is not None else None,
@@ -159,8 +161,8 @@ class Residency:
 
     def _changes(self) -> dict[str, _Change]:
         return {
-            "budget": _Change(self._read_budget, lambda _: self._managed.budget_bytes(),
-                              self._managed.engine.set_budget),
+            "budget": _Change(self._read_budget, lambda _: (self._managed.budget_bytes(), self._managed.is_automatic),
+                              self._set_budget),
             "policy": _Change(lambda value: policies().choose(_text("policy", value)).name, lambda _: self._policy,
                               self._set_policy),
             "prefetch": _Change(self._read_prefetch, lambda _: Prefetch.parse(self._prefetch), self._set_prefetch),
@@ -170,12 +172,24 @@ class Residency:
                                     self._set_substitution),
         }
 
-    def _read_budget(self, value: Any) -> int:
+    def _read_budget(self, value: Any) -> tuple[int, bool]:
+        """Returns bytes, and whether the budget follows free memory from now on."""
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise PyorchError(f"budget {json.dumps(value)} is not understood: use bytes, or text such as \"40%\" or "
                               '"1.5GiB"')
+        budget = Budget.parse(value)
+        if budget == AUTO_BUDGET:
+            if not self._managed.may_follow:
+                raise PyorchError("the budget can become auto only in a server that was started with --budget auto, "
+                                  "without other servers' experts and without a device in the same memory")
+            return self._managed.budget_bytes(), True
         ghosts = self._managed.plan.ghosts
-        return Budget.parse(value).resolve(self._managed.map.info, ghosts.n_bytes if ghosts is not None else 0)
+        return budget.resolve(self._managed.map.info, ghosts.n_bytes if ghosts is not None else 0), False
+
+    def _set_budget(self, given: tuple[int, bool]) -> None:
+        n_bytes, is_automatic = given
+        self._managed.set_budget(n_bytes)
+        self._managed.is_automatic = is_automatic
 
     def _set_policy(self, policy: str) -> None:
         self.engine.set_policy(policy)

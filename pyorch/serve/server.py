@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError, one_line
-from pyorch.llama import cores, device, logs, measure
+from pyorch.llama import cores, device, following, logs, measure
 from pyorch.llama.context_plan import check_context, check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import ManagedModel, loading
 from pyorch.llama.schemas import check_schema
@@ -230,7 +230,7 @@ def planned(path: str, settings: Settings, server: Flags, placed: bool) -> Itera
                 try:
                     record.save()
                 finally:
-                    record.engine.close()
+                    record.close()
 
 
 Beside = Callable[[Engine | None, Address], AbstractContextManager[None]]
@@ -273,6 +273,8 @@ class _Watch(threading.Thread):
         self.ready = True
         self._say(f"serving {os.path.basename(self._record.path)} at {self._address.url} ({self._budget()})")
         self._record.warm_up()
+        self._record.on_budget = self._say
+        following.follow(self._record)
         if self._address.port:
             chat = "" if self._root is Root.LIVE_VIEW else f"chat at {self._address.url}/, "
             self._say(f"{chat}live view at {self._address.url}/pyorch, API for programs at {self._address.url}/v1")
