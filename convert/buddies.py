@@ -194,13 +194,13 @@ def list_sizes(layer: LayerBuddies, cft_alpha: float) -> ListSizes:
     """Returns the lengths of the lists with alpha (eqs. 5, 6)."""
     lengths = layer.prefix_lengths(cft_alpha)
     covered = layer.cut(cft_alpha).q.sum(axis=1, dtype=np.float64)
-    there = lengths > 0
+    has_buddies = lengths > 0
     k_max = layer.ids.shape[1]
     return ListSizes(
         layer.il, cft_alpha, int((layer.activations > 0).sum()),
         tuple(np.bincount(lengths, minlength=k_max + 1).tolist()), float(lengths.mean()),
         int(((lengths == k_max) & (covered < cft_alpha - 1e-6)).sum()),
-        float(covered[there].mean()) if there.any() else 0.0,
+        float(covered[has_buddies].mean()) if has_buddies.any() else 0.0,
     )
 
 

@@ -102,15 +102,15 @@ class Pool:
         return len(self) == self._capacity
 
     def add(self, records: np.ndarray) -> None:
-        came = self._lesson.tensors(records)
+        added = self._lesson.tensors(records)
         if not self._tensors:  # unwritten memory takes no room
-            self._tensors = [torch.empty(self._capacity, *tensor.shape[1:], dtype=tensor.dtype) for tensor in came]
+            self._tensors = [torch.empty(self._capacity, *tensor.shape[1:], dtype=tensor.dtype) for tensor in added]
         n = min(len(records), self._capacity - self._n)
         places = torch.arange(self._n, self._n + n)
         if rest := len(records) - n:
             drawn = self._order.choice(self._capacity, rest, replace=rest > self._capacity)
             places = torch.cat([places, torch.from_numpy(drawn)])
-        for held, new in zip(self._tensors, came):
+        for held, new in zip(self._tensors, added):
             held[places] = new
         self._n += n
 

@@ -204,8 +204,8 @@ def _begin(plan: Plan, ratio: float, descriptor: int, directory: Path, spare_byt
     begun = os.pread(descriptor, len(plan.header), 0) == plan.header and os.fstat(descriptor).st_size >= plan.data
     if not begun:
         os.ftruncate(descriptor, 0)
-    there = os.fstat(descriptor).st_blocks * 512
-    files.check_free_space(directory, max(0, plan.n_bytes(ratio) - there) + spare_bytes, files.FEW_BYTES)
+    written = os.fstat(descriptor).st_blocks * 512
+    files.check_free_space(directory, max(0, plan.n_bytes(ratio) - written) + spare_bytes, files.FEW_BYTES)
     if not begun:
         _write_all(descriptor, bytes(plan.data), 0)  # reserves room for rows on a disk that may become full
         for il, layer in plan.layers.items():
@@ -387,10 +387,10 @@ def check(
         with ExitStack() as stack:
             file, packed = stack.enter_context(path.open("rb", buffering=0)), stack.enter_context(ModelMap(path))
             experts = None if model_map.info.slim else stack.enter_context(Experts(model_map, metadata[packs.LAYOUTS]))
-            there = packs.share_of(attached)
+            share = packs.share_of(attached)
             for layer in model_map.layers:
                 for (expert, role), rows in chunks_of(arrays, packed, layer).items():
-                    if there is not None and not there[layer.il][expert]:
+                    if share is not None and not share[layer.il][expert]:
                         continue
                     n_bytes = model_map.matrix_bytes(layer, role)
                     expected = None if experts is None else experts.read(layer, expert, role)
@@ -400,7 +400,7 @@ def check(
                     n_done += n_bytes
                     if on_progress is not None:
                         on_progress("checking", n_done, total)
-                n_experts += layer.n_expert if there is None else int(there[layer.il].sum())
+                n_experts += layer.n_expert if share is None else int(share[layer.il].sum())
     return Check(path, len(model_map.layers), n_experts, path.stat().st_size, tuple(damaged), time.monotonic() - begin)
 
 

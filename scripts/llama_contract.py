@@ -245,14 +245,14 @@ def _python_losses(ours: Tree, old: Package, new: Package) -> Iterator[Loss]:
     anywhere = {member for members in classes.values() for member in members}
     for name, members in old.classes().items():
         for member in members.keys() & uses.words.keys():
-            there = classes.get(name)
+            members_now = classes.get(name)
             # A use that also names the class is certain.
             sure = [place for key, places in uses.names.items() if key[1:] == (name, member) for place in places]
             where = _unique(sure or uses.words[member])
-            if member not in (there if there is not None else anywhere):
+            if member not in (members_now if members_now is not None else anywhere):
                 yield Loss(f"{name}.{member}", "is gone", where)
-            elif there is not None and members[member] != there[member]:
-                yield Loss(f"{name}.{member}", f"was {members[member]}, is {there[member]}", where)
+            elif members_now is not None and members[member] != members_now[member]:
+                yield Loss(f"{name}.{member}", f"was {members[member]}, is {members_now[member]}", where)
 
 
 def _unique(places: Iterable[str]) -> tuple[str, ...]:

@@ -91,9 +91,9 @@ def nodes_of(ray: ModuleType, cluster: Cluster) -> dict[str, str]:
             or (is_here and node["NodeManagerAddress"] == here)
         ]
         if not fitting:
-            there = ", ".join(sorted(node["NodeManagerAddress"] for node in alive))
+            addresses = ", ".join(sorted(node["NodeManagerAddress"] for node in alive))
             raise PyorchError(f"server {server.name} has the address {server.address}, where the Ray cluster has no "
-                              f"node: it has {there}")
+                              f"node: it has {addresses}")
         nodes[server.name] = fitting[0]
     return nodes
 

@@ -120,10 +120,10 @@ def row_seconds(costs: Costs, sharing: Sharing = Sharing()) -> np.ndarray:
 
     They are infinite from a server to itself.
     """
-    there, back = 1 / costs.bytes_per_second, 1 / costs.bytes_per_second.T
-    message = (costs.latency + costs.latency.T + costs.message_bytes * (there + back)
+    forth, back = 1 / costs.bytes_per_second, 1 / costs.bytes_per_second.T
+    message = (costs.latency + costs.latency.T + costs.message_bytes * (forth + back)
                + costs.message[None, :]) / sharing.rows_per_message
-    row = costs.request_bytes * there / sharing.rows_per_input + costs.reply_bytes * back + costs.row[None, :]
+    row = costs.request_bytes * forth / sharing.rows_per_input + costs.reply_bytes * back + costs.row[None, :]
     seconds = message + row + (costs.expert / sharing.rows_per_expert)[None, :]
     np.fill_diagonal(seconds, np.inf)
     return seconds

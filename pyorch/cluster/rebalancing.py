@@ -171,11 +171,11 @@ def place_again(
     Servers that are not present hold no expert, in the present placement and in the new one.
     """
     problem, uses = setting.problem, recent.uses.expected
-    there = np.isin(problem.servers, present)
-    uses = uses * there[:, None, None]
+    is_present = np.isin(problem.servers, present)
+    uses = uses * is_present[:, None, None]
     capacities = tuple(devices if is_there else (0,) * len(devices)
-                       for devices, is_there in zip(problem.capacities, there))
+                       for devices, is_there in zip(problem.capacities, is_present))
     problem = Problem(problem.servers, problem.layers, uses, problem.sizes, capacities, problem.n_experts)
-    candidate, held = place(problem, partial=True), now.held & there[:, None, None]
+    candidate, held = place(problem, partial=True), now.held & is_present[:, None, None]
     decision = decide(held, candidate.held, uses, recent.costs(setting), recent.sharing)
     return candidate, replace(decision, migration=float(migration_seconds(held, candidate.held, setting.moving).sum()))

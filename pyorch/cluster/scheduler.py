@@ -249,8 +249,8 @@ class Scheduler:
         Raises:
             PyorchError: A server was lost meanwhile.
         """
-        there = np.isin(self._names, present)
-        resident = self._plan.held & there[:, None, None]
+        is_present = np.isin(self._names, present)
+        resident = self._plan.held & is_present[:, None, None]
         migration = Migration(resident, candidate.held, self._recent.uses.expected, self._setting.moving)
         held = resident.copy()  # the state that the servers know
         loads: list[Load] = []
@@ -258,9 +258,9 @@ class Scheduler:
             for load in loads:
                 migration.finish(load)
             n_arrived, ended = len(loads), migration.done
-            loads = [load for n in np.flatnonzero(there) if (load := migration.next_load(int(n))) is not None]
+            loads = [load for n in np.flatnonzero(is_present) if (load := migration.next_load(int(n))) is not None]
             # From now on servers ask for the arrivals, and not for experts that will be evicted.
-            self._publish(self._known(candidate, resident, there), present)
+            self._publish(self._known(candidate, resident, is_present), present)
             yield n_arrived
             left = held & ~resident
             held = resident.copy()
@@ -271,11 +271,11 @@ class Scheduler:
             if not loads:
                 raise PyorchError("experts wait for each other's room")
 
-    def _known(self, candidate: Placement, resident: np.ndarray, there: np.ndarray) -> Placement:
+    def _known(self, candidate: Placement, resident: np.ndarray, is_present: np.ndarray) -> Placement:
         """Returns the plan with the resident experts. Absent servers keep their old rows, for their return."""
         device = np.where(candidate.device != ABSENT, candidate.device, self._plan.device)
         device = np.where(resident, np.maximum(device, 0), ABSENT).astype(np.int16)
-        device[~there] = self._plan.device[~there]
+        device[~is_present] = self._plan.device[~is_present]
         return replace(self._plan, device=device, algorithm=candidate.algorithm)
 
     def _hold(self, present: Sequence[str], loads: Sequence[Load], left: np.ndarray) -> None:

@@ -229,9 +229,9 @@ class Process:
                        self._loop.create_unix_connection(End, way.address))
             ends.append((await reached)[1])
         else:
-            there = await self._reach(way)
+            remote = await self._reach(way)
             ends.append((await self._loop.create_connection(
-                End, sock=there, ssl=handshake.of(there), server_hostname=way.name))[1])
+                End, sock=remote, ssl=handshake.of(remote), server_hostname=way.name))[1])
         handshake.close()
 
     async def _reach(self, way: Way) -> socket.socket:

@@ -4,10 +4,10 @@
 using namespace pyorch;
 
 static void add_device_flags(pyorch_engine & engine, int layer, uint8_t * flags) {
-    std::vector<uint8_t> there(engine.table.map.layers[layer].n_expert);
-    engine.device->mark(layer, there);
-    for (size_t expert = 0; expert < there.size(); ++expert) {
-        flags[expert] |= there[expert] ? PYORCH_ON_DEVICE : 0;
+    std::vector<uint8_t> on_device(engine.table.map.layers[layer].n_expert);
+    engine.device->mark(layer, on_device);
+    for (size_t expert = 0; expert < on_device.size(); ++expert) {
+        flags[expert] |= on_device[expert] ? PYORCH_ON_DEVICE : 0;
     }
 }
 

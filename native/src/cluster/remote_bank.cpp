@@ -90,8 +90,8 @@ size_t RemoteBank::keep_for_reading(int layer, const ReadCost & read, int n_read
     const std::vector<std::vector<int>> & slots_of, std::vector<std::vector<int>> & experts_at) const {
     std::vector<size_t> order;
     for (size_t peer = 0; peer < experts_at.size(); ++peer) {
-        const auto & there = experts_at[peer];
-        if (!there.empty() && std::none_of(there.begin(), there.end(), [&](int e) { return lacks(layer, e); })) {
+        const auto & held = experts_at[peer];
+        if (!held.empty() && std::none_of(held.begin(), held.end(), [&](int e) { return lacks(layer, e); })) {
             order.push_back(peer);
         }
     }

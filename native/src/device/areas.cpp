@@ -36,7 +36,7 @@ DeviceAreas::Area & DeviceAreas::area_for(int layer) {
     Area & area = areas[index_of[layer]];
     if (area.layer != layer) {
         area.layer = layer;
-        area.there.assign(table.map.layers[layer].n_expert, 0);
+        area.brought.assign(table.map.layers[layer].n_expert, 0);
     }
     return area;
 }
@@ -61,7 +61,7 @@ bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> 
     slots_here.assign(slots.size(), -1);
     from_host.clear();
     for (int expert : experts) {
-        if (area.there[expert]) {
+        if (area.brought[expert]) {
             continue;
         }
         if (slots[expert] >= 0) {
@@ -76,14 +76,14 @@ bool DeviceAreas::begin(const void * context, int layer, const std::vector<int> 
 // Copies the experts from their slots (by expert, below 0: none), except those in the area already. REQUIRES: no other
 // thread writes the area.
 void DeviceAreas::copy(int layer, const std::vector<int> & slots) {
-    const std::vector<uint8_t> & there = areas[index_of[layer]].there;
-    DeviceBank &                 bank  = banks.of(layer);
-    if (std::none_of(there.begin(), there.end(), [](uint8_t is) { return is != 0; })) {
+    const std::vector<uint8_t> & brought = areas[index_of[layer]].brought;
+    DeviceBank &                 bank    = banks.of(layer);
+    if (std::none_of(brought.begin(), brought.end(), [](uint8_t is) { return is != 0; })) {
         bank.gather_in_area(number(layer), layer, slots);
         return;
     }
     for (int expert = 0; expert < (int) slots.size(); ++expert) {
-        if (slots[expert] >= 0 && !there[expert]) {
+        if (slots[expert] >= 0 && !brought[expert]) {
             bank.copy_to_area(number(layer), layer, expert, slots[expert]);
         }
     }
@@ -96,15 +96,15 @@ void DeviceAreas::bring(Owner & holder, int layer, const std::vector<int> & from
     DeviceBank & bank = banks.of(layer);
     copy(layer, slots_here);
     for (size_t expert = 0; expert < slots_here.size(); ++expert) {
-        area.there[expert] |= slots_here[expert] >= 0;
+        area.brought[expert] |= slots_here[expert] >= 0;
     }
     const auto upload = [&](size_t i, int role, const char * bytes) {
         return bank.upload_to_area(number(layer), layer, from_host[i], role, bytes);
     };
-    const std::vector<uint8_t> came = bring_in_order(table, bank, holder, layer, from_host, upload);
+    const std::vector<uint8_t> whole = bring_in_order(table, bank, holder, layer, from_host, upload);
     bank.wait_for_uploads(); // and those ahead
     for (size_t i = 0; i < from_host.size(); ++i) {
-        area.there[from_host[i]] = came[i];
+        area.brought[from_host[i]] = whole[i];
     }
 }
 
@@ -162,7 +162,7 @@ void DeviceAreas::copy_ahead(int layer) {
         copy(layer, slots);
     }
     for (int expert = 0; expert < (int) slots.size(); ++expert) {
-        areas[index_of[layer]].there[expert] |= slots[expert] >= 0;
+        areas[index_of[layer]].brought[expert] |= slots[expert] >= 0;
     }
     busy = false;
     changed.notify_all();
@@ -173,7 +173,7 @@ void DeviceAreas::upload_ahead(int layer) {
     constexpr int          AT_ONCE = 16;
     const int              number  = this->number(layer);
     const auto             n_roles = (int) table.map.layers[layer].tensors.size();
-    std::vector<uint8_t> & there   = areas[index_of[layer]].there;
+    std::vector<uint8_t> & brought = areas[index_of[layer]].brought;
     DeviceBank &           bank    = banks.of(layer);
     for (int next = 0; next < table.map.layers[layer].n_expert && ahead == layer && !ending;) {
         busy = true;
@@ -183,7 +183,7 @@ void DeviceAreas::upload_ahead(int layer) {
             std::list<Owner> holders;
             bool             stays = false;
             for (; next < table.map.layers[layer].n_expert && (int) sent.size() < AT_ONCE; ++next) {
-                if (there[next]) {
+                if (brought[next]) {
                     continue;
                 }
                 holders.emplace_back();
@@ -205,7 +205,7 @@ void DeviceAreas::upload_ahead(int layer) {
             }
         }
         for (int expert : sent) {
-            there[expert] = 1;
+            brought[expert] = 1;
         }
         busy = false;
         changed.notify_all();

@@ -28,18 +28,18 @@ std::vector<uint8_t> bring_in_order(
     Table & table, DeviceBank & bank, Owner & owner, int layer, const std::vector<int> & experts, Upload upload) {
     const char marker = 0;
     owner.n_threads   = 1;
-    std::vector<uint8_t> came(experts.size(), 1);
+    std::vector<uint8_t> whole(experts.size(), 1);
     for (int role = 0; role < (int) table.map.layers[layer].tensors.size(); ++role) {
         for (size_t i = 0; i < experts.size(); ++i) {
             const char * bytes = table.address(owner, layer, experts[i], role, true, &marker);
             if (!table.readable(bytes)) {
-                came[i] = 0;
+                whole[i] = 0;
             } else if (upload(i, role, bytes) && owner.stream) {
                 bank.wait_for_uploads();
             }
         }
     }
-    return came;
+    return whole;
 }
 
 class DeviceAreas {
@@ -88,7 +88,7 @@ public:
     void stop_ahead(const void * context);
 
     // Whether the expert of the present layer could be read, once it was brought.
-    bool has(int layer, int expert) const { return areas[index_of[layer]].there[expert] != 0; }
+    bool has(int layer, int expert) const { return areas[index_of[layer]].brought[expert] != 0; }
 
     // Waits until nothing is being brought ahead.
     void wait_idle();
@@ -98,8 +98,8 @@ public:
 
 private:
     struct Area {
-        int                  layer = -1;
-        std::vector<uint8_t> there = {}; // by expert
+        int                  layer   = -1;
+        std::vector<uint8_t> brought = {}; // by expert
     };
 
     Table &          table;

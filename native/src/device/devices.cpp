@@ -79,16 +79,17 @@ ggml_backend_dev_t find_device(const std::string & name) {
         names += computes(device) ? std::string(names.empty() ? "" : ", ") + ggml_backend_dev_name(device) : "";
     }
     const std::string backends = gpu_backends();
-    std::string       there =
+    std::string       available =
         "this build finds none: a GPU needs CMAKE_ARGS=\"-DGGML_CUDA=ON\" pip install ., see docs/how-to/gpu.md";
     if (!names.empty()) {
-        there = "there are " + names;
+        available = "there are " + names;
     } else if (!backends.empty()) {
-        there = backends + " of this build finds none: is the driver of a GPU installed? See docs/how-to/gpu.md";
+        available = backends + " of this build finds none: is the driver of a GPU installed? See docs/how-to/gpu.md";
     }
     throw Failure(PYORCH_INVALID,
         format("there is no device%s: %s; a device of another process is rpc:HOST:PORT",
-            name == "auto" ? (names.empty() ? "" : " with memory of its own") : (" " + name).c_str(), there.c_str()));
+            name == "auto" ? (names.empty() ? "" : " with memory of its own") : (" " + name).c_str(),
+            available.c_str()));
 }
 
 ggml_backend_dev_t next_device(ggml_backend_dev_t device) {

@@ -150,8 +150,8 @@ DeviceRates measure_device(const ModelMap & map, ggml_backend_dev_t device, int 
     const int              n     = (int) std::clamp<uint64_t>(LEAST_BYTES / layer.expert_bytes(), 1, layer.n_expert);
     DeviceRates            rates;
     FatalGuard             guard; // the process of a device may end
-    const ggml_backend_ptr there = open(device);
-    Bench                  bench(there.get(), layer, n);
+    const ggml_backend_ptr backend = open(device);
+    Bench                  bench(backend.get(), layer, n);
     rates.upload = (double) bench.bytes() / bench.upload_seconds(device, largest_matrix(layer));
     rates_of(bench, rates.device_first, rates.device_more);
 

@@ -12,7 +12,7 @@ SlotPools::SlotPools(const std::vector<int> & n_experts, const std::vector<int> 
         seats(n_experts, Values::MAY_REFUSE, policies, policy, [this](Victims & victims, int layer, int expert) {
             const Slotted & e = layers[layer].experts[expert];
             victims.set(
-                layer, expert, FOR_DEMAND, e.may_go() && !e.passing ? values.value(layer, expert) : Victims::NEVER);
+                layer, expert, FOR_DEMAND, e.may_go() && !e.transient ? values.value(layer, expert) : Victims::NEVER);
         }) {
     pools.resize(n_slots.size());
     for (int layer = 0; layer < values.n_layers(); ++layer) {
@@ -47,7 +47,7 @@ int SlotPools::slots_for(int layer) const {
 
 void SlotPools::shrink_layer(int layer) {
     while (seats.order.n(layer) > values.max(layer)) {
-        Slotted * goes = first_passing(pool_of(layer), layer, true);
+        Slotted * goes = first_transient(pool_of(layer), layer, true);
         goes           = goes ? goes : least_of(pool_of(layer), layer, true);
         if (!goes) {
             return;
@@ -70,15 +70,15 @@ DevicePass SlotPools::find(int layer, const DeviceDemand & demand) {
     DevicePass pass      = { std::vector<int>(l.experts.size(), NONE) };
     int        n_lacking = 0;
     for (int expert : demand.experts) {
-        const Slotted & e     = l.experts[expert];
-        const bool      guest = e.guess_of && e.guess_of == demand.context;
-        pass.slots[expert]    = guest && e.came ? e.slot : slot(layer, expert);
-        if (guest) {
-            pass.guests.push_back(expert);
+        const Slotted & e          = l.experts[expert];
+        const bool      is_ordered = e.guess_of && e.guess_of == demand.context;
+        pass.slots[expert]         = is_ordered && e.arrived ? e.slot : slot(layer, expert);
+        if (is_ordered) {
+            pass.ordered.push_back(expert);
         }
         if (pass.slots[expert] != NONE) {
             hold(layer, expert);
-        } else if (guest) {
+        } else if (is_ordered) {
             pass.uploads.push_back(expert);
         } else {
             ++n_lacking;
@@ -87,7 +87,7 @@ DevicePass SlotPools::find(int layer, const DeviceDemand & demand) {
     pyorch_stats & counts = seats.counts(layer);
     counts.device_hits += demand.experts.size() - n_lacking;
     counts.device_misses += n_lacking;
-    counts.device_ahead_hits += pass.guests.size();
+    counts.device_ahead_hits += pass.ordered.size();
     counts.device_ahead_late += pass.uploads.size();
     return pass;
 }
@@ -102,10 +102,10 @@ void SlotPools::replace(
     if (!learned.empty()) {
         values.set_learned(layer, learned);
     }
-    std::vector<int> lacking, guests;
-    guests.swap(pass.guests);
+    std::vector<int> lacking, ordered;
+    ordered.swap(pass.ordered);
     std::copy_if(demand.experts.begin(), demand.experts.end(), std::back_inserter(lacking), [&](int expert) {
-        return pass.slots[expert] == NONE && !std::binary_search(guests.begin(), guests.end(), expert);
+        return pass.slots[expert] == NONE && !std::binary_search(ordered.begin(), ordered.end(), expert);
     });
     // A prompt's experts come only if the pass itself uploads them.
     if (demand.stays || (scan && !brings_first)) {
@@ -114,12 +114,12 @@ void SlotPools::replace(
     n_needed = demand.experts.size();
     // A pass may replace one expert for each token: experts without a second use cost no more than that.
     int n_replaceable = demand.n_tokens;
-    for (int expert : guests) { // to keep it costs no upload
+    for (int expert : ordered) { // to keep it costs no upload
         bool took = false;
-        if (n_replaceable > 0 && admit_guest(layers[layer].experts[expert], took)) {
+        if (n_replaceable > 0 && admit_ordered(layers[layer].experts[expert], took)) {
             n_replaceable -= took;
         } else {
-            pass.guests.push_back(expert);
+            pass.ordered.push_back(expert);
         }
     }
     for (int expert : lacking) {
@@ -152,10 +152,10 @@ void SlotPools::mark_moved(int layer) {
 
 // It stays now, and passes through no more.
 void SlotPools::stays(Slotted & e) {
-    if (e.passing) {
-        auto & passing = pool_of(e).passing;
-        passing.erase(std::find(passing.begin(), passing.end(), &e));
-        e.passing = false;
+    if (e.transient) {
+        auto & transients = pool_of(e).transients;
+        transients.erase(std::find(transients.begin(), transients.end(), &e));
+        e.transient = false;
         seats.changed(e);
         mark_moved(e.layer);
     }
@@ -174,14 +174,14 @@ void SlotPools::give(Slotted & e) {
     e.slot = NONE;
 }
 
-// The first passing expert of a pool that may be evicted for an expert of a layer. of_layer: only of that layer. null:
+// The first transient expert of a pool that may be evicted for an expert of a layer. of_layer: only of that layer. null:
 // none.
-SlotPools::Slotted * SlotPools::first_passing(const Pool & pool, int layer, bool of_layer) const {
-    const auto found = std::find_if(pool.passing.begin(), pool.passing.end(), [&](const Slotted * e) {
+SlotPools::Slotted * SlotPools::first_transient(const Pool & pool, int layer, bool of_layer) const {
+    const auto found = std::find_if(pool.transients.begin(), pool.transients.end(), [&](const Slotted * e) {
         const bool keeps = e->layer != layer && (of_layer || seats.order.n(e->layer) <= values.min(e->layer));
         return !keeps && e->may_go();
     });
-    return found != pool.passing.end() ? *found : nullptr;
+    return found != pool.transients.end() ? *found : nullptr;
 }
 
 // The least valuable of the other experts.
@@ -194,7 +194,7 @@ SlotPools::Slotted * SlotPools::least_of(const Pool & pool, int layer, bool of_l
 bool SlotPools::make_room(Slotted & e, bool must, bool & took) {
     Pool &     pool = pool_of(e);
     const bool full = seats.order.is_full(e.layer); // it takes the slot of another expert of its layer
-    values.came(e.layer, e.id);                     // its value as if it had come
+    values.admitted(e.layer, e.id);                 // its value as if it had come
     took = full || pool.free.empty();
     if (took) {
         Slotted *  goes     = least_of(pool, e.layer, full);
@@ -202,18 +202,18 @@ bool SlotPools::make_room(Slotted & e, bool must, bool & took) {
         if (!must && !worth_it) {
             return false;
         }
-        Slotted * passing = first_passing(pool, e.layer, full);
-        goes              = passing ? passing : goes;
+        Slotted * transient = first_transient(pool, e.layer, full);
+        goes                = transient ? transient : goes;
         if (!goes) {
             return false;
         }
         ++seats.counts(goes->layer).device_evictions;
         values.evicted(goes->layer, goes->id);
         give(*goes);
-        // At most as many pass through as one layer needs: after a prompt, all experts may be passing.
-        if (!worth_it && pool.passing.size() < std::max<size_t>(n_needed, 1)) {
-            e.passing = true;
-            pool.passing.push_back(&e);
+        // At most as many pass through as one layer needs: after a prompt, all experts may be transient.
+        if (!worth_it && pool.transients.size() < std::max<size_t>(n_needed, 1)) {
+            e.transient = true;
+            pool.transients.push_back(&e);
         }
     }
     return true;
@@ -260,7 +260,7 @@ std::vector<int> SlotPools::fill(int layer, const std::vector<int> & experts) {
 void SlotPools::arrived(int layer, int expert, bool uploaded) {
     Slotted & e = layers[layer].experts[expert];
     if (e.guess_of) {
-        e.came = true;
+        e.arrived = true;
     } else {
         seats.arrive(e);
     }

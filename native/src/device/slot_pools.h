@@ -4,16 +4,16 @@
 // replay/simulated_device.h). States, holds, values and the order of eviction are the same as in host memory
 // (residency/seats.h), with the uses that are counted here.
 //
-// If a layer must have an expert that is worth less than all others, that expert passes through: unless it is used
+// If a layer must have an expert that is worth less than all others, that expert is transient: unless it is used
 // again, it is evicted first. So such experts take few slots from others.
 //
 // An expert that is coming counts as resident for the layer that it comes for, or at the next pass of its layer,
 // whenever its bytes arrive. So the place of each computation depends on the requests only.
 //
-// Some slots of each pool may be kept for forecast experts (guests.cpp). Such a guest comes for the next pass of one
-// context through its layer, and only that pass computes with it:
+// Some slots of each pool may be kept for forecast experts (ordered.cpp). Such an ordered expert comes for the next
+// pass of one context through its layer, and only that pass computes with it:
 //
-//     absent --ordered--> coming --arrived--> there, for that pass --pass over--> absent
+//     absent --ordered--> coming --arrived--> used by that pass --pass over--> absent
 //                                                 \--admitted, its slot too--> resident
 
 #pragma once
@@ -52,7 +52,7 @@ public:
     // REQUIRES: 0 <= min <= max, and min is 0 or less than slots_for(layer).
     void set_limits(int layer, int min, int max);
 
-    // Slots of a layer, without the minima of other layers and without guests.
+    // Slots of a layer, without the minima of other layers and without ordered experts.
     int slots_for(int layer) const;
 
     // What is done with absent experts: see pyorch_device_misses.
@@ -62,20 +62,20 @@ public:
     // REQUIRES: no expert has come yet.
     void set_ahead(int n);
 
-    // A forecast of a layer's next pass in a context. Makes guests of absent experts, the likeliest first, if experts
+    // A forecast of a layer's next pass in a context. Orders absent experts, the likeliest first, if experts
     // like them came true at least as often as `precision`; below 0: more often than not. They are coming then.
     std::vector<int> order(
         const void * context, int layer, const std::vector<ForecastExpert> & forecast, double precision);
 
-    // The guests of that pass.
+    // The ordered experts of that pass.
     const std::vector<int> & ordered(const void * context, int layer) const;
     std::vector<int>         layers_ordered(const void * context) const; // layers that have some
 
-    // Deletes the forecast of that pass. REQUIRES: its guests were abandoned.
+    // Deletes the forecast of that pass. REQUIRES: its ordered experts were abandoned.
     void forget(const void * context, int layer);
 
     // A layer comes: finds its experts. Counts hits and misses, and holds the hits.
-    // REQUIRES: no expert of the layer is coming, except guests that it computes with; they become uploads. The others
+    // REQUIRES: no expert of the layer is coming, except ordered ones that it computes with; they become uploads. The others
     // were abandoned.
     DevicePass find(int layer, const DeviceDemand & demand);
 
@@ -90,7 +90,7 @@ public:
         return pass;
     }
 
-    // The slot of an expert; NONE: absent, or still coming, or a guest.
+    // The slot of an expert; NONE: absent, or still coming, or ordered.
     int slot(int layer, int expert) const {
         const Slotted & e = layers[layer].experts[expert];
         return e.resident() ? e.slot : NONE;
@@ -100,8 +100,8 @@ public:
     bool known(int layer, int expert) const { return coming_to(layer, expert) != NONE; }
     int  coming_to(int layer, int expert) const { return layers[layer].experts[expert].slot; }
 
-    bool is_guest(int layer, int expert) const { return layers[layer].experts[expert].guess_of != nullptr; }
-    bool passes_through(int layer, int expert) const { return layers[layer].experts[expert].passing; }
+    bool is_ordered(int layer, int expert) const { return layers[layer].experts[expert].guess_of != nullptr; }
+    bool is_transient(int layer, int expert) const { return layers[layer].experts[expert].transient; }
 
     void hold(int layer, int expert) { seats.hold(layers[layer].experts[expert]); }
     void unhold(int layer, int expert);
@@ -119,13 +119,13 @@ public:
     std::vector<int> fill(int layer, const std::vector<int> & experts);
 
     // Calls tell(layer, known[n_expert]) for each layer if its resident or coming experts have changed since the last
-    // call, apart from those that pass through.
+    // call, apart from transient ones.
     template <typename Tell>
     void tell_moved(Tell tell) {
         for (int layer : moved) {
             std::vector<uint8_t> known_ones;
             for (const Slotted & e : layers[layer].experts) {
-                known_ones.push_back(!e.absent() && !e.passing);
+                known_ones.push_back(!e.absent() && !e.transient);
             }
             layers[layer].moved = false;
             tell(layer, known_ones);
@@ -136,11 +136,11 @@ public:
 private:
     struct Ahead;
 
-    // A guest has a slot, but no seat: its state is ABSENT, and guess_of is set.
+    // An ordered expert has a slot, but no seat: its state is ABSENT, and guess_of is set.
     struct Slotted : Seat {
-        int  slot    = NONE;
-        bool passing = false;
-        bool came    = false; // of a guest
+        int  slot      = NONE;
+        bool transient = false;
+        bool arrived   = false; // of an ordered expert
     };
     struct Layer {
         int                  pool;
@@ -151,9 +151,9 @@ private:
         std::vector<int>       layers;
         std::vector<int>       free; // slots, the lowest last
         int                    n_slots;
-        int                    n_kept  = 0;  // kept for guests
-        std::vector<int>       kept    = {}; // the free ones of n_kept
-        std::vector<Slotted *> passing = {}; // in the order of their coming
+        int                    n_kept     = 0;  // kept for ordered experts
+        std::vector<int>       kept       = {}; // the free ones of n_kept
+        std::vector<Slotted *> transients = {}; // in the order in which they came
     };
 
     Values &               values = seats.values;
@@ -162,7 +162,7 @@ private:
     size_t                 n_needed = 0; // experts of the last layer
     std::vector<int>       moved;        // layers with the flag
     pyorch_device_misses   misses = PYORCH_PROCESSOR;
-    std::shared_ptr<Ahead> ahead; // null: no guests
+    std::shared_ptr<Ahead> ahead; // null: nothing is ordered
 
     Pool &       pool_of(const Seat & e) { return pools[layers[e.layer].pool]; }
     const Pool & pool_of(int layer) const { return pools[layers[layer].pool]; }
@@ -170,13 +170,13 @@ private:
     void         mark_moved(int layer);
     void         stays(Slotted & e);
     void         give(Slotted & e);
-    Slotted *    first_passing(const Pool & pool, int layer, bool of_layer) const;
+    Slotted *    first_transient(const Pool & pool, int layer, bool of_layer) const;
     Slotted *    least_of(const Pool & pool, int layer, bool of_layer);
     void         shrink_layer(int layer);
     bool         make_room(Slotted & e, bool must, bool & took);
 
-    // In guests.cpp.
-    bool admit_guest(Slotted & e, bool & took);
+    // In ordered.cpp.
+    bool admit_ordered(Slotted & e, bool & took);
     void give_kept(Pool & pool, int slot);
     void judge(int layer, const DeviceDemand & demand);
 };

@@ -44,7 +44,7 @@ void Loader::place_for_recovery(const std::vector<Load *> & loads, const Recover
     for (Load * load : loads) {
         const MoeLayer & layer                                   = map.layers[load->layer];
         double           bytes[N_STORED_PARTS][PYORCH_MAX_ROLES] = {};
-        for (const Extent & e : extents(layer, load->expert, load->there)) {
+        for (const Extent & e : extents(layer, load->expert, load->in_memory)) {
             for (int role = e.role; role <= e.last_role; ++role) {
                 bytes[e.part][role] += (double) extent_of(layer, load->expert, e, role).bytes;
             }

@@ -98,7 +98,7 @@ void Requests::cut(Load & load, std::deque<ReadRequest> & queue, uint64_t reques
         ask_nothing(load, queue, __builtin_ctz(load.roles), 1);
         return;
     }
-    for (const Extent & e : extents(layer, load.expert, load.there)) {
+    for (const Extent & e : extents(layer, load.expert, load.in_memory)) {
         const uint32_t within = (2u << e.last_role) - (1u << e.role);
         if ((load.roles & within) == within) {
             cut(load, e, queue, request_bytes);

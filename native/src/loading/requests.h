@@ -23,7 +23,7 @@ struct Load {
     int      expert = 0;
     Slot     slot;
     Slot     parts[N_STORED_PARTS]      = {};      // of a compressed expert, from stage() on
-    uint32_t there                      = 0;       // bits: stored parts that are whole in memory
+    uint32_t in_memory                  = 0;       // bits: stored parts that are whole in memory
     bool     staged                     = false;   // it has memory for all stored parts
     bool     damaged                    = false;   // the bytes differ from the packed ones
     bool     urgent                     = false;   // a layer waits for it

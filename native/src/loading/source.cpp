@@ -118,8 +118,8 @@ public:
     int64_t read(int file, uint64_t offset, void * buf, uint64_t size) override {
         // A direct read is widened to pages; the end of the file may cut it.
         const uint64_t bytes  = files[file][0]->bytes;
-        const uint64_t there  = bytes > offset ? bytes - offset : 0;
-        const uint64_t needed = std::min(size, there);
+        const uint64_t left   = bytes > offset ? bytes - offset : 0;
+        const uint64_t needed = std::min(size, left);
         for (;;) {
             const int     disk   = begin(file, size);
             const int     error  = check(file, disk);

@@ -31,13 +31,13 @@ Extent in_model(const MoeLayer & layer, int role, int expert) {
         PART_MATRICES };
 }
 
-Extents extents(const MoeLayer & layer, int expert, uint32_t there) {
+Extents extents(const MoeLayer & layer, int expert, uint32_t in_memory) {
     Extents   of;
     const int n_roles = (int) layer.tensors.size();
     if (is_compressed(layer)) {
         for (Part part : { PART_E, PART_SM }) {
             const uint64_t bytes = layer.pack->part_bytes[part][expert];
-            if (!(there & bit_of(part)) && bytes > 0) {
+            if (!(in_memory & bit_of(part)) && bytes > 0) {
                 of.all[of.n++] = { layer.pack->file, layer.pack->part_offset[part][expert], bytes,
                     layer.pack->part_slot[part] >= DIRECT_MIN_BYTES, 0, n_roles - 1, part };
             }

@@ -73,7 +73,7 @@ struct Extents {
 };
 
 // Returns the reads of an expert. there: the stored parts in memory.
-Extents extents(const MoeLayer & layer, int expert, uint32_t there = 0);
+Extents extents(const MoeLayer & layer, int expert, uint32_t in_memory = 0);
 
 // Returns the bytes of one matrix in an extent; with 0 bytes if it has none.
 Extent extent_of(const MoeLayer & layer, int expert, const Extent & extent, int role);

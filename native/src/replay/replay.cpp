@@ -283,9 +283,9 @@ private:
                 double at = now;
                 on_device = device->begin({ this, layer, continues, experts }, n_tokens, decode, at);
                 wait_until(at);
-                const auto there = [&](int e) { return on_device.computes(e); };
-                const auto stays = [&](int e) { return on_device.keeps(e); };
-                here.erase(std::remove_if(here.begin(), here.end(), there), here.end());
+                const auto computes = [&](int e) { return on_device.computes(e); };
+                const auto stays    = [&](int e) { return on_device.keeps(e); };
+                here.erase(std::remove_if(here.begin(), here.end(), computes), here.end());
                 used.erase(std::remove_if(used.begin(), used.end(), stays), used.end());
             }
             run_until(now);
@@ -302,9 +302,9 @@ private:
                 bring(layer, on_device, here);
             }
             // Processor and device start at the same time.
-            const double there = now + each * (double) (experts.size() - here.size()) / speed;
+            const double device_ends = now + each * (double) (experts.size() - here.size()) / speed;
             compute_layer(layer, here, each);
-            pass(std::max(0.0, there - now));
+            pass(std::max(0.0, device_ends - now));
             table.release(owner);
             reader.run_until(now);
             show(layer);
@@ -346,10 +346,10 @@ private:
                 }
             }
         }
-        std::vector<uint8_t> came;
-        wait_until(device->bring(owner, on_device, now, came));
+        std::vector<uint8_t> on_time;
+        wait_until(device->bring(owner, on_device, now, on_time));
         run_until(now);
-        here.erase(std::remove_if(here.begin(), here.end(), [&](int e) { return came[e] != 0; }), here.end());
+        here.erase(std::remove_if(here.begin(), here.end(), [&](int e) { return on_time[e] != 0; }), here.end());
     }
 
     // Computes matrix by matrix, in the order of the kernels, and for each matrix the resident experts first. A

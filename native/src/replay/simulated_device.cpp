@@ -9,7 +9,7 @@ namespace pyorch {
 
 SimulatedDevice::SimulatedDevice(Table & table, const pyorch_replay_config & config) :
         table(table), seconds_per_byte(config.link_bytes_per_second > 0 ? 1 / config.link_bytes_per_second : 0),
-        coming(table.map.layers.size()), there_at(table.map.layers.size()), ahead((int) config.device_ahead),
+        coming(table.map.layers.size()), arrival_of(table.map.layers.size()), ahead((int) config.device_ahead),
         ordered(table.map.layers.size()) {
     const LayerRange layers = all_layers(table.map);
     const uint64_t   all    = expert_bytes(table.map, layers);
@@ -52,18 +52,18 @@ double SimulatedDevice::send(double now, uint64_t n_bytes) {
 
 void SimulatedDevice::order(
     const void * context, int of, const std::vector<ForecastExpert> & forecast, double precision, double now) {
-    std::vector<uint8_t> there;
-    table.resident(of, there);
+    std::vector<uint8_t> resident;
+    table.resident(of, resident);
     for (int expert : pools->order(context, of, forecast, precision)) {
         const double begins = std::max(now, free_at);
-        const double ends   = there[expert] ? send(now, table.map.layers[of].expert_bytes()) : begins;
-        ordered[of].push_back({ expert, there[expert] != 0, begins, ends });
+        const double ends   = resident[expert] ? send(now, table.map.layers[of].expert_bytes()) : begins;
+        ordered[of].push_back({ expert, resident[expert] != 0, begins, ends });
     }
 }
 
 // Waits for uploads that the layer needs and the link has begun; cancels uploads that the link has not begun.
 double SimulatedDevice::settle_ahead(const void * context, const std::vector<int> & experts, double now) {
-    double there = now;
+    double arrival = now;
     for (auto last = ordered[layer].rbegin(); last != ordered[layer].rend(); ++last) { // the last is cancelled first
         const Ordered & of     = *last;
         const bool      wanted = std::binary_search(experts.begin(), experts.end(), of.expert);
@@ -73,7 +73,7 @@ double SimulatedDevice::settle_ahead(const void * context, const std::vector<int
             free_at = of.ends == free_at ? of.begins : free_at;
         }
         if (comes) {
-            there = wanted ? std::max(there, of.ends) : there;
+            arrival = wanted ? std::max(arrival, of.ends) : arrival;
             pools->arrived(layer, of.expert);
         }
         if (!wanted) {
@@ -84,7 +84,7 @@ double SimulatedDevice::settle_ahead(const void * context, const std::vector<int
     if (experts.empty()) {
         pools->forget(context, layer);
     }
-    return there;
+    return arrival;
 }
 
 DevicePass SimulatedDevice::begin(const Visit & visit, int n_tokens, bool decode, double & now) {
@@ -95,7 +95,7 @@ DevicePass SimulatedDevice::begin(const Visit & visit, int n_tokens, bool decode
     held.clear();
     layer = visit.layer;
     if (!coming[layer].empty()) {
-        now = std::max(now, there_at[layer]);
+        now = std::max(now, arrival_of[layer]);
         for (const auto & [expert, was_held] : coming[layer]) {
             was_held ? pools->arrived(layer, expert) : pools->abandon(layer, expert);
         }
@@ -131,28 +131,29 @@ DevicePass SimulatedDevice::begin(const Visit & visit, int n_tokens, bool decode
     return pass;
 }
 
-double SimulatedDevice::bring(const Owner & owner, const DevicePass & pass, double now, std::vector<uint8_t> & came) {
+double SimulatedDevice::bring(
+    const Owner & owner, const DevicePass & pass, double now, std::vector<uint8_t> & on_time) {
     const auto     passes_by = [&](int expert) { return owner.stream && owner.stream->place_of[expert] >= 0; };
     const uint64_t size      = table.map.layers[layer].expert_bytes();
-    came.assign(pass.slots.size(), 0);
+    on_time.assign(pass.slots.size(), 0);
     for (int expert : pass.uploads) {
         if (!pools->known(layer, expert)) { // through an area
-            came[expert] = 1;
-            now          = send(now, size);
+            on_time[expert] = 1;
+            now             = send(now, size);
         } else if (passes_by(expert)) {
             pools->abandon(layer, expert);
         } else {
-            came[expert] = 1;
-            now          = send(now, size);
+            on_time[expert] = 1;
+            now             = send(now, size);
             pools->arrived(layer, expert);
             pools->hold(layer, expert);
             held.push_back(expert);
         }
-        pools->seats.counts(layer).device_computed += came[expert];
+        pools->seats.counts(layer).device_computed += on_time[expert];
     }
     for (int expert : pass.behind) {
         if (!passes_by(expert)) {
-            there_at[layer] = send(now, size);
+            arrival_of[layer] = send(now, size);
         }
         coming[layer].push_back({ expert, !passes_by(expert) });
     }

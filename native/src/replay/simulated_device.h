@@ -34,8 +34,8 @@ public:
     DevicePass begin(const Visit & visit, int n_tokens, bool decode, double & now);
 
     // Uploads the pass's experts from host memory, then the later ones. Returns when this pass's have arrived. Sets
-    // came[expert] for each uploaded expert. owner: the layer's hold on experts in host memory.
-    double bring(const Owner & owner, const DevicePass & pass, double now, std::vector<uint8_t> & came);
+    // on_time[expert]: nonzero for each uploaded expert that the layer can compute with. owner: the layer's hold on experts in host memory.
+    double bring(const Owner & owner, const DevicePass & pass, double now, std::vector<uint8_t> & on_time);
 
     void foresee(int layer, int expert, uint64_t next_use) { pools->seats.values.foresee(layer, expert, next_use); }
     SlotPools & table_of_slots() { return *pools; }
@@ -60,7 +60,7 @@ private:
     std::vector<int>                               held;        // by the last layer
     int                                            layer = -1;  // the last layer
     std::vector<std::vector<std::pair<int, bool>>> coming;      // by layer: uploads, and whether host memory had them
-    std::vector<double>                            there_at;    // by layer: the arrival of its uploads
+    std::vector<double>                            arrival_of;  // by layer: the arrival of its uploads
     const int                                      ahead;       // experts of forecasts for a layer
     std::vector<std::vector<Ordered>>              ordered;     // by layer
     double                                         free_at = 0; // of the link

@@ -110,7 +110,7 @@ public:
     EvictionOrder & operator=(const EvictionOrder &) = delete;
 
     // An expert of the layer came (or its load began); it was evicted.
-    void came(int layer) { ++counts[layer]; }
+    void admitted(int layer) { ++counts[layer]; }
 
     void went(int layer) { --counts[layer]; }
 

@@ -40,10 +40,10 @@ Pools::Pools(const ModelMap & map) : map(map) {
     }
 }
 
-void Pools::divide(uint64_t budget, uint64_t fewest, const PoolShares & shares, uint64_t passing) {
-    this->passing = passing;
-    limits        = {};
-    staging       = 0;
+void Pools::divide(uint64_t budget, uint64_t fewest, const PoolShares & shares, uint64_t transient) {
+    this->transient = transient;
+    limits          = {};
+    staging         = 0;
     if (!any()) {
         limits[(int) Form::FULL] = budget;
         return;
@@ -116,7 +116,7 @@ void Pools::rank() {
     for (const Form form : HIERARCHY) {
         double & next           = least[(int) form];
         next                    = INFINITY; // of an empty pool: experts may have no bytes of a form
-        const uint64_t of_ranks = limit(form) - (form == Form::FULL ? std::min(passing, limit(form)) : 0);
+        const uint64_t of_ranks = limit(form) - (form == Form::FULL ? std::min(transient, limit(form)) : 0);
         if (of_ranks == 0 || bytes[(int) form] == 0) {
             continue;
         }

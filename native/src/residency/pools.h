@@ -26,10 +26,10 @@ class Pools {
 public:
     explicit Pools(const ModelMap & map);
 
-    // Without compressed experts all are full. fewest: the least bytes of full experts; passing: the part of fewest
+    // Without compressed experts all are full. fewest: the least bytes of full experts; transient: the part of fewest
     // that coming layers need. No rank has them, because their experts are evicted whenever a layer comes.
     // REQUIRES: the budget has room for them, and for the fewest experts that are being read.
-    void divide(uint64_t budget, uint64_t fewest, const PoolShares & shares, uint64_t passing = 0);
+    void divide(uint64_t budget, uint64_t fewest, const PoolShares & shares, uint64_t transient = 0);
 
     uint64_t limit(Form form) const { return limits[(int) form]; } // bytes
     uint64_t stored_limit() const;                                 // of all stored parts, in pools and of running loads
@@ -52,16 +52,16 @@ public:
 
 private:
     const ModelMap &                      map;
-    std::array<uint64_t, N_FORMS>         limits  = {};
-    std::array<uint64_t, N_FORMS>         in_use  = {};
-    uint64_t                              staging = 0;
-    uint64_t                              passing = 0;
-    std::array<double, N_FORMS>           least   = {}; // heat at which each pool ends
-    std::vector<std::vector<double>>      heat;         // by layer and expert: log2 of its uses, fading
-    std::vector<std::vector<double>>      before;       // the same, without its last use
-    uint64_t                              ranked = 0;   // when the ranks were last sorted
-    uint64_t                              latest = 0;   // the last use
-    std::vector<std::unique_ptr<Victims>> lists;        // of the forms from COMPRESSED on
+    std::array<uint64_t, N_FORMS>         limits    = {};
+    std::array<uint64_t, N_FORMS>         in_use    = {};
+    uint64_t                              staging   = 0;
+    uint64_t                              transient = 0;
+    std::array<double, N_FORMS>           least     = {}; // heat at which each pool ends
+    std::vector<std::vector<double>>      heat;           // by layer and expert: log2 of its uses, fading
+    std::vector<std::vector<double>>      before;         // the same, without its last use
+    uint64_t                              ranked = 0;     // when the ranks were last sorted
+    uint64_t                              latest = 0;     // the last use
+    std::vector<std::unique_ptr<Victims>> lists;          // of the forms from COMPRESSED on
 
     double half_life() const; // in layers computed
     void   rank();

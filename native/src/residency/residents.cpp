@@ -124,11 +124,11 @@ void Residents::give_parts(Load & load, uint32_t parts) {
             load.parts[part] = {};
         }
     }
-    load.there &= ~parts;
+    load.in_memory &= ~parts;
 }
 
 void Residents::unstage(Load & load) {
-    give_parts(load, ~load.there);
+    give_parts(load, ~load.in_memory);
     load.staged = false;
 }
 

@@ -88,8 +88,8 @@ public:
 
     void come(Seat & seat) {
         seat.state = Seat::LOADING;
-        values.came(seat.layer, seat.id);
-        order.came(seat.layer);
+        values.admitted(seat.layer, seat.id);
+        order.admitted(seat.layer);
     }
 
     void arrive(Seat & seat) {

@@ -17,7 +17,7 @@ Staged StoredParts::stage(Load & load) {
     const auto needed   = [&] { // the victim below may be this expert
         uint64_t bytes = is_ahead ? map.parts_bytes() : 0;
         for (Part part : { PART_E, PART_SM }) {
-            bytes += load.there & bit_of(part) ? 0 : slot_bytes(map.layers[load.layer], part);
+            bytes += load.in_memory & bit_of(part) ? 0 : slot_bytes(map.layers[load.layer], part);
         }
         return bytes;
     };
@@ -31,12 +31,12 @@ Staged StoredParts::stage(Load & load) {
     }
     for (Part part : { PART_E, PART_SM }) {
         const int size_class = bank.size_class(load.layer, part);
-        if ((load.there & bit_of(part)) || size_class < 0) {
+        if ((load.in_memory & bit_of(part)) || size_class < 0) {
             continue;
         }
         load.parts[part] = bank.take(size_class);
         if (!load.parts[part]) {
-            residents.give_parts(load, ~load.there);
+            residents.give_parts(load, ~load.in_memory);
             return Staged::NEVER;
         }
     }
@@ -51,7 +51,7 @@ void StoredParts::keep(Expert & e, Form form) {
     const MoeLayer & layer = map.layers[e.layer];
     pools.bytes(e.kept) -= stored_bytes(layer, e.kept);
     residents.give_parts(e.load, ~parts_of(form));
-    e.kept = stored_form(e.load.there);
+    e.kept = stored_form(e.load.in_memory);
     pools.bytes(e.kept) += stored_bytes(layer, e.kept);
     residents.seats.changed(e);
 }

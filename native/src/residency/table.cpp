@@ -79,12 +79,12 @@ void Table::count_tokens(uint64_t n) {
 
 // Sleeps until the compute threads' condition holds, and decodes meanwhile.
 template <typename Condition>
-void Table::wait_for_arrival(int layer, Condition there) {
+void Table::wait_for_arrival(int layer, Condition is_met) {
     if (n_waiting++ == 0) {
         wait_begin = clock_ns();
         wait_layer = layer;
     }
-    while (!there()) {
+    while (!is_met()) {
         if (!loads.decode_next(mutex.locked())) {
             arrived.wait(mutex);
         }
@@ -332,12 +332,12 @@ const char * Table::address(const Owner & owner, int layer, int expert, int role
 
 const char * Table::pass_by(Stream & s, int expert, int role, bool wait, const void * thread, int n_threads) {
     MutexLock     lock(mutex);
-    const int64_t number = streams.ask(mutex.locked(), s, expert, role, thread, n_threads);
-    const char *  there  = Streams::address(s, number);
-    if (!there && wait && s.error.empty()) {
-        wait_for_arrival(s.layer, [&] { return (there = Streams::address(s, number)) || !s.error.empty(); });
+    const int64_t number  = streams.ask(mutex.locked(), s, expert, role, thread, n_threads);
+    const char *  address = Streams::address(s, number);
+    if (!address && wait && s.error.empty()) {
+        wait_for_arrival(s.layer, [&] { return (address = Streams::address(s, number)) || !s.error.empty(); });
     }
-    return there || s.error.empty() ? there : zeros;
+    return address || s.error.empty() ? address : zeros;
 }
 
 bool Table::share(Expert & e, Owner & other) {
@@ -398,10 +398,10 @@ void Table::set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere) {
     }
 }
 
-void Table::set_above(int layer, const std::vector<uint8_t> & there) {
+void Table::set_above(int layer, const std::vector<uint8_t> & is_above) {
     MutexLock lock(mutex);
     for (int id = 0; id < residents[layer].n_expert; ++id) {
-        residents.set_above(residents.expert(layer, id), there[id] != 0);
+        residents.set_above(residents.expert(layer, id), is_above[id] != 0);
     }
 }
 
@@ -501,7 +501,7 @@ void Table::expert_finished(Expert & e) {
     if (load.ended() && !load.failed) {
         residents.arrived(e);
         if (compressed) {
-            load.there = load.damaged ? 0 : STORED_PARTS;
+            load.in_memory = load.damaged ? 0 : STORED_PARTS;
             residents.unstage(load);
             stored.settle(e);
         }

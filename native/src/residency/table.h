@@ -141,9 +141,9 @@ public:
     // on demand or by name.
     void set_elsewhere(int layer, const std::vector<uint8_t> & elsewhere);
 
-    // there[n_expert]: nonzero for experts of the layer that are on a tier above, or on the way to it. No guess reads
+    // is_above[n_expert]: nonzero for experts of the layer that are on a tier above, or on the way to it. No guess reads
     // them, and they are evicted first when memory is needed.
-    void set_above(int layer, const std::vector<uint8_t> & there);
+    void set_above(int layer, const std::vector<uint8_t> & is_above);
 
     // For a replay: when an expert will be used next, in computed layers (see EvictionPolicy).
     void foresee(int layer, int expert, uint64_t next_use) {
@@ -281,7 +281,7 @@ private:
     void note_visit(const Owner & owner, int layer, const Demand & demand) REQUIRES(mutex);
 
     template <typename Condition>
-    void wait_for_arrival(int layer, Condition there) REQUIRES(mutex);
+    void wait_for_arrival(int layer, Condition is_met) REQUIRES(mutex);
 
     const char * pass_by(Stream & s, int expert, int role, bool wait, const void * thread, int n_threads);
 

@@ -42,11 +42,11 @@ struct DevicePass {
     std::vector<int> slots   = {}; // by expert: its slot, which is held; -1: none. Empty: no expert has one
     std::vector<int> uploads = {}; // come before the layer is computed, and are computed there
     std::vector<int> behind  = {}; // come while the layer is computed, for its next pass
-    std::vector<int> guests  = {}; // take part in this computation only: ascending
+    std::vector<int> ordered = {}; // take part in this computation only: ascending
 
     bool computes(int expert) const { return !slots.empty() && slots[expert] >= 0; }
     bool keeps(int expert) const {
-        return computes(expert) && !std::binary_search(guests.begin(), guests.end(), expert);
+        return computes(expert) && !std::binary_search(ordered.begin(), ordered.end(), expert);
     }
 };
 

@@ -116,7 +116,7 @@ public:
     }
 
     // It got memory; or it was evicted.
-    void came(int layer, int expert) { layers[layer].usage[expert].came = now_; }
+    void admitted(int layer, int expert) { layers[layer].usage[expert].admitted = now_; }
 
     void evicted(int layer, int expert) { policy->evicted(layers[layer].usage[expert]); }
 

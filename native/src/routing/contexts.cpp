@@ -70,30 +70,30 @@ int32_t * Context::changed_of(int n_tokens) {
 }
 
 const DeviceLandings::Landing * Context::landing_of(int layer, int64_t n, int64_t most) {
-    DeviceLandings & there = routing.device->bank(layer).landings;
+    DeviceLandings & pool = routing.device->bank(layer).landings;
     const auto       last =
-        std::find_if(landings.rbegin(), landings.rend(), [&](const auto & landing) { return landing.first == &there; });
+        std::find_if(landings.rbegin(), landings.rend(), [&](const auto & landing) { return landing.first == &pool; });
     if (last != landings.rend() && last->second->rows->ne[0] >= n) {
         return last->second;
     }
-    const auto * landing = there.take(std::max(n, most)); // a reserve rounds tokens up
-    landing              = landing ? landing : there.take(n);
+    const auto * landing = pool.take(std::max(n, most)); // a reserve rounds tokens up
+    landing              = landing ? landing : pool.take(n);
     if (landing) {
-        landings.push_back({ &there, landing });
+        landings.push_back({ &pool, landing });
     }
     return landing;
 }
 
 const DeviceLandings::Landing * Context::zero_copy_of(int layer, int64_t n, int64_t n_used) {
-    DeviceLandings & there = routing.device->bank(layer).landings;
+    DeviceLandings & pool = routing.device->bank(layer).landings;
     for (const auto & [of, piece] : zero_copies) {
-        if (of == &there && piece->holds(n * n_used, 2 * n_used)) {
+        if (of == &pool && piece->holds(n * n_used, 2 * n_used)) {
             return piece;
         }
     }
-    const auto * piece = there.take_zero_copy(n * n_used, 2 * n_used);
+    const auto * piece = pool.take_zero_copy(n * n_used, 2 * n_used);
     if (piece) {
-        zero_copies.push_back({ &there, piece });
+        zero_copies.push_back({ &pool, piece });
     }
     return piece;
 }

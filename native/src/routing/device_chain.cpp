@@ -287,14 +287,14 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
             layer.numbers = add_zero_copy_numbers(route, layer, slots);
         }
         ChainCopier   chain(graph, tier, area, layer.numbers ? half(route, layer.numbers, 0) : slots);
-        ggml_tensor * there = chain.outputs();
+        ggml_tensor * on_device = chain.outputs();
         if (!alone) {
             chain.redirect_weights(tier.host_copies);
         }
         layer.batch.way = area ? (alone ? Way::AREA : Way::AREA_BESIDE) : alone ? Way::SLOTS : Way::SLOTS_BESIDE;
         if (alone) {
             ask_one_thread(route.selected);
-            return is_last(layer) && area ? release_area(route, there, layer) : there;
+            return is_last(layer) && area ? release_area(route, on_device, layer) : on_device;
         }
         if (route.inp->type == GGML_TYPE_F32 && ggml_is_contiguous(route.inp) &&
             chain.redirect_inputs(add_inputs(route, layer))) {
@@ -306,7 +306,7 @@ ggml_tensor * add_device_chain(const ExpertGraph & graph, GraphLayer & layer) {
             ask_one_thread(route.selected);
         }
         layer.beside = beside_device(route, layer, slots);
-        return there;
+        return on_device;
     } catch (const Failure & failure) {
         layer.batch.way = Way::HOST;
         say_off_device(route, failure.what());
@@ -323,14 +323,14 @@ void compute_in_slots(const ExpertGraph & graph, const DeviceBank & bank) {
 }
 
 ggml_tensor * join_device_rows(
-    const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released, GraphLayer & layer) {
+    const llama_moe_route & route, ggml_tensor * on_device, ggml_tensor * released, GraphLayer & layer) {
     // For contexts that wait for the areas: after the last layer one number says that it was computed.
     const bool    last = layer.batch.through_area() && is_last(layer);
     const int64_t n    = ggml_nelements(released); // 0 in the last layer of a ubatch without wanted outputs
     if (layer.zero_copy) {
         ggml_tensor * sent   = add_numbers(route, layer, rows_op, "pyorch_rows", released);
         ggml_tensor * landed = layer.zero_copy->tensor(route.ctx, GGML_TYPE_F32, released->ne, layer.zero_copy->host);
-        ggml_tensor * both   = ggml_concat(route.ctx, there, landed, 1);
+        ggml_tensor * both   = ggml_concat(route.ctx, on_device, landed, 1);
         both->src[2]         = behind(route, sent);
         both->src[3]         = layer.device_inputs;
         return ggml_get_rows(route.ctx, both, half(route, layer.numbers, 1));
@@ -341,7 +341,7 @@ ggml_tensor * join_device_rows(
     }
     // The device's path is the first source, so that it has begun when the processor begins.
     if (!layer.landing) {
-        ggml_tensor * both = ggml_concat(route.ctx, there, released, 1);
+        ggml_tensor * both = ggml_concat(route.ctx, on_device, released, 1);
         ggml_tensor * rows = last ?
             add_numbers(route, layer, last_rows_op, "pyorch_rows", ggml_view_1d(route.ctx, both, 1, 0)) :
             add_numbers(route, layer, rows_op, "pyorch_rows");
@@ -352,7 +352,7 @@ ggml_tensor * join_device_rows(
     // A tensor of the device's memory, not a view: so that nodes that read it are computed there.
     ggml_tensor * landed = ggml_new_tensor(route.ctx, GGML_TYPE_F32, GGML_MAX_DIMS, released->ne);
     ggml_backend_tensor_alloc(layer.landing->rows->buffer, landed, layer.landing->rows->data);
-    ggml_tensor * both = ggml_concat(route.ctx, there, landed, 1);
+    ggml_tensor * both = ggml_concat(route.ctx, on_device, landed, 1);
     both->src[2]       = rows; // a dependency without data: the landed rows are read after they arrive
     both->src[3]       = layer.device_inputs;
     return ggml_get_rows(route.ctx, both, rows);

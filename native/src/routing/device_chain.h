@@ -24,7 +24,7 @@ void compute_in_slots(const ExpertGraph & graph, const DeviceBank & bank);
 
 // Returns the outputs of both paths, after both are released and the rest of the processor's path is done.
 ggml_tensor * join_device_rows(
-    const llama_moe_route & route, ggml_tensor * there, ggml_tensor * released, GraphLayer & layer);
+    const llama_moe_route & route, ggml_tensor * on_device, ggml_tensor * released, GraphLayer & layer);
 
 // Fetches the inputs of all tokens before the device begins, if the processor computes for any and the inputs cannot
 // come while the device computes, as with a single queue. here: the inputs in host memory, or null.

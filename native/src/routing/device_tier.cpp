@@ -79,12 +79,12 @@ void DeviceTier::open(uint64_t landing_bytes) {
     uint64_t             n_bytes = 0;
     std::string          names;
     for (const auto & bank : banks.all()) {
-        uint64_t there = 0;
+        uint64_t whole_bytes = 0;
         for (int layer = bank->layers.begin; layer < bank->layers.end; ++layer) {
-            there += bank->has_whole(layer) ? bank->n_slots(layer) * table.map.layers[layer].expert_bytes() : 0;
+            whole_bytes += bank->has_whole(layer) ? bank->n_slots(layer) * table.map.layers[layer].expert_bytes() : 0;
         }
-        names += there > 0 ? (names.empty() ? "" : ", ") + std::string(ggml_backend_dev_name(bank->device)) : "";
-        n_bytes += there;
+        names += whole_bytes > 0 ? (names.empty() ? "" : ", ") + std::string(ggml_backend_dev_name(bank->device)) : "";
+        n_bytes += whole_bytes;
     }
     if (n_bytes > 0) {
         notice(format("note: all experts of %s layers (%s) are read first, for %s", all_fit ? "all" : "some",
@@ -109,16 +109,16 @@ bool DeviceTier::load_whole(int layer) {
     Owner                  owner{ this };
     const std::vector<int> all = all_experts(table.map.layers[layer]);
     table.acquire(owner, layer, { all, {}, Demand::SCAN_TOKENS, false, false, true, false });
-    const std::vector<uint8_t> came = bring_in_order(table, bank(layer), owner, layer, all,
+    const std::vector<uint8_t> whole = bring_in_order(table, bank(layer), owner, layer, all,
         [&](size_t i, int role, const char * bytes) { return bank(layer).upload(layer, all[i], role, bytes); });
     bank(layer).wait_for_uploads();
-    const bool is_there =
-        table.release(owner) && std::all_of(came.begin(), came.end(), [](uint8_t each) { return each != 0; });
+    const bool is_whole =
+        table.release(owner) && std::all_of(whole.begin(), whole.end(), [](uint8_t each) { return each != 0; });
     table.forget(owner);
-    if (is_there) {
+    if (is_whole) {
         pools->take_whole(layer);
     }
-    return is_there;
+    return is_whole;
 }
 
 // Releases a hold. REQUIRES: nothing is being copied ahead for its context.
@@ -161,7 +161,7 @@ void DeviceTier::settle(int layer) {
         if (u.ahead || u.layer != layer) {
             return false;
         }
-        u.came ? pools->arrived(layer, u.expert) : pools->abandon(layer, u.expert);
+        u.arrived ? pools->arrived(layer, u.expert) : pools->abandon(layer, u.expert);
         return true;
     });
 }
@@ -175,8 +175,8 @@ void DeviceTier::settle_ahead(const void * context, int layer, const std::vector
     };
     // While this waits, more may be ordered, so the following steps run without unlocking.
     ended.wait(mutex, [&]() REQUIRES(mutex) {
-        const auto & guests = pools->ordered(context, layer);
-        return std::none_of(guests.begin(), guests.end(), [&](int expert) REQUIRES(mutex) {
+        const auto & ordered = pools->ordered(context, layer);
+        return std::none_of(ordered.begin(), ordered.end(), [&](int expert) REQUIRES(mutex) {
             const auto upload = upload_of(expert);
             return upload->begun && !upload->ended && is_wanted(expert);
         });
@@ -184,7 +184,7 @@ void DeviceTier::settle_ahead(const void * context, int layer, const std::vector
     for (int expert : std::vector<int>(pools->ordered(context, layer))) {
         const bool wanted = is_wanted(expert);
         const auto upload = upload_of(expert);
-        const bool comes  = upload->begun && (upload->came || !upload->ended);
+        const bool comes  = upload->begun && (upload->arrived || !upload->ended);
         if (comes) {
             pools->arrived(layer, expert);
         }
@@ -376,16 +376,16 @@ void DeviceTier::choose_for_area(DeviceHold & hold, RoutedBatch & batch, const s
 // Uploads an expert; returns false if it could not be read. The data have arrived after bank.wait_for_uploads(). owner
 // holds the expert until then, unless this call waits.
 bool DeviceTier::upload(const Owner & owner, int layer, int expert, int slot, bool waits) {
-    bool stays = false, came = true;
-    for (int role = 0; role < (int) table.map.layers[layer].tensors.size() && came; ++role) {
+    bool stays = false, readable = true;
+    for (int role = 0; role < (int) table.map.layers[layer].tensors.size() && readable; ++role) {
         const char * bytes = table.address(owner, layer, expert, role, true);
-        came               = table.readable(bytes);
-        stays |= came && bank(layer).upload(layer, slot, role, bytes);
+        readable           = table.readable(bytes);
+        stays |= readable && bank(layer).upload(layer, slot, role, bytes);
     }
     if (waits && stays) {
         bank(layer).wait_for_uploads();
     }
-    return came;
+    return readable;
 }
 
 void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch, bool next_passes) {
@@ -402,20 +402,20 @@ void DeviceTier::bring(Owner & owner, DeviceHold & hold, RoutedBatch & batch, bo
         return;
     }
     const std::vector<int> slots = places_of(batch);
-    std::vector<uint8_t>   came;
+    std::vector<uint8_t>   whole;
     if (batch.alone()) {
         DeviceBank & bank = this->bank(batch.layer);
-        came              = bring_in_order(table, bank, owner, batch.layer, batch.device.uploads,
+        whole             = bring_in_order(table, bank, owner, batch.layer, batch.device.uploads,
             [&](size_t i, int role, const char * bytes) { return bank.upload(batch.layer, slots[i], role, bytes); });
     } else {
         // The order of a window is fixed, so the processor computes its experts.
         for (size_t i = 0; i < slots.size(); ++i) {
             const int  expert    = batch.device.uploads[i];
             const bool passes_by = owner.stream && owner.stream->place_of[expert] >= 0;
-            came.push_back(!passes_by && upload(owner, batch.layer, expert, slots[i]));
+            whole.push_back(!passes_by && upload(owner, batch.layer, expert, slots[i]));
         }
     }
-    arrive(hold, batch, slots, came);
+    arrive(hold, batch, slots, whole);
     bring_behind(owner, batch);
     count_computed(batch);
 }
@@ -467,12 +467,12 @@ std::vector<int> DeviceTier::places_of(const RoutedBatch & batch) {
 
 // Runs after the data have arrived.
 void DeviceTier::arrive(
-    DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came) {
+    DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & whole) {
     bank(batch.layer).wait_for_uploads();
     MutexLock lock(mutex);
     for (size_t i = 0; i < slots.size(); ++i) {
         const int expert = batch.device.uploads[i];
-        if (came[i]) {
+        if (whole[i]) {
             pools->arrived(batch.layer, expert);
             pools->hold(batch.layer, expert);
             hold.experts.push_back({ batch.layer, expert });
@@ -527,18 +527,18 @@ void DeviceTier::work() {
         queue.pop_front();
         const bool wants = !stopping;
         u.begun          = true;
-        bool came;
+        bool arrived;
         {
             MutexUnlock unlock(mutex);
             const bool  held = !u.ahead || table.share_resident(u.layer, u.expert, u.owner); // or its layer reads it
-            came             = wants && held && upload(u.owner, u.layer, u.expert, u.slot, true);
+            arrived          = wants && held && upload(u.owner, u.layer, u.expert, u.slot, true);
             table.unshare(u.owner);
             if (u.ahead && held) { // after the upload another expert may get its slot
                 bank(u.layer).wait_for_uploads();
             }
         }
-        u.came  = came;
-        u.ended = true;
+        u.arrived = arrived;
+        u.ended   = true;
         if (u.dropped) {
             uploads.remove_if([&](const Upload & of) { return &of == &u; });
         }

@@ -6,7 +6,7 @@
 // one, however soon the upload ends. So the tokens alone decide what is computed where. With PYORCH_UPLOAD it is
 // uploaded first and then computed on the device.
 //
-// A few experts of a forecast may be uploaded before their layer (device/guests.cpp). If the layer uses one, the device
+// A few experts of a forecast may be uploaded before their layer (device/ordered.cpp). If the layer uses one, the device
 // computes it: it waits for a running upload, and uploads first if none has begun. Unused ones are dropped.
 //
 // A prompt uses areas instead: device/areas.h.
@@ -141,7 +141,7 @@ private:
         Owner owner   = {}; // holds the expert in host memory
         bool  begun   = false;
         bool  ended   = false;
-        bool  came    = false;
+        bool  arrived = false;
         bool  ahead   = false; // before its layer: held only during the upload
         bool  dropped = false; // no longer needed
     };
@@ -178,7 +178,7 @@ private:
     void choose_for_area(DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & experts) REQUIRES(mutex);
     std::vector<int> places_of(const RoutedBatch & batch);
     void             arrive(
-        DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & came);
+        DeviceHold & hold, RoutedBatch & batch, const std::vector<int> & slots, const std::vector<uint8_t> & whole);
     void bring_behind(const Owner & owner, RoutedBatch & batch);
     void keep_passing(const RoutedBatch & batch);
     void bring_next(DeviceHold & hold, int layer);

@@ -117,7 +117,7 @@ struct RoutedBatch {
     // Resets the decisions of the last ubatch. Keeps memory.
     void clear() {
         for (std::vector<int> * list :
-            { &deferred, &ghosts, &dropped, &device.slots, &device.uploads, &device.behind, &device.guests }) {
+            { &deferred, &ghosts, &dropped, &device.slots, &device.uploads, &device.behind, &device.ordered }) {
             list->clear();
         }
         guessed.clear();

@@ -161,13 +161,13 @@ std::set<int> after(pyorch_policy policy, const std::vector<std::vector<int>> & 
             }
         }
     }
-    std::set<int> there;
+    std::set<int> residents;
     for (int expert = 0; expert < 8; ++expert) {
         if (t.slot(0, expert) != SlotPools::NONE) {
-            there.insert(expert);
+            residents.insert(expert);
         }
     }
-    return there;
+    return residents;
 }
 
 void every_policy_says_what_goes() {
@@ -220,24 +220,25 @@ void who_asks_is_told_what_came_and_went() {
     CHECK(told.size() == 3);
 }
 
-// One layer of 32 experts and 16 slots, 3 of them for guests, one at a time; a context asks for one expert each time.
-struct Guests {
+// One layer of 32 experts and 16 slots, 3 of them for ordered experts, one at a time; a context asks for one expert each
+// time.
+struct OrderedExperts {
     SlotPools        table = { { 32 }, { 0 }, { 16 }, PYORCH_LFU };
     const int        me    = 0;
     std::vector<int> held, behind;
 
-    Guests() { table.set_ahead(1); }
+    OrderedExperts() { table.set_ahead(1); }
 
     // What comes for a forecast is there in time, or late.
     void pass(int expert, const std::vector<ForecastExpert> & forecast = {}, bool late = false) {
         std::for_each(behind.begin(), behind.end(), [&](int e) { table.arrived(0, e); });
         table.order(&me, 0, forecast, 0.5);
-        for (int guest : std::vector<int>(table.ordered(&me, 0))) {
-            if (guest != expert || !late) {
-                table.arrived(0, guest);
+        for (int ordered : std::vector<int>(table.ordered(&me, 0))) {
+            if (ordered != expert || !late) {
+                table.arrived(0, ordered);
             }
-            if (guest != expert) {
-                table.abandon(0, guest);
+            if (ordered != expert) {
+                table.abandon(0, ordered);
             }
         }
         std::for_each(held.begin(), held.end(), [&](int e) { table.unhold(0, e); });
@@ -258,40 +259,40 @@ struct Guests {
 
 void a_guest_serves_the_pass_that_it_came_for() {
     for (bool late : { false, true }) {
-        Guests guests;
+        OrderedExperts fixture;
         for (int expert = 0; expert < 13; ++expert) {
-            guests.pass(expert);
-            guests.pass(expert);
+            fixture.pass(expert);
+            fixture.pass(expert);
         }
-        guests.pass(20, { { 20, 0, 1 } }, late);
-        pyorch_stats & counts = guests.table.seats.counts(0);
+        fixture.pass(20, { { 20, 0, 1 } }, late);
+        pyorch_stats & counts = fixture.table.seats.counts(0);
         CHECK(counts.device_ahead == 1 && counts.device_ahead_hits == 1 && counts.device_ahead_late == late);
         CHECK(counts.device_hits == 13 + 1 && counts.device_evictions == 0); // all others had been worth two uses
-        CHECK(guests.table.coming_to(0, 20) != SlotPools::NONE && guests.table.slot(0, 20) == SlotPools::NONE);
-        guests.pass(0);
-        CHECK(!guests.table.known(0, 20) && guests.table.seats.n_resident(0) == 13);
+        CHECK(fixture.table.coming_to(0, 20) != SlotPools::NONE && fixture.table.slot(0, 20) == SlotPools::NONE);
+        fixture.pass(0);
+        CHECK(!fixture.table.known(0, 20) && fixture.table.seats.n_resident(0) == 13);
     }
 }
 
 void a_guest_that_is_worth_it_stays_and_another_slot_is_kept() {
-    Guests guests;
+    OrderedExperts fixture;
     for (int expert = 0; expert < 13; ++expert) {
-        guests.pass(expert);
+        fixture.pass(expert);
     }
     for (int use = 0; use < 3; ++use) {
-        guests.pass(20, { { 20, 0, 1 } });
-        guests.pass(0);
+        fixture.pass(20, { { 20, 0, 1 } });
+        fixture.pass(0);
     }
-    pyorch_stats & counts = guests.table.seats.counts(0);
-    CHECK(counts.device_evictions == 1 && guests.table.slot(0, 20) != SlotPools::NONE &&
-        guests.table.seats.n_resident(0) == 13);
+    pyorch_stats & counts = fixture.table.seats.counts(0);
+    CHECK(counts.device_evictions == 1 && fixture.table.slot(0, 20) != SlotPools::NONE &&
+        fixture.table.seats.n_resident(0) == 13);
     const uint64_t loads = counts.device_loads;
     std::set<int>  slots;
     for (int expert = 0; expert < 32; ++expert) {
-        slots.insert(guests.table.coming_to(0, expert));
+        slots.insert(fixture.table.coming_to(0, expert));
     }
-    CHECK(slots.size() == 13 + 1 && guests.table.slots_for(0) == 13); // and NONE
-    guests.pass(20, { { 20, 0, 1 } });                                // it is there: nothing is ordered
+    CHECK(slots.size() == 13 + 1 && fixture.table.slots_for(0) == 13); // and NONE
+    fixture.pass(20, { { 20, 0, 1 } });                                // it is there: nothing is ordered
     CHECK(counts.device_loads == loads);
 }
 
@@ -307,14 +308,14 @@ void another_contexts_guest_is_not_computed_with() {
     CHECK(t.layers_ordered(&a) == std::vector<int>({ 0 }) && t.layers_ordered(&b).empty());
     const DevicePass pass = t.pass(0, { asked, asked, 1, &a });
     CHECK(pass.slots[5] != SlotPools::NONE && t.seats.counts(0).device_ahead_hits == 1);
-    CHECK(pass.guests.empty()); // a slot was free for it
+    CHECK(pass.ordered.empty()); // a slot was free for it
 }
 
 // Uses of 24 experts, some of them more often than others; who forecasts names one that is used, or one that is not.
 void forecasts_that_are_wrong_upload_nothing() {
     for (bool right : { false, true }) {
-        Guests   with;
-        uint32_t state = 1;
+        OrderedExperts with;
+        uint32_t       state = 1;
         for (int time = 0; time < 2000; ++time) {
             state            = state * 1664525 + 1013904223;
             const int expert = (int) ((uint64_t) (state >> 8) * (state >> 8) >> 32) * 24 / (1 << 16);

@@ -46,9 +46,9 @@ public:
                 note(ubatch, layer, 0, of, expert, passes ? 2 : resident[expert] || loading[expert]);
                 if (device) {
                     note(ubatch, layer, 1, of, expert,
-                        device->is_guest(of, expert)           ? 3 :
-                            device->passes_through(of, expert) ? 2 :
-                                                                 device->known(of, expert));
+                        device->is_ordered(of, expert)       ? 3 :
+                            device->is_transient(of, expert) ? 2 :
+                                                               device->known(of, expert));
                 }
             }
         }
@@ -210,7 +210,7 @@ pyorch_status parts_set_prediction_observer(pyorch_engine * engine,
 
 // From now on replays on a simulated engine tell decided(rows[n][6], n) who came and who left, and play the changes.
 // A row: ubatch, layer that is played, tier (0: host, 1: device), layer, expert, and its place since then (0: none,
-// 1: there or coming, 2: passes through, 3: a guest). A change: before this ubatch, what (see change()), layer, two numbers.
+// 1: there or coming, 2: passes through, 3: an ordered expert). A change: before this ubatch, what (see change()), layer, two numbers.
 pyorch_status parts_watch_replay(
     pyorch_engine * engine, const int64_t * changes, int64_t n, void (*decided)(const int32_t * rows, int64_t n)) {
     return guarded([&] {

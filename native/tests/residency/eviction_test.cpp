@@ -121,24 +121,24 @@ static void what_came_first_goes_first_however_often_it_was_used() {
 static void marking_takes_at_random_what_was_not_used_in_its_phase() {
     House house(4, 0.5, PYORCH_MARKING);
     using Id = std::pair<int, int>; // layer, expert
-    std::set<Id>    there, marked;
+    std::set<Id>    resident_ids, marked;
     std::vector<Id> uses; // the last one last
     std::mt19937    rng(3);
     int             n_oldest = 0, n_evictions = 0;
     for (int step = 0; step < 4000; ++step) {
         const Id id = { step % 4, (int) std::min(rng() % 16, rng() % 16) };
         house.pass(id.first, { id.second });
-        if (there.insert(id).second && there.size() > 32) {
+        if (resident_ids.insert(id).second && resident_ids.size() > 32) {
             if (marked.size() == 32) {
                 marked.clear();
             }
             const auto gone = [&](const Id & other) { return !house.resident(other.first, other.second); };
-            CHECK(std::count_if(there.begin(), there.end(), gone) == 1);
-            const Id victim = *std::find_if(there.begin(), there.end(), gone);
+            CHECK(std::count_if(resident_ids.begin(), resident_ids.end(), gone) == 1);
+            const Id victim = *std::find_if(resident_ids.begin(), resident_ids.end(), gone);
             CHECK(marked.count(victim) == 0);
-            there.erase(victim);
+            resident_ids.erase(victim);
             const auto oldest = std::find_if(uses.begin(), uses.end(),
-                [&](const Id & use) { return (there.count(use) || use == victim) && !marked.count(use); });
+                [&](const Id & use) { return (resident_ids.count(use) || use == victim) && !marked.count(use); });
             n_oldest += *oldest == victim;
             ++n_evictions;
         }

@@ -82,7 +82,7 @@ private:
     }
 };
 
-std::vector<int> there(Tier & tier, int layer) {
+std::vector<int> residents(Tier & tier, int layer) {
     std::vector<uint8_t> mask(N_EXPERT);
     std::vector<int>     experts;
     tier.mark(layer, mask);
@@ -102,16 +102,17 @@ void seats_evict_by_policy_and_keep_limits_and_holds() {
         shelf.use(0, id);
     }
     shelf.use(1, 5); // in place of the least recently used
-    CHECK(there(shelf, 0) == Experts({ 0, 2, 3 }) && there(shelf, 1) == Experts({ 5 }));
+    CHECK(residents(shelf, 0) == Experts({ 0, 2, 3 }) && residents(shelf, 1) == Experts({ 5 }));
     shelf.hold(0, 0);
     shelf.use(1, 6);
-    CHECK(there(shelf, 0) == Experts({ 0, 3 }) && there(shelf, 1) == Experts({ 5, 6 }));
+    CHECK(residents(shelf, 0) == Experts({ 0, 3 }) && residents(shelf, 1) == Experts({ 5, 6 }));
     shelf.set_limits(1, 0, 1);
-    CHECK(there(shelf, 1) == Experts({ 6 }));
+    CHECK(residents(shelf, 1) == Experts({ 6 }));
     shelf.set_limits(0, 2, N_EXPERT);
     shelf.use(2, 7);
     shelf.use(2, 6); // layer 0 keeps its minimum, though its experts were used before all others
-    CHECK(there(shelf, 0) == Experts({ 0, 3 }) && there(shelf, 1).empty() && there(shelf, 2) == Experts({ 6, 7 }));
+    CHECK(residents(shelf, 0) == Experts({ 0, 3 }) && residents(shelf, 1).empty() &&
+        residents(shelf, 2) == Experts({ 6, 7 }));
 }
 
 void the_api_asks_every_tier() {
@@ -125,7 +126,7 @@ void the_api_asks_every_tier() {
     for (int id : { 0, 0, 0, 1, 2 }) {
         shelf.use(1, id);
     }
-    CHECK(there(shelf, 1) == Experts({ 1, 2 }));
+    CHECK(residents(shelf, 1) == Experts({ 1, 2 }));
     pyorch_stats stats;
     CHECK(pyorch_get_stats(&engine, map.layers[1].il, &stats) == PYORCH_OK);
     CHECK(stats.hits == 2 && stats.misses == 3 && stats.evictions == 1 && stats.resident_experts == 2);
@@ -138,7 +139,7 @@ void the_api_asks_every_tier() {
     shelf.use(1, 2);
     shelf.use(1, 2);
     shelf.use(1, 0); // was used more often than expert 1
-    CHECK(there(shelf, 1) == Experts({ 0, 2 }));
+    CHECK(residents(shelf, 1) == Experts({ 0, 2 }));
     CHECK(pyorch_reset_stats(&engine) == PYORCH_OK && pyorch_get_stats(&engine, -1, &stats) == PYORCH_OK);
     CHECK(stats.misses == 0 && stats.resident_experts == 2);
 }

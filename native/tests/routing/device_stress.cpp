@@ -1,4 +1,4 @@
-// Several contexts share the slots and areas of a device, forecasts bring guests, contexts are aborted and freed,
+// Several contexts share the slots and areas of a device, forecasts order experts, contexts are aborted and freed,
 // limits and predictors change, and reads fail now and then. Each slot that a layer computes with must hold the bytes
 // of its expert from then on until the next layer comes. The device is the processor: so a sanitizer sees what goes
 // there.
@@ -300,7 +300,7 @@ void stress_device(const char * path, int seed, int n_passes) {
         pyorch_stats stats = {};
         tier.add_stats(-1, stats);
         CHECK(n_computed > 0 && stats.device_hits > 0 && (stats.device_ahead_hits > 0) == (ahead > 0));
-        printf("%llu hits, %llu misses, %llu loads, %llu guests, %llu of use, %llu of these late\n",
+        printf("%llu hits, %llu misses, %llu loads, %llu ordered, %llu of use, %llu of these late\n",
             (unsigned long long) stats.device_hits, (unsigned long long) stats.device_misses,
             (unsigned long long) stats.device_loads, (unsigned long long) stats.device_ahead,
             (unsigned long long) stats.device_ahead_hits, (unsigned long long) stats.device_ahead_late);

@@ -68,21 +68,21 @@ struct Experts {
     pyorch::Multiplication         how;
 };
 
-static Experts * there = nullptr;
+static Experts * current = nullptr;
 
 static const void * address(const ggml_tensor *, int64_t expert, bool wait) {
-    if (!wait && expert >= (int64_t) there->matrices.size() / 2) {
-        ++there->n_late;
+    if (!wait && expert >= (int64_t) current->matrices.size() / 2) {
+        ++current->n_late;
         return nullptr;
     }
-    return there->matrices[expert].data();
+    return current->matrices[expert].data();
 }
 
 static bool repacked(const ggml_tensor *) { return true; }
 
 static bool multiply(ggml_tensor * op, const void * matrix, const int32_t * pairs, int64_t n, const void * quantized,
     int thread, int n_threads, int * next_chunk) {
-    return pyorch::multiply(there->how,
+    return pyorch::multiply(current->how,
         { op, (const uint8_t *) matrix, pairs, n, (const uint8_t *) quantized, thread, n_threads, next_chunk });
 }
 
@@ -228,7 +228,7 @@ static bool computes_kept_experts(
                 }
                 kept.matrices.push_back(block);
             }
-            there = &kept;
+            current = &kept;
         } else {
             ggml_backend_tensor_set(experts, file.data(), 0, file.size());
         }

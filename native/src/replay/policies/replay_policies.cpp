@@ -20,7 +20,7 @@ class Fifo : public EvictionPolicy {
 public:
     void used(Usage & usage, uint64_t now) override { usage.last_use = now; }
 
-    double value(const Usage & usage, float) const override { return (double) usage.came; }
+    double value(const Usage & usage, float) const override { return (double) usage.admitted; }
 
     bool by_recency() const override { return true; }
 };

@@ -24,7 +24,7 @@ struct Usage {
     double   heat     = -INFINITY;  // log2 of its uses, fading: at time t, log2(frequency) + t / half-life
     double   learned  = 0;          // the last value of a LearnedValue
     double   mark     = 0;          // for the policy's own use
-    uint64_t came     = 0;          // when it got its memory
+    uint64_t admitted = 0;          // when it got its memory
     uint64_t next_use = UINT64_MAX; // the truth, in a replay
 };
 

@@ -1,10 +1,10 @@
-// Guests: experts that come to slots of a device because of a forecast (SlotPools::order).
+// Ordered experts: experts that come to slots of a device because of a forecast (SlotPools::order).
 //
-// Guests cost slots, which are kept for them, and an upload each. The device counts how often forecasts of a layer, a
-// distance and a rank came true. If these were wrong more often than the precision that the user asked for, no guest is
-// uploaded for them. Forecasts of absent experts are counted even then, so that uploads can begin again.
+// They cost slots, which are kept for them, and an upload each. The device counts how often forecasts of a layer, a
+// distance and a rank came true. If these were wrong more often than the precision that the user asked for, nothing is
+// ordered for them. Forecasts of absent experts are counted even then, so that orders can begin again.
 //
-// None of this depends on time: guests follow from forecasts and passes only.
+// None of this depends on time: orders follow from forecasts and passes only.
 
 #include "device/slot_pools.h"
 #include "residency/expert.h"
@@ -16,10 +16,10 @@
 namespace pyorch {
 namespace {
 
-// Layers with guests at once: the present layer and the next two.
-constexpr int LAYERS_WITH_GUESTS = 3;
+// Layers with ordered experts at once: the present layer and the next two.
+constexpr int LAYERS_WITH_ORDERS = 3;
 
-// Guests have at most a share of a pool's slots.
+// Ordered experts have at most a share of a pool's slots.
 constexpr int MOST_KEPT = 4; // a fourth
 
 } // namespace
@@ -27,10 +27,10 @@ constexpr int MOST_KEPT = 4; // a fourth
 struct SlotPools::Ahead {
     struct Orders {
         std::vector<ForecastExpert> noted;  // absent when they were forecast
-        std::vector<int>            guests; // the chosen ones
+        std::vector<int>            chosen; // of these, the ordered ones
     };
 
-    int                                            n; // guests of a layer
+    int                                            n; // ordered experts of a layer at most
     std::map<std::pair<const void *, int>, Orders> orders;
     std::vector<std::vector<Rate>>                 came_true; // by layer, then distance and rank
 
@@ -45,7 +45,7 @@ struct SlotPools::Ahead {
 void SlotPools::set_ahead(int n) {
     ahead.reset(new Ahead{ n, {}, std::vector<std::vector<Rate>>(layers.size()) });
     for (Pool & pool : pools) {
-        pool.n_kept = std::min(LAYERS_WITH_GUESTS * n, pool.n_slots / MOST_KEPT);
+        pool.n_kept = std::min(LAYERS_WITH_ORDERS * n, pool.n_slots / MOST_KEPT);
         for (int i = 0; i < pool.n_kept; ++i) {
             pool.kept.push_back(pool.free.back());
             pool.free.pop_back();
@@ -74,14 +74,14 @@ std::vector<int> SlotPools::order(
             continue;
         }
         orders.noted.push_back(named);
-        if ((int) orders.guests.size() < ahead->n && !pool.kept.empty() &&
+        if ((int) orders.chosen.size() < ahead->n && !pool.kept.empty() &&
             ahead->rate(layer, named, (int) l.experts.size()).value() >= (precision < 0 ? EVEN : precision)) {
             e.slot     = pool.kept.back();
-            e.came     = false;
+            e.arrived  = false;
             e.guess_of = context;
             pool.kept.pop_back();
             ++seats.counts(layer).device_ahead;
-            orders.guests.push_back(named.expert);
+            orders.chosen.push_back(named.expert);
             made.push_back(named.expert);
         }
     }
@@ -94,7 +94,7 @@ const std::vector<int> & SlotPools::ordered(const void * context, int layer) con
         return none;
     }
     const auto found = ahead->orders.find({ context, layer });
-    return found != ahead->orders.end() ? found->second.guests : none;
+    return found != ahead->orders.end() ? found->second.chosen : none;
 }
 
 std::vector<int> SlotPools::layers_ordered(const void * context) const {
@@ -115,7 +115,7 @@ void SlotPools::forget(const void * context, int layer) {
     }
 }
 
-bool SlotPools::admit_guest(Slotted & e, bool & took) {
+bool SlotPools::admit_ordered(Slotted & e, bool & took) {
     if (!make_room(e, false, took)) {
         return false;
     }
@@ -125,7 +125,7 @@ bool SlotPools::admit_guest(Slotted & e, bool & took) {
     e.guess_of = nullptr;
     give_kept(pool, slot); // in exchange for its own
     seats.come(e);
-    if (e.came) {
+    if (e.arrived) {
         seats.arrive(e);
     }
     mark_moved(e.layer);
