@@ -92,8 +92,8 @@ def load(
 
     Args:
         path: The file, or "hf:ORG/NAME[:QUANT|/FILE]" for a file of the Hugging Face hub, downloaded if needed.
-        budget: "auto" (the memory that the limit leaves), a share of the experts such as "40%", a size such as "1.5GiB"
-            or "800MB", or bytes.
+        budget: "auto" (the memory that the limit leaves; it follows free memory while no lossy option is on), a share
+            of the experts such as "40%", a size such as "1.5GiB" or "800MB", or bytes.
         n_batch: Tokens of one call of llama_decode. Default: the widest n_ubatch.
         managed: Make an engine, to observe and control experts, even if the whole model fits on a device, where
             llama.cpp would keep it.

@@ -131,10 +131,10 @@ def divide(settings: Settings, devices: Sequence[Device], division: Division, ro
 
     if settings.budget == AUTO:
         info = header.info
-        there = sum(of_devices()[i] for i in shared) if shared else 0
+        shared_bytes = sum(of_devices()[i] for i in shared) if shared else 0
         # An expert is in one place only, except while it passes to a device.
-        most = max(0, info.slots_bytes - there) + info.floor_bytes if there else info.slots_bytes
-        to_come = 0 if room.is_taken else there
+        most = max(0, info.slots_bytes - shared_bytes) + info.floor_bytes if shared_bytes else info.slots_bytes
+        to_come = 0 if room.is_taken else shared_bytes
         dense = room.host_dense
         if any(room.device_dense[i] for i in shared):
             dense = min(dense + sum(room.device_dense[i] for i in shared), info.dense_bytes)

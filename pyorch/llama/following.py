@@ -116,8 +116,9 @@ class _Followed:
         # Contexts reserved memory. As long as it is not written, it counts as free.
         unused = limit.free_bytes - _mapped_bytes(model) - limit.margin_bytes - model.budget_bytes()
         self._to_come = max(0, min(unused, model.context_bytes()))
-        self._said, self._said_at = model.budget_bytes(), 0.0
-        self._moved_at: float | None = None
+        self._said = model.budget_bytes()
+        self._moved_at: float | None = None  # the last change of a budget that has not settled
+        self._moves_since: float | None = None  # the first change that no line has said
 
     def step(self, limit: memory.MemoryLimit, pressed: bool, now: float) -> None:
         """Looks at the memory once, and changes the budget if needed. limit: as for __init__."""
@@ -132,22 +133,23 @@ class _Followed:
                 model.set_budget(wanted)
             except BudgetError:  # pinned experts, or the minima of layers, need more
                 return
-            self._moved_at = now
-        is_settled = self._moved_at is not None and now - self._moved_at > QUIET_SECONDS
+            self._moved_at, self._moves_since = now, self._moves_since or now
+        is_settled = self._moved_at is not None and now - self._moved_at > 1.5 * QUIET_SECONDS
         if is_settled:
             self._moved_at = None
             model.settle_budget()
-        if is_settled or now - self._said_at >= SAY_SECONDS:
-            self._say(model.budget_bytes(), available, limit, now)
+        if is_settled or (self._moves_since is not None and now - self._moves_since >= SAY_SECONDS):
+            self._moves_since = None
+            self._say(model.budget_bytes(), available, limit)
 
-    def _say(self, budget: int, available: int, limit: memory.MemoryLimit, now: float) -> None:
+    def _say(self, budget: int, available: int, limit: memory.MemoryLimit) -> None:
         """Says the change since the last line, if there is one."""
         if budget != self._said:
             free = f"{format_bytes(max(0, available - budget))} of {format_bytes(limit.limit_bytes)}"
             why = "other programs need memory" if budget < self._said else "memory is free again"
             self.model.say_budget(f"budget {format_bytes(budget)}, before {format_bytes(self._said)}: {why}; beside it "
                                   f"{free} are free ({limit.source})")
-            self._said, self._said_at = budget, now
+            self._said = budget
 
 
 def _mapped_bytes(model: ManagedModel) -> int:

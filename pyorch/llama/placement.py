@@ -124,13 +124,14 @@ def _named(settings: Settings, facts: Facts) -> tuple[Sequence[Device], str]:
         if isinstance(rates, str):
             notes.append(f"{said} is not used: {rates}")
             continue
-        _, processor, _, there, _ = rates
-        if there <= processor:
-            notes.append(f"{said} computes experts at {there / processor:.2g} of the processor's speed, and is not "
-                         f"used: --device {device.name} uses it all the same")
+        _, processor, _, device_rate, _ = rates
+        if device_rate <= processor:
+            notes.append(f"{said} computes experts at {device_rate / processor:.2g} of the processor's speed, and is "
+                         f"not used: --device {device.name} uses it all the same")
             continue
-        used.append((there, device))
-        notes.append(f"{said} computes experts {there / processor:.2g} times as fast as the processor: it is used")
+        used.append((device_rate, device))
+        notes.append(f"{said} computes experts "
+                     f"{device_rate / processor:.2g} times as fast as the processor: it is used")
     used.sort(key=lambda pair: -pair[0])
     return [device for _, device in used], "; ".join(notes)
 
@@ -243,8 +244,8 @@ def misses_of(settings: Settings, devices: Sequence[Device], facts: Facts) -> tu
         rates = facts.rates(device)
         if isinstance(rates, str):
             return PROCESSOR, ""
-        upload, processor, _, there, _ = rates
-        gains.append(1 / processor / (1 / upload + 1 / there))
+        upload, processor, _, device_rate, _ = rates
+        gains.append(1 / processor / (1 / upload + 1 / device_rate))
     if min(gains) < _CLEARLY_SOONER:
         return PROCESSOR, ""
     return UPLOAD, (f"experts that {_names(devices)} {'lacks' if len(devices) == 1 else 'lack'} are uploaded and "
@@ -268,8 +269,8 @@ def prompt_tokens_of(settings: Settings, devices: Sequence[Device], facts: Facts
 
     def is_sooner(n_tokens: int) -> bool:
         more = used * n_tokens / (1 - (1 - used) ** n_tokens) - 1 if used < 1 else n_tokens - 1  # rows of an expert
-        return all(max(1 / upload, 1 / there + more / there_more) <= 1 / processor + more / processor_more
-                   for upload, processor, processor_more, there, there_more in measured)
+        return all(max(1 / upload, 1 / on_device + more / on_device_more) <= 1 / processor + more / processor_more
+                   for upload, processor, processor_more, on_device, on_device_more in measured)
 
     # Steps of a quarter, because rates are not more precise. If uploads are slower for the widest, none is uploaded.
     n, widest = LEAST_PROMPT, max(settings.n_ubatch, WIDE_UBATCH)

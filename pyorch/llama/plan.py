@@ -279,9 +279,9 @@ def _with_contents(plan: EnginePlan, packed: bool, facts: Facts) -> EnginePlan:
     if placement.each:
         expert_bytes, given = placement.expert_bytes(header), settings.vram_budget
         total = sum(expert_bytes)
-        there = min(given.amount.of(total), total) if given != AUTO else 0
-        devices = tuple(there * of // max(1, total) for of in expert_bytes)  # the same share of each one's experts
-        if there or given == AUTO:  # otherwise nothing is uploaded, so nothing is measured
+        n_bytes = min(given.amount.of(total), total) if given != AUTO else 0
+        devices = tuple(n_bytes * of // max(1, total) for of in expert_bytes)  # the same share of each one's experts
+        if n_bytes or given == AUTO:  # otherwise nothing is uploaded, so nothing is measured
             device_prompt = prompt_tokens_of(settings, placement.each, facts)
     return replace(
         plan, **vars(contents), division=replace(division, devices=devices).at(budget), device_prompt=device_prompt,

@@ -53,7 +53,7 @@ class Settings:
     budget: Budget = option(
         AUTO, Budget.parse, "a size or a share", metavar="SIZE",
         help="memory for the experts: a share of them such as 40%, a size such as 1.5GiB, or auto: all memory that "
-             "the limit leaves",
+             "the limit leaves; it gives memory back while other programs need it",
     )
     policy: str | None = option(
         None, text, "the name of a policy", metavar="NAME",

@@ -140,6 +140,19 @@ def test_budgets_that_are_changed_at_once_are_answered_one_after_the_other(start
         assert all(prompt.exception() is None for prompt in prompts)
 
 
+def test_a_named_budget_or_a_lossy_setting_ends_following_and_auto_begins_it_again(start, small_moe: Path):
+    server = start(pyorch_serve(small_moe))
+    assert residency(server)["settings"]["budget_follows"]
+    named = change(server, budget="60%")["settings"]
+    assert not named["budget_follows"]
+    assert change(server, budget="auto")["settings"]["budget_follows"]
+    assert not change(server, substitution="mode=random")["settings"]["budget_follows"]
+    assert change(server, substitution=None)["settings"]["budget_follows"]
+    too_many = {str(il): list(range(60)) for il in range(8)}
+    assert ask(server, "/residency", {"budget": "20%", "pin": too_many})[0] == 400, "so the budget is restored"
+    assert residency(server)["settings"]["budget_follows"]
+
+
 def test_it_says_how_many_slots_suit_the_budget(server: ServerProcess):
     before = residency(server)["settings"]
     assert (before["slots"], before["suitable_slots"], before["advice"]) == (4, 4, "")
@@ -167,7 +180,7 @@ def test_a_lossy_setting_is_counted_and_ends(server: ServerProcess):
     ({"budget": "1KiB"}, "below the floor"),
     ({"budget": "much"}, 'budget "much" is not understood'),
     ({"budget": True}, "budget true is not understood"),
-    ({"budget": "auto"}, "needs a size"),
+    ({"budget": "auto"}, "only in a server that was started with --budget auto"),
     ({"policy": "newest"}, 'policy "newest" is not known'),
     ({"policy": "belady"}, "know the future"),
     ({"policy": "fifo"}, "there to be compared with"),
