@@ -25,6 +25,9 @@ _DTYPE_BITS = {
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
 }
 
+# Quantizations of checkpoints that the converter reads (conversion/base.py).
+READABLE = ("bitnet", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
+
 # The head of a safetensors file is JSON of some hundred bytes per tensor; a larger one is invalid.
 _MAX_HEAD_BYTES = 100 << 20
 
@@ -54,7 +57,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise FormatError(f"{path} has no config.json: it is not the directory of a Hugging Face checkpoint")
     config = _read_json(path / "config.json")
-    architecture = _architecture(path, config)
+    architecture = architecture_of(config, str(path))
     files = _weight_files(path)
     elements: dict[str, int] = {}
     for file in files:
@@ -92,10 +95,16 @@ def _read_json(path: Path) -> dict:
     return value
 
 
-def _architecture(path: Path, config: dict) -> str:
+def architecture_of(config: dict, where: str) -> str:
+    """Returns the class of a checkpoint. where: its name, for messages.
+
+    Raises:
+        FormatError: config.json names no class.
+        PyorchError: The converter does not know the class, or cannot read its quantization.
+    """
     names = config.get("architectures") or (config.get("text_config") or {}).get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise FormatError(f'{path / "config.json"} names no model class: it needs "architectures": ["...ForCausalLM"]')
+        raise FormatError(f'{where}/config.json names no model class: it needs "architectures": ["...ForCausalLM"]')
     if names[0] not in architectures.known():
         close = difflib.get_close_matches(names[0], architectures.known(), n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""
@@ -104,6 +113,11 @@ def _architecture(path: Path, config: dict) -> str:
             f"it knows these mixtures of experts: {', '.join(architectures.known_moe())}; "
             "`pyorch convert --list-architectures` prints all"
         )
+    quantized = config.get("quantization_config") or {}
+    method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+    if method is not None and method not in READABLE:
+        raise PyorchError(f"{where} is quantized with {method}, which llama.cpp's converter cannot read; it reads "
+                          f"{', '.join(READABLE)} and checkpoints that are not quantized")
     return names[0]
 
 

@@ -45,14 +45,15 @@ class Gain:
 
 def gains(
     model_map: ModelMap, estimator: Estimator, base: Estimate, bandwidth: float, repacking: float, n_threads: int,
+    name: str | None = None,
 ) -> list[Gain]:
     """Returns the gains at the budgets of an estimate, for a model with uncompressed experts.
 
-    repacking: the result of Machine.repacking().
+    repacking: the result of Machine.repacking(). name: of the model in commands; None: its path.
     """
     fastest = estimator.fastest_seconds(base.vram_budget)
     there = {kind for kind, path in model_map.sidecars().items() if is_sidecar_of(path, model_map, kind)}
-    path = model_map.path
+    path = name or model_map.path
     types = {role.type.lower() for layer in model_map.layers for role in layer.roles}
     found = []
     if types == {"bf16"} and base.vram_budget is None:

@@ -7,6 +7,7 @@ the first tokens are random, because they decide which experts a token uses.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ _NOTHING = {gguf.GGMLQuantizationType.MXFP4: b"\x7f" + bytes(16)}
 
 # Arrays whose elements do not belong to layers, although a model may have as many layers.
 _NOT_BY_LAYER = ("rope.dimension_sections",)
+
+_LONG = 4096  # elements of an array, more than a model has layers
 
 _LEFT_OUT = ("tokenizer.", "split.", "general.", "quantize.")
 
@@ -86,12 +89,30 @@ class Shape:
         return self.moe_blocks[first] + 1, self.moe_blocks[last] + 1
 
 
+class _Reader(gguf.GGUFReader):
+    """Skips long arrays: gguf's reader makes several objects of each word of a vocabulary, which takes seconds."""
+
+    def _get_field_parts(self, orig_offs, raw_type):
+        if raw_type != gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, n = struct.unpack_from("<IQ", self.data, orig_offs)
+        if n < _LONG or kind == gguf.GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        at = orig_offs + 12
+        if kind == gguf.GGUFValueType.STRING:
+            for _ in range(n):
+                at += 8 + struct.unpack_from("<Q", self.data, at)[0]
+        else:
+            at += n * np.dtype(self.gguf_scalar_to_np[gguf.GGUFValueType(kind)]).itemsize
+        return at - orig_offs, [], [], [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(kind)]
+
+
 def read_shape(model_map: ModelMap) -> Shape:
     """Reads the shape of a model with routed experts, without reading its weights."""
     arch = model_map.info.arch
     metadata, tensors = [], []
     for number, shard in enumerate(model_map.shards):
-        reader = gguf.GGUFReader(shard)
+        reader = _Reader(shard)
         if number == 0:
             for key, field in reader.fields.items():
                 if not key.startswith(("GGUF.", *_LEFT_OUT)):

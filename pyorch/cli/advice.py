@@ -54,7 +54,7 @@ class Advice:
 
 
 def parts_of(advice: Advice) -> list[str | Table | Facts]:
-    how = {"kept": "measured before", "measured": "measured now", "probe": "measured on a file beside the model",
+    how = {"kept": "measured before", "measured": "measured now", "probe": "measured on a temporary file",
            "given": "as given"}
     left = "too little for any expert"
     if advice.auto_bytes is not None:

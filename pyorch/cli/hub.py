@@ -25,13 +25,16 @@ def is_of_hub(given: object) -> bool:
 def resolve(args: argparse.Namespace, names: Iterable[str]) -> None:
     """Replaces the names of models in `args` by paths, and downloads missing models of the hub.
 
+    If args.fetch is False, names of the hub stay.
+
     Raises:
         PyorchError: A model does not exist or cannot be downloaded, or a path is no file. The sentence has a guess.
     """
     for name in names:
         given = getattr(args, name)
         if is_of_hub(given):
-            setattr(args, name, str(fetch_model(given)))
+            if getattr(args, "fetch", True):
+                setattr(args, name, str(fetch_model(given)))
         elif (found := find(given)) is not None:
             setattr(args, name, found)
         else:

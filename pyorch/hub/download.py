@@ -39,9 +39,23 @@ _PICKLED = (".bin",)
 
 
 @dataclass(frozen=True)
-class _File:
+class File:
+    """A file of a repository. blob: its name in the cache."""
+
     n_bytes: int
-    blob: str  # the name in the cache
+    blob: str
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a repository by path, at one commit."""
+
+    files: dict[str, File]
+    commit: str
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: file.n_bytes for name, file in self.files.items()}
 
 
 class Hub:
@@ -50,7 +64,7 @@ class Hub:
     def __init__(self, endpoint: str | None = None, directory: Path | None = None) -> None:
         self._api = huggingface_hub.HfApi(endpoint=endpoint)
         self._endpoint = endpoint
-        self._directory = Path(directory or constants.HF_HUB_CACHE)
+        self.directory = Path(directory or constants.HF_HUB_CACHE)
 
     def model(self, reference: Reference, on_progress: OnProgress, on_note: OnNote) -> Path:
         """Returns the GGUF file to load; its other shards are in the same folder.
@@ -60,11 +74,11 @@ class Hub:
         Raises:
             PyorchError: There is no such model, or the download fails.
         """
-        files = self._listing(reference, on_note)
-        if files is None:
-            return cache.model(reference, self._directory)
-        chosen = choose(reference, {name: file.n_bytes for name, file in files.items()})
-        return self._fetch(reference, {name: files[name] for name in chosen.files}, on_progress)[0]
+        listing = self.listing(reference, on_note)
+        if listing is None:
+            return cache.model(reference, self.directory)
+        chosen = choose(reference, listing.sizes)
+        return self._fetch(reference, {name: listing.files[name] for name in chosen.files}, on_progress)[0]
 
     def checkpoint(self, reference: Reference, on_progress: OnProgress, on_note: OnNote) -> Path:
         """Returns the directory of a checkpoint, without its programs.
@@ -75,18 +89,23 @@ class Hub:
         if not reference.whole:
             raise PyorchError(f"{reference} is one model of a repository, and a checkpoint is the whole of it: name "
                               f"hf:{reference.repo}")
-        files = self._listing(reference, on_note)
-        if files is None:
-            return cache.checkpoint(reference, self._directory)
+        listing = self.listing(reference, on_note)
+        if listing is None:
+            return cache.checkpoint(reference, self.directory)
+        files = listing.files
         weights = _CHECKPOINT if any(name.endswith(".safetensors") for name in files) else _CHECKPOINT + _PICKLED
         wanted = {name: file for name, file in files.items() if name.endswith(weights) and "/" not in name}
         if "config.json" not in wanted:
             raise PyorchError(f"{reference} has no config.json: it is no checkpoint")
         return self._fetch(reference, wanted, on_progress)[0].parent
 
-    def _listing(self, reference: Reference, on_note: OnNote) -> dict[str, _File] | None:
-        """Returns the files of the repository; None if only the cache can be asked."""
-        with _failures(reference):
+    def listing(self, reference: Reference, on_note: OnNote) -> Listing | None:
+        """Returns the files of the repository; None if only the cache can be asked.
+
+        Raises:
+            PyorchError: The hub has no such repository, or refuses it.
+        """
+        with failures(reference):
             try:
                 info = self._api.model_info(
                     reference.repo, revision=reference.revision or None, files_metadata=True,
@@ -98,26 +117,43 @@ class Hub:
                     raise
                 on_note(f"the hub cannot be reached ({_reason(error)}): what was fetched before is used")
                 return None
-        return {
-            file.rfilename: _File(file.size or 0, file.lfs.sha256 if file.lfs is not None else file.blob_id or "")
+        files = {
+            file.rfilename: File(file.size or 0, file.lfs.sha256 if file.lfs is not None else file.blob_id or "")
             for file in info.siblings or ()
         }
+        return Listing(files, info.sha or reference.revision or _MAIN)
 
-    def _fetch(self, reference: Reference, files: Mapping[str, _File], on_progress: OnProgress) -> list[Path]:
-        blobs = self._directory / huggingface_hub.file_download.repo_folder_name(
-            repo_id=reference.repo, repo_type="model") / "blobs"
+    def url(self, reference: Reference, name: str, commit: str) -> str:
+        """Returns the address of a file."""
+        return huggingface_hub.hf_hub_url(reference.repo, name, revision=commit, endpoint=self._endpoint)
+
+    def missing_bytes(self, reference: Reference, files: Mapping[str, File]) -> int:
+        """Returns the bytes of files that a download would still have to fetch."""
+        missing, begun = self._missing(reference, files)
+        return sum(file.n_bytes for file in missing.values()) - begun
+
+    def _missing(self, reference: Reference, files: Mapping[str, File]) -> tuple[dict[str, File], int]:
+        """Returns the files that are not in the cache, and the bytes that it has of them."""
+        blobs = self._blobs(reference)
         missing = {name: file for name, file in files.items() if not (blobs / file.blob).is_file()}
-        begun = sum(cache.size(_part(blobs, file)) for file in missing.values())
+        return missing, sum(cache.size(_part(blobs, file)) for file in missing.values())
+
+    def _blobs(self, reference: Reference) -> Path:
+        folder = huggingface_hub.file_download.repo_folder_name(repo_id=reference.repo, repo_type="model")
+        return self.directory / folder / "blobs"
+
+    def _fetch(self, reference: Reference, files: Mapping[str, File], on_progress: OnProgress) -> list[Path]:
+        blobs, (missing, begun) = self._blobs(reference), self._missing(reference, files)
         total = sum(file.n_bytes for file in missing.values())
         if missing:
-            make_directory(self._directory)
-            check_free_space(self._directory, total - begun, FEW_BYTES)
+            make_directory(self.directory)
+            check_free_space(self.directory, total - begun, FEW_BYTES)
         revision, paths, done = reference.revision or _MAIN, [], 0
-        with _failures(reference), _quiet():
+        with failures(reference), _quiet():
             for name, file in files.items():
                 with _watched(_part(blobs, file), f"fetching {name}", done, total, on_progress):
                     path = Path(huggingface_hub.hf_hub_download(
-                        reference.repo, name, revision=revision, cache_dir=self._directory, endpoint=self._endpoint))
+                        reference.repo, name, revision=revision, cache_dir=self.directory, endpoint=self._endpoint))
                 paths.append(path)
                 done += file.n_bytes if name in missing else 0
                 # All files are of one revision, even if the repository changes during the download.
@@ -125,7 +161,7 @@ class Hub:
         return paths
 
 
-def _part(blobs: Path, file: _File) -> Path:
+def _part(blobs: Path, file: File) -> Path:
     """Returns the path at which huggingface_hub keeps an incomplete file."""
     return blobs / f"{file.blob}.incomplete"
 
@@ -164,24 +200,27 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+_KEPT = "did not come: {}; what has come is kept, and the same command goes on there"
+
+
 @contextlib.contextmanager
-def _failures(reference: Reference) -> Iterator[None]:
-    """Turns errors into sentences."""
+def failures(reference: Reference, interrupted: str = _KEPT) -> Iterator[None]:
+    """Turns errors into sentences. interrupted: the predicate if the connection fails, with {} for the reason."""
     name = f"hf:{reference.repo}"
     try:
         yield
     except (PyorchError, KeyboardInterrupt):
         raise
     except GatedRepoError:
-        raise PyorchError(f"{name} is given to those only who have accepted its terms on the hub: accept them, and say "
-                          "who you are with HF_TOKEN or `hf auth login`") from None
+        raise PyorchError(f"{name} is gated: accept its licence at {constants.ENDPOINT}/{reference.repo}, and set "
+                          "HF_TOKEN to a token of that account or run `hf auth login`") from None
     except RevisionNotFoundError:
         raise PyorchError(f"{name} has no revision {reference.revision}") from None
     except RepositoryNotFoundError:
         raise PyorchError(f"{name}: the hub has no such repository, or it is private: then say who you are with "
                           "HF_TOKEN or `hf auth login`") from None
     except LocalEntryNotFoundError as error:
-        raise PyorchError(_interrupted(reference, error.__cause__ or error)) from None
+        raise PyorchError(_interrupted(reference, error.__cause__ or error, interrupted)) from None
     except EntryNotFoundError as error:
         raise PyorchError(f"{reference}: {_reason(error)}") from None
     except HFValidationError as error:
@@ -191,11 +230,11 @@ def _failures(reference: Reference) -> Iterator[None]:
     except Exception as error:  # of requests, httpx, or the file system
         if isinstance(error, OSError) and error.filename is not None and not isinstance(error, HfHubHTTPError):
             raise PyorchError(f"{error.filename}: {error.strerror}") from None
-        raise PyorchError(_interrupted(reference, error)) from None
+        raise PyorchError(_interrupted(reference, error, interrupted)) from None
 
 
-def _interrupted(reference: Reference, error: BaseException) -> str:
-    return f"{reference} did not come: {_reason(error)}; what has come is kept, and the same command goes on there"
+def _interrupted(reference: Reference, error: BaseException, predicate: str) -> str:
+    return f"{reference} {predicate.format(_reason(error))}"
 
 
 def _unreachable(error: Exception) -> bool:

@@ -134,7 +134,7 @@ def test_what_was_fetched_is_used_where_the_hub_is_not_reached(hub) -> None:
 @pytest.mark.parametrize(("name", "said"), [
     ("hf:org/none", "no such repository, or it is private"),
     ("hf:org/private", "no such repository, or it is private"),
-    ("hf:org/gated", "accepted its terms"),
+    ("hf:org/gated", "is gated: accept its licence at .*/org/gated, and set HF_TOKEN"),
     ("hf:org/small@v7:BF16", "has no revision v7"),
 ])
 def test_what_the_hub_refuses_is_said(hub, name: str, said: str) -> None:
