@@ -30,7 +30,7 @@ class Repository:
 class HubServer:
     """repositories: by ORG/NAME. requests: (method, path, Range), in their order. n_sent: bytes of files so far.
     cut_after: bytes of a file after which the connection breaks. cuts: how many times it does. ignores_ranges: it sends
-    whole files."""
+    whole files. redirects: files come from another host, as from the hub, which refuses the token of this one."""
 
     def __init__(self, repositories: dict[str, Repository]) -> None:
         self.repositories = repositories
@@ -39,6 +39,7 @@ class HubServer:
         self.cut_after: int | None = None
         self.cuts = 1
         self.ignores_ranges = False
+        self.redirects = False
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -77,8 +78,16 @@ class HubServer:
                       {"Content-Type": "application/json"}, method)
         elif match := re.fullmatch(r"/([\w.-]+/[\w.-]+)/resolve/([\w.-]+)/(.+)", path):
             repository = self._find(request, match[1], match[2], False)
-            if repository is not None:
+            if repository is not None and self.redirects:
+                where = f"http://localhost:{self._http.server_port}/elsewhere{path}"
+                _send(request, 302, b"", {"Location": where}, method)
+            elif repository is not None:
                 self._send_file(request, repository, match[3], method)
+        elif match := re.fullmatch(r"/elsewhere/([\w.-]+/[\w.-]+)/resolve/[\w.-]+/(.+)", path):
+            if request.headers.get("Authorization"):
+                _send(request, 400, b"", {}, method)
+            else:
+                self._send_file(request, self.repositories[match[1]], match[2], method)
         else:
             _send(request, 404, b"", {}, method)
 

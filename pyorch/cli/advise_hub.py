@@ -151,7 +151,7 @@ def download_facts(download: Download) -> list[tuple[str, str]]:
         return []
     time = "its speed could not be measured"
     if download.seconds is not None:
-        time = (f"about {_duration(download.seconds)} at {download.bytes_per_second / 1e6:.3g} MB/s (measured now with "
+        time = (f"about {_duration(download.seconds)} at {_rate(download.bytes_per_second)} (measured now with "
                 f"{format_bytes(download.sampled_bytes)} over one connection)")
     enough = "enough" if download.enough else (
         f"NOT enough: free {format_bytes(download.n_bytes + FEW_BYTES - download.free_bytes, round_up=True)} more, or "
@@ -165,6 +165,10 @@ def conversion_facts(conversion: Conversion) -> list[tuple[str, str]]:
         "NOT enough: name another disk with -o, or for the checkpoint with HF_HUB_CACHE")
     return [("conversion", f"about {format_bytes(conversion.needed_bytes, round_up=True)} for the 16-bit file and the "
                            f"result, beside the checkpoint; {format_bytes(conversion.free_bytes)} free here: {enough}")]
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{bytes_per_second / 1e9:.1f} GB/s" if bytes_per_second >= 1e9 else f"{bytes_per_second / 1e6:.3g} MB/s"
 
 
 def _duration(seconds: float) -> str:

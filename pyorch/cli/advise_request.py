@@ -37,6 +37,7 @@ class Request:
     memory: MemoryLimit | None
     wanted: WantedDevice | None
     _refused: str = ""  # why a GPU was left out
+    _disk: Disk | None = None
 
     @property
     def n_threads(self) -> int:
@@ -67,7 +68,9 @@ class Request:
     def disk(self, machine: Machine) -> Disk:
         from pyorch.advise.machine import Disk
 
-        return Disk(self.args.read_bandwidth, "given") if self.args.read_bandwidth else machine.disk()
+        if self._disk is None:  # all models of a comparison are for one disk
+            self._disk = Disk(self.args.read_bandwidth, "given") if self.args.read_bandwidth else machine.disk()
+        return self._disk
 
     def compute(self, machine: Machine) -> Compute:
         from pyorch.advise.machine import START_SECONDS, Compute

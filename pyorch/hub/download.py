@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 from pyorch.errors import PyorchError
 from pyorch.files import FEW_BYTES, check_free_space, make_directory
 from pyorch.hub import cache
+from pyorch.hub.ranges import is_of_network
 from pyorch.hub.reference import Reference, choose
 
 OnProgress = Callable[[str, int, int], None]  # "fetching ...", bytes, of
@@ -242,7 +243,7 @@ def _unreachable(error: Exception) -> bool:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status >= 500
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] == "httpx"
+    return is_of_network(error)
 
 
 def _reason(error: BaseException) -> str:

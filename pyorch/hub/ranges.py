@@ -182,6 +182,9 @@ class _Reply:
 def _may_pass(error: Exception) -> bool:
     """Whether another attempt may succeed: after a lost connection, or if the server is busy."""
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is not None:
-        return status >= 500 or status in (408, 429)
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in ("httpx", "httpcore")
+    return status >= 500 or status in (408, 429) if status is not None else is_of_network(error)
+
+
+def is_of_network(error: Exception) -> bool:
+    """Whether an error is of requests, or of httpx, which later versions of huggingface_hub call httpx2."""
+    return isinstance(error, OSError) or type(error).__module__.startswith(("httpx", "httpcore"))

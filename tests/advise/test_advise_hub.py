@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from ggufs import split, write_dense_model, write_moe_model
 from hub_server import HubServer, Repository
 from models import CHECKPOINT
+from processes import pyorch
 
 from pyorch.advise import comparison, stand_in
 from pyorch.advise.comparison import MEASURED, SCALED, Choice, recommend, settled
@@ -222,6 +224,26 @@ def test_without_a_network_there_is_a_sentence_or_what_was_fetched(
     assert "cannot be reached (Connection refused)" in said and "was not fetched yet" in said
     found = advise("hf:org/small")
     assert found["cached"] == str(cached) and found["download"] is None and found["header_bytes"] == 0
+
+
+def test_a_token_opens_a_repository_and_does_not_reach_another_host(
+    server: HubServer, models: dict[str, Path], advise, refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.redirects = True
+    server.repositories["org/private"] = Repository({"big-Q8_0.gguf": models["Q8_0"]}, token="secret")
+    assert "the hub has no such repository, or it is private" in refusal("hf:org/private")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert advise("hf:org/private")["name"] == "hf:org/private:Q8_0"
+    assert any(path.startswith("/elsewhere/") and part for _, path, part in server.requests)
+
+
+def test_the_environment_of_a_process_names_the_hub_and_forbids_it(server: HubServer, tmp_path: Path) -> None:
+    env = {**os.environ, "HF_ENDPOINT": server.endpoint, "HF_HUB_CACHE": str(tmp_path / "cache"), "NO_PROXY": "*"}
+    done = pyorch("advise", "hf:org/big:Q8_0", *GIVEN, *MEMORY, env=env)
+    assert done.returncode == 0 and "run it with: pyorch run hf:org/big:Q8_0" in done.stdout, done.stderr
+    done = pyorch("advise", "hf:org/big:Q8_0", *GIVEN, *MEMORY, env={**env, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr == "pyorch: error: hf:org/big:Q8_0 was not fetched yet, and the hub cannot be asked for it\n"
 
 
 def test_a_fetched_file_is_used(
