@@ -64,7 +64,8 @@ def recommend(choices: Sequence[Choice], free_bytes: int) -> tuple[Choice, str] 
     fast = [one for one in good if one.decode_rate >= READING_RATE]
     few = [one for one in those if one.bits < LEAST_BITS]
     if fast:
-        why = f"it has the most bits a weight, up to those of Q8_0, of all that reach {READING_RATE:.0f} tok/s"
+        up_to = ", up to those of Q8_0," if any(one.bits > MOST_BITS for one in those) else ""
+        why = f"it has the most bits a weight{up_to} of all that reach {READING_RATE:.0f} tok/s"
     elif good:
         why = f"none reaches {READING_RATE:.0f} tok/s, and it is the fastest with {usual}"
     elif few:
