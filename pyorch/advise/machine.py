@@ -91,7 +91,10 @@ class Machine:
         shape = read_shape(self._map)
         with _directory_for_probes(Path(self._map.path).parent) as directory:
             path = directory / "disk.gguf"
-            write_probe(shape, path, shape.sizes()[1], filled=True)
+            try:
+                write_probe(shape, path, shape.sizes()[1], filled=True)
+            except PyorchError as error:
+                raise PyorchError(f"the disk is not measured: {error}; say its speed with --read-bandwidth") from None
             with path.open("rb") as file:
                 os.fsync(file.fileno())
             with ModelMap(path) as model_map:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyorch.cli.advice import Advice, parts_of
-from pyorch.cli.advise_request import Request
+from pyorch.cli.advise_request import Request, UnsuitableError
 from pyorch.cli.progress import Progress
 from pyorch.cli.settings import listed
 from pyorch.cli.tables import Facts, Table
@@ -23,9 +23,10 @@ from pyorch.sizes import as_option, counted, format_bytes
 if TYPE_CHECKING:
     from pyorch.advise.comparison import Choice
     from pyorch.advise.machine import Compute, Disk
-    from pyorch.hub.headers import Repository
+    from pyorch.hub.headers import Offer, Repository
     from pyorch.runtime.model_map import ModelMap
 
+_ALIKE = 3  # files without experts, after which none is expected to have any
 _PREFERRED_BITS = 4.85  # of Q4_K_M: computing is measured on the file that is nearest to it
 
 
@@ -83,6 +84,7 @@ class HubAdvice:
         files: The files of the repository, if the user named none; or the types that a conversion makes.
         reason: Why the model is recommended. "": the user named it, or it is the only one.
         others: The number of other models in the repository that were not compared.
+        left_out: Why files are not in the comparison: they are damaged, or have no experts.
         measured, estimated: The origin of the figures.
         conversion: None: the repository has a GGUF.
     """
@@ -94,6 +96,7 @@ class HubAdvice:
     files: list[Choice]
     reason: str
     others: int
+    left_out: list[str]
     download: Download | None
     measured: list[str]
     estimated: list[str]
@@ -114,6 +117,8 @@ class HubAdvice:
             repo = self.name.partition(":")[2].partition(":")[0]
             parts += [f"note: the repository has {counted(self.others, 'other model')}: pyorch advise "
                       f"hf:{'/'.join(repo.split('/')[:2])} compares all", ""]
+        if self.left_out:
+            parts += [*(f"note: a file is left out: {reason}" for reason in self.left_out), ""]
         facts += download_facts(self.download) if self.download is not None else []
         facts += conversion_facts(self.conversion) if self.conversion is not None else []
         facts += [("cache", f"this model is fetched already: {self.cached}")] if self.cached is not None else []
@@ -199,12 +204,15 @@ def advise_hub(request: Request, progress: Progress) -> HubAdvice:
             progress.say(f"note: {note}")
         with _opened(path, str(reference), request) as model_map:
             advice = request.advise(model_map, str(reference), progress)
-        return HubAdvice(str(reference), path, None, 0, [], "", 0, None, *_origins(advice), advice)
+        return HubAdvice(str(reference), path, None, 0, [], "", 0, [], None, *_origins(advice), advice)
     with headers.opened(hub, reference, listing) as repository:
         offers = repository.offers()
         if not offers:
             return _of_checkpoint(request, repository, hub.directory, listing.commit, progress)
-        choices, reason, offer = [], "", offers[0]
+        choices, reason, left_out = [], "", []
+        if len(offers) > 1:
+            offers, left_out = _suitable(request, repository, offers, progress)
+        offer = offers[0]
         if len(offers) > 1:
             items = [Item(one.name, repository.open(one, progress.update), one.candidate.n_bytes, one.missing_bytes)
                      for one in offers]
@@ -213,9 +221,9 @@ def advise_hub(request: Request, progress: Progress) -> HubAdvice:
         with _opened(repository.open(offer, progress.update), offer.name, request) as model_map:
             advice = request.advise(model_map, offer.name, progress)
         download = _download(repository, hub.directory, offer.missing_bytes, offer.candidate.files[0], progress)
-        others = repository.others(offer) if not choices else 0
+        others = repository.others(offer) if not reference.whole else 0
         return HubAdvice(offer.name, offer.cached, listing.commit, repository.n_fetched, choices, reason, others,
-                         download, *_origins(advice, download, choices), advice)
+                         left_out, download, *_origins(advice, download, choices), advice)
 
 
 def _of_checkpoint(
@@ -277,8 +285,30 @@ def _of_checkpoint(
         shlex.join(["pyorch", "convert", where, "-o", output, "--quantize", chosen]))
     measured, estimated = _origins(advice, download, choices)
     estimated.append("sizes after the conversion")
-    return HubAdvice(output, None, commit, repository.n_fetched, choices, reason, 0, download, measured, estimated,
+    return HubAdvice(output, None, commit, repository.n_fetched, choices, reason, 0, [], download, measured, estimated,
                      advice, conversion)
+
+
+def _suitable(
+    request: Request, repository: Repository, offers: list[Offer], progress: Progress
+) -> tuple[list[Offer], list[str]]:
+    """Returns the models that can be compared, and why the others cannot.
+
+    Raises:
+        PyorchError: None can, or a header cannot be fetched.
+    """
+    suitable, refusals = [], []
+    for offer in offers:
+        try:
+            with _opened(repository.open(offer, progress.update), offer.name, request):
+                suitable.append(offer)
+        except (FormatError, UnsuitableError) as error:
+            refusals.append(error)
+            if isinstance(error, UnsuitableError) and not suitable and len(refusals) == _ALIKE:
+                break  # the other quantizations of this model will not have experts either
+    if not suitable:
+        raise refusals[0]
+    return suitable, [str(error) for error in refusals]
 
 
 def _compared(

@@ -29,6 +29,10 @@ T = TypeVar("T")
 SHARES = (25, 40, 60, 100)  # of the experts: the default budgets
 
 
+class UnsuitableError(PyorchError):
+    """A model that cannot be advised about: it has no experts, or makes no text."""
+
+
 @dataclass
 class Request:
     """The machine and the budgets that the user asks about. memory: None: that of this machine."""
@@ -54,11 +58,14 @@ class Request:
         """Checks that the model can be advised about.
 
         Raises:
-            PyorchError: It has no experts, or makes no text.
+            UnsuitableError: It cannot.
         """
         if not model_map.layers:
-            raise PyorchError(f"{name} is a dense model: it has no experts that could be read while it runs")
-        model_map.check_text()
+            raise UnsuitableError(f"{name} is a dense model: it has no experts that could be read while it runs")
+        try:
+            model_map.check_text()
+        except PyorchError as error:
+            raise UnsuitableError(str(error)) from None
 
     def machine(self, model_map: ModelMap, progress: Progress) -> Machine:
         from pyorch.advise.machine import Machine

@@ -112,7 +112,7 @@ class Repository:
         folder = self.directory / offer.candidate.files[0].replace("/", "--")
         paths = [folder / PurePosixPath(name).name for name in offer.candidate.files]
         if not paths[0].is_file():
-            folder.mkdir()
+            folder.mkdir(exist_ok=True)
             for n, (name, path) in enumerate(zip(offer.candidate.files, paths)):
                 on_progress(f"reading the header of {name}", n, len(paths))
                 self._write_header(name, path)

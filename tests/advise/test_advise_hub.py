@@ -330,6 +330,23 @@ def test_a_dense_model_is_refused_by_its_name(server: HubServer, tmp_path: Path,
     assert "hf:org/dense:Q8_0 is a dense model" in refusal("hf:org/dense")
 
 
+def test_files_that_cannot_be_compared_are_left_out(
+    server: HubServer, models: dict[str, Path], tmp_path: Path, advise, refusal
+) -> None:
+    write_dense_model(tmp_path / "draft-F16.gguf")
+    dense, bad = tmp_path / "draft-F16.gguf", b"<html>" + bytes(100)
+    server.repositories["org/mixed"] = Repository({
+        "a-IQ4_XS.gguf": bad, "draft-F16.gguf": dense, **{path.name: path for path in models.values()}})
+    said = advise("hf:org/mixed")
+    assert [one["name"].partition("mixed:")[2] for one in said["files"]] == list(KINDS)
+    assert len(said["left_out"]) == 2 and "is no GGUF" in said["left_out"][0]
+    assert "hf:org/mixed:F16 is a dense model" in said["left_out"][1]
+    server.repositories["org/dense"] = Repository({f"d-Q{n}_K.gguf": dense for n in range(2, 9)})
+    before = len(server.requests)
+    assert "hf:org/dense:Q2_K is a dense model" in refusal("hf:org/dense")
+    assert len(server.requests) == before + 4  # the listing, and three of seven
+
+
 def test_a_full_disk_is_said(
     server: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
