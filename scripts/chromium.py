@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -27,10 +28,12 @@ class Page:
     """One page of its own browser, which ends with it.
 
     console: The page's errors, warnings and uncaught exceptions.
+    requests: The addresses that it asked.
     """
 
-    def __init__(self, width: int = 1180, height: int = 900, dark: bool = False) -> None:
+    def __init__(self, width: int = 1180, height: int = 900, dark: bool = False, touch: bool = False) -> None:
         self.console: list[str] = []
+        self.requests: list[str] = []
         self._profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
         to_browser, self._to = os.pipe()
         self._from, from_browser = os.pipe()
@@ -48,8 +51,10 @@ class Page:
         self._session: str | None = None
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
+        for domain in ("Page", "Runtime", "Log", "Network"):
             self.send(f"{domain}.enable")
+        if touch:
+            self.send("Emulation.setTouchEmulationEnabled", enabled=True)
         self.look(width, height, dark)
 
     def __enter__(self) -> Page:
@@ -78,19 +83,56 @@ class Page:
             raise RuntimeError(json.dumps(answer["exceptionDetails"]))
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str) -> Any:
-        """Waits until an expression is true."""
+    def reload(self) -> None:
+        """Loads the page again, and waits for the new one."""
+        self.value("document.isOld = true")
+        self.send("Page.reload")
+        with contextlib.suppress(RuntimeError):  # the old page ended meanwhile
+            self.wait_for("!document.isOld")
+        self.wait_for("!document.isOld && document.readyState == 'complete'")
+
+    def wait_for(self, expression: str) -> None:
+        """Waits until an expression, or its promise, is true."""
         due = time.monotonic() + PATIENCE_SECONDS
-        while not (value := self.value(expression)):
+        while not self.value(f"Promise.resolve({expression}).then(Boolean)"):
             if time.monotonic() > due:
                 raise TimeoutError(f"{expression} does not become true; the page says {self.console}")
             time.sleep(0.05)
-        return value
 
     def press(self, key: str) -> None:
         """Presses a key by its name, such as ArrowRight."""
+        text = {"text": "\r"} if key == "Enter" else {}  # without it, Enter presses no button
         for kind in ("keyDown", "keyUp"):
-            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS.get(key, 0))
+            self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=_KEYS.get(key, 0),
+                      **(text if kind == "keyDown" else {}))
+
+    def click(self, selector: str) -> None:
+        """Clicks the middle of an element with the mouse, once it does not move."""
+        middle = (f"(({{x, y, width, height}}) => [x + width / 2, y + height / 2])"
+                  f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())")
+        at = None
+        while at != (at := self.value(middle)):
+            time.sleep(0.2)
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], clickCount=1,
+                      button="none" if kind == "mouseMoved" else "left")
+
+    def tap(self, x: float, y: float) -> None:
+        """Taps a point of the window with a finger. REQUIRES: touch."""
+        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+
+    def controls(self) -> list[tuple[str, str]]:
+        """Returns role and name of each control that the keyboard reaches, as a screen reader says them."""
+        nodes = self.send("Accessibility.getFullAXTree")["nodes"]
+        return [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes
+                if not node.get("ignored") and any(each["name"] == "focusable" and each["value"]["value"]
+                                                   for each in node.get("properties", ()))
+                and node["role"]["value"] != "RootWebArea"]
+
+    def pale(self) -> list[str]:
+        """Returns texts whose contrast to their background is below 4.5 (WCAG 2, level AA)."""
+        return self.value(_PALE)
 
     def type(self, text: str) -> None:
         """Types a text into the focused element."""
@@ -130,6 +172,8 @@ class Page:
             self.console.append(json.dumps(what["exceptionDetails"]))
         elif event == "Runtime.consoleAPICalled" and what["type"] in ("error", "warning", "assert"):
             self.console.append(json.dumps(what["args"]))
+        elif event == "Network.requestWillBeSent":
+            self.requests.append(what["request"]["url"])
         elif event == "Log.entryAdded" and what["entry"]["level"] in ("error", "warning"):
             self.console.append(what["entry"]["text"] + " " + what["entry"].get("url", ""))
 
@@ -141,6 +185,35 @@ _KEYS = {
     "ArrowDown": 40,
     "Tab": 9,
     "Enter": 13,
+    "Escape": 27,
     "Home": 36,
     "End": 35,
 }
+
+# Each element with text of its own: its colour on the nearest background that is no glass.
+_PALE = """(() => {
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => parts(colour).slice(0, 3).map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (element) => {
+    for (; element; element = element.parentElement) {
+      const colour = getComputedStyle(element).backgroundColor;
+      if ((parts(colour)[3] ?? 1) > 0) return colour;
+    }
+    return "rgb(255, 255, 255)";
+  };
+  const pale = [];
+  const check = (element, colour, text) => {
+    const [a, b] = [light(colour), light(ground(element))].sort((a, b) => b - a);
+    const contrast = (a + 0.05) / (b + 0.05);
+    if (contrast < 4.5) pale.push(`${text.trim().slice(0, 40)}: ${contrast.toFixed(2)}`);
+  };
+  for (const element of document.body.querySelectorAll("*")) {
+    if (!element.checkVisibility() || ["SCRIPT", "STYLE", "NOSCRIPT"].includes(element.tagName)) continue;
+    const text = [...element.childNodes].filter((node) => node.nodeType === 3).map((node) => node.data).join("");
+    if (text.trim() || element.value) check(element, getComputedStyle(element).color, text || String(element.value));
+    if (element.placeholder) check(element, getComputedStyle(element, "::placeholder").color, element.placeholder);
+  }
+  return pale;
+})()"""

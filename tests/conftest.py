@@ -37,6 +37,7 @@ from pyorch.convert.to_gguf import convert
 from pyorch.llama import warm
 from pyorch.llama.model import Model
 from pyorch.settings.budget import RESIDENT
+from scripts import chromium
 
 # On a busy machine a command of a test may take so long that it says how far it is.
 progress.INTERVAL = 86400.0
@@ -81,6 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(tests).as_posix(), 0))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("browser") and chromium.find() is None:
+        pytest.skip("needs a browser: apt-get install chromium")
 
 
 class Durations:

@@ -68,9 +68,18 @@ void pyorch_server_check_schemas(pyorch_answer_fn check, void * user);
 // Lets requests for this path, with --api-prefix in front, pass without an API key.
 void pyorch_server_make_public(const char * path);
 
-// Returns the path of the i-th file of llama-server's chat page, which is at "/"; NULL after the last. There are none
-// if the page was not built.
-const char * pyorch_server_get_page(uint64_t i);
+// A file of llama-server's chat page. It is a part of the library.
+typedef struct pyorch_page_file {
+    const char * path; // relative to "/", where index.html is, too
+    const char * type; // the content type
+    const char * etag; // the entity tag, in quotes
+    const char * data;
+    uint64_t     size;
+    int32_t      gzip; // whether data is compressed
+} pyorch_page_file;
+
+// Writes the i-th file of the chat page; returns 0 after the last. There are none if the page was not built.
+int32_t pyorch_server_get_page(uint64_t i, pyorch_page_file * file);
 
 // Sets the seconds in which the head and the body of a request must arrive; otherwise its connection is ended.
 void pyorch_server_set_limits(double head, double body);

@@ -295,9 +295,21 @@ void pyorch_server_add_route(
 
 void pyorch_server_make_public(const char * path) { llama_server_hooks.public_paths.insert(path); }
 
-const char * pyorch_server_get_page(uint64_t i) {
+int32_t pyorch_server_get_page(uint64_t i, pyorch_page_file * file) {
     const auto & files = llama_ui_get_assets();
-    return i < files.size() ? files.data()[i].name.c_str() : nullptr;
+    if (i >= files.size()) {
+        return 0;
+    }
+    const auto & asset = files.data()[i];
+    *file              = {
+        asset.name.c_str(),
+        asset.type.c_str(),
+        asset.etag.c_str(),
+        (const char *) asset.data,
+        asset.size,
+        llama_ui_use_gzip(),
+    };
+    return 1;
 }
 
 void pyorch_server_check_schemas(pyorch_answer_fn check, void * user) {

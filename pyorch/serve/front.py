@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hmac
 import json
 import re
@@ -21,8 +22,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from pyorch.errors import PyorchError, without_folders
 from pyorch.llama import logs, memory
-from pyorch.serve import llama_server, ollama, pages
+from pyorch.serve import llama_server, ollama, pages, router
 from pyorch.serve.address import Address, free_address
+from pyorch.serve.library import PageFile, chat_page
 from pyorch.serve.llama_server import BODY_SECONDS, HEAD_SECONDS, Flags, Root
 from pyorch.serve.metrics import TYPE, of_models
 from pyorch.serve.model_process import Model, say
@@ -47,7 +49,8 @@ ENDPOINTS = {
              "/embeddings", "/v1/embeddings", "/rerank", "/reranking", "/v1/rerank", "/v1/reranking",
              "/audio/transcriptions", "/v1/audio/transcriptions", "/chat/completions/input_tokens",
              "/v1/chat/completions/input_tokens", "/responses/input_tokens", "/v1/responses/input_tokens",
-             "/v1/messages/count_tokens", "/v1/streams/lookup", "/tools", "/cors-proxy"),
+             "/v1/messages/count_tokens", "/v1/streams/lookup", "/tools", "/cors-proxy", "/models/load",
+             "/models/unload"),
     "DELETE": ("/v1/stream",),
 }
 
@@ -93,7 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             return self.send_error(400, f"the address of the request is none: {error}")
         try:
-            is_open = url.path in ("/health", "/v1/health") or url.path in self.server.pages
+            is_open = url.path in ("/health", "/v1/health") or url.path in self.server.pages or (
+                url.path in self.server.files)
             if not is_open and not self._has_key():  # before strangers' data takes memory
                 raise _Refused(401, "Invalid API Key", ends=True)
             if is_open and self._method == "GET":  # does not read a body of strangers
@@ -121,7 +125,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self._method == "GET":
             page = self.server.pages.get(path)
             if page is not None:
-                return self._answer(200, page.body, page.type)
+                location = (("Location", page.location),) if page.location else ()
+                return self._answer(page.status, page.body, page.type, location)
+            if path in self.server.files:
+                return self._send_file(self.server.files[path])
             if path in ("/health", "/v1/health"):
                 return self._answer(200, '{"status":"ok"}')
             if path in ("/models", "/v1/models"):
@@ -129,32 +136,90 @@ class _Handler(BaseHTTPRequestHandler):
                     _listed(model) for model in models.refresh().values()]}))
             if path.startswith("/v1/models/"):
                 return self._answer(200, json.dumps(_listed(self._found(unquote(path.removeprefix("/v1/models/"))))))
+            if path == "/models/sse":
+                return self._send_states()
         if path.startswith("/api/"):
             return self._serve_ollama(path, body)
         pattern = re.sub(r"^/slots/.*", "/slots/*", path)
         if pattern not in ENDPOINTS.get(self._method, ()):
             raise _Refused(404, f"{self.command} {path} is not served here")
+        if path in ("/v1/stream", "/v1/streams/lookup"):
+            return self._serve_conversation(path, next(iter(parse_qs(query).get("conv_id", ())), ""), body)
         asked = next(iter(parse_qs(query).get("model", ())), None) or self._named_in(body)
         model = self._found(asked) if asked else None
+        if path in ("/models/load", "/models/unload"):
+            return self._answer(200, json.dumps({"success": self._change(path, model)}))
+        if (self._method, path) == ("GET", "/props") and model is None:
+            return self._answer(200, json.dumps(router.properties(models)))
         if (self._method, path) == ("GET", "/metrics"):
             return self._answer(200, of_models(self._metrics(model)), TYPE)
-        looks = path not in _OF_ANY_MODEL and (self._method == "GET" or path == "/residency")
+        looks = path not in _OF_ANY_MODEL and (self._method == "GET" or path in ("/residency", "/tools"))
         if model is None:
             loaded = models.loaded()
             if loaded and (looks or path in _OF_ANY_MODEL):
                 model = loaded[0]
             elif looks:
-                raise _Refused(503, "no model is loaded: a request for an answer that names one loads it")
+                # 403 tells the chat page that there are no tools.
+                raise _Refused(403 if path == "/tools" else 503,
+                               "no model is loaded: a request for an answer that names one loads it")
             elif len(models.by_name) == 1 or path in _OF_ANY_MODEL:
                 model = next(iter(models.by_name.values()))
             else:
                 raise _Refused(400, f'the request names no model: "model" is one of {", ".join(models.by_name)}')
+        conversation, ticket = self.headers.get(router.ID, ""), None
+        if conversation and self._method == "POST":
+            ticket = self.server.conversations.begin(conversation, model)
         with self.server.answering():
             try:
                 with models.looked_at(model) if looks else models.held(model) as port:
+                    if ticket is not None and not self.server.conversations.is_wanted(conversation, ticket):
+                        raise _Refused(400, "the answer was stopped while the model was loaded")
                     self._pass_on(port, body)
             except PyorchError as error:
                 raise _Refused(503, str(error)) from None
+
+    def _change(self, path: str, model: Model | None) -> bool:
+        """Begins to load or unload a model, as its menu in the chat page says. Returns True."""
+        if model is None:
+            raise _Refused(400, 'the request names no model: "model" is one of '
+                                f'{", ".join(self.server.models.by_name)}')
+        if model.is_loaded() == (path == "/models/load"):
+            raise _Refused(400, f"{model.name} is {'loaded already' if model.is_loaded() else 'not loaded'}")
+        if path == "/models/load":
+            router.load(self.server.models, model)
+        else:
+            self.server.models.unload(model)
+        return True
+
+    def _serve_conversation(self, path: str, conversation: str, body: bytes) -> None:
+        """Continues, stops or looks up answers that outlived their connections."""
+        conversations, models = self.server.conversations, self.server.models
+        if path == "/v1/streams/lookup":
+            try:
+                asked = [one for one in read_json(body)["conversation_ids"] if isinstance(one, str)]
+            except (PyorchError, KeyError, TypeError):
+                raise _Refused(400, 'the body is no JSON object with a list "conversation_ids"') from None
+            return self._answer(200, json.dumps(conversations.running(models, asked)))
+        deletes = self._method == "DELETE"
+        model = conversations.end(conversation) if deletes else conversations.model(conversation)
+        try:
+            if model is None:
+                raise NotLoaded("this conversation has no answer here")
+            with self.server.answering(), models.looked_at(model) as port:
+                self._pass_on(port, body)
+        except NotLoaded as error:
+            if deletes:  # the request that waits for the model sees it
+                return self._answer(204, "")
+            waits = model is not None and model.loading  # 503: the page asks again
+            raise _Refused(503 if waits else 404, str(error)) from None
+
+    def _send_states(self) -> None:
+        """Streams the states of the models until the client disconnects."""
+        self.close_connection = True
+        self._begin("text/event-stream")
+        with contextlib.suppress(OSError):
+            for event in router.states(self.server.models):
+                self.wfile.write(event.encode())
 
     def _metrics(self, model: Model | None) -> Iterator[tuple[str, str]]:
         """Yields names and metrics of one model or all, "" for a model that is not loaded."""
@@ -325,12 +390,16 @@ class _Handler(BaseHTTPRequestHandler):
             else:  # the request only loads the model
                 self._answer(200, json.dumps(reply.end("load")))
 
-    def _begin_lines(self) -> bool:
+    def _begin(self, kind: str) -> None:
+        """Sends the head of a stream."""
         self.send_response(200)
-        for name, value in (("Content-Type", "application/x-ndjson"), ("Connection", "close"),
+        for name, value in (("Content-Type", kind), ("Connection", "close"),
                             ("Access-Control-Allow-Origin", self._origin())):
             self.send_header(name, value)
         self.end_headers()
+
+    def _begin_lines(self) -> bool:
+        self._begin("application/x-ndjson")
         return True
 
     def _send_line(self, line: dict | None) -> None:
@@ -349,6 +418,24 @@ class _Handler(BaseHTTPRequestHandler):
         error = sentence if path.startswith("/api/") else {"code": status, "message": sentence, "type": kind}
         with contextlib.suppress(OSError):
             self._answer(status, json.dumps({"error": error}))
+
+    def _send_file(self, file: PageFile) -> None:
+        """Sends a file of llama-server's chat page as llama-server does."""
+        known = self.headers.get("If-None-Match", "").removeprefix("W/") == file.etag
+        packed = file.gzip and "gzip" in self.headers.get("Accept-Encoding", "")
+        data = file.data if packed or not file.gzip else gzip.decompress(file.data)
+        fixed = file.path.startswith("_app/immutable/")  # a new version has another name
+        self.send_response(304 if known else 200)
+        for name, value in (("ETag", file.etag), ("Vary", "Accept-Encoding"),
+                            ("Cache-Control", "public, max-age=31536000, immutable" if fixed else "no-cache"),
+                            *((("Cross-Origin-Embedder-Policy", "require-corp"),
+                               ("Cross-Origin-Opener-Policy", "same-origin")) if file.path == "index.html" else ()),
+                            *((("Content-Encoding", "gzip"),) if packed else ()),
+                            *(() if known else (("Content-Type", file.type), ("Content-Length", str(len(data)))))):
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD" and not known:
+            self.wfile.write(data)
 
     def _answer(
         self, status: int, text: str, kind: str = "application/json; charset=utf-8",
@@ -406,10 +493,16 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 1024
 
-    def __init__(self, address: Address, models: Models, keys: Sequence[str], silent_seconds: float) -> None:
+    def __init__(
+        self, address: Address, models: Models, keys: Sequence[str], silent_seconds: float, root: Root
+    ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self.models, self.keys, self.silent_seconds = models, keys, silent_seconds
-        self.pages = pages.contents(bool(keys), Root.SMALL_CHAT)
+        self.conversations = router.Conversations()
+        self.pages = pages.contents(bool(keys), root)
+        self.files = {f"/{file.path}": file for file in chat_page()} if root is Root.LLAMA_SERVER else {}
+        if self.files:
+            self.files["/"] = self.files["/index.html"]
         self.deadlines = Deadlines()
         self._n_answering = 0
         self._changed = threading.Condition()
@@ -470,6 +563,9 @@ def serve_models(
     address = free_address(given)
     if not address.port or address.prefix:
         raise PyorchError("several models are served at a host and a port, without --api-prefix")
+    if given.has(llama_server.STATIC_FILES):
+        raise PyorchError("several models are served without --path: the server has the chat page, or none (--no-ui)")
+    root = given.root
 
     def command(name: str, path: Path, announces: int) -> list[str]:
         child = Flags(given.arguments)
@@ -490,7 +586,7 @@ def serve_models(
         ended.set()
 
     silent = given.number(llama_server.TIMEOUT, llama_server.SILENT_SECONDS)
-    with _Server(address, models, given.api_keys, silent) as server:
+    with _Server(address, models, given.api_keys, silent, root) as server:
         before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
         serving = threading.Thread(target=server.serve_forever, name="models")
         serving.start()
@@ -498,7 +594,8 @@ def serve_models(
             limit = format_bytes(memory.memory_limit().free_bytes)
             names = models.by_name
             say(f"serving {counted(len(names), 'model')} at {address.url} ({limit} of memory free): {', '.join(names)}")
-            say(f"chat at {address.url}/, live view at {address.url}/pyorch, API for programs at {address.url}/v1")
+            chat = "" if root is Root.LIVE_VIEW else f"chat at {address.url}/, "
+            say(f"{chat}live view at {address.url}/pyorch, API for programs at {address.url}/v1")
             ended.wait()
         finally:
             server.shutdown()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from pyorch import _libs
 from pyorch.errors import PyorchError
 from pyorch.library.bindings import declared
@@ -13,12 +15,33 @@ ffi = declared("pyorch_server").ffi
 lib = ffi.dlopen(str(_path))
 
 
-def chat_page() -> list[str]:
+@dataclass(frozen=True)
+class PageFile:
+    """A file of llama-server's chat page.
+
+    Attributes:
+        path: The path relative to "/", where index.html is, too.
+        type: The content type.
+        etag: The entity tag, in quotes.
+        data: The bytes.
+        gzip: Whether they are compressed.
+    """
+
+    path: str
+    type: str
+    etag: str
+    data: memoryview
+    gzip: bool
+
+
+def chat_page() -> list[PageFile]:
     """Returns the files of llama-server's chat page, [] if this build has none."""
-    names = []
-    while name := lib.pyorch_server_get_page(len(names)):
-        names.append(ffi.string(name).decode())
-    return names
+    files = []
+    file = ffi.new("pyorch_page_file *")
+    while lib.pyorch_server_get_page(len(files), file):
+        path, kind, etag = (ffi.string(text).decode() for text in (file.path, file.type, file.etag))
+        files.append(PageFile(path, kind, etag, memoryview(ffi.buffer(file.data, file.size)), bool(file.gzip)))
+    return files
 
 
 def served_context() -> int:

@@ -176,7 +176,7 @@ class Routes:
         self._prefix = prefix
         self._files = files
         # llama-server leaves these open only without a prefix.
-        for path in ("/health", "/v1/health", "/", *(f"/{name}" for name in chat_page())):
+        for path in ("/health", "/v1/health", "/", *(f"/{file.path}" for file in chat_page())):
             lib.pyorch_server_make_public(f"{prefix}{path}".encode())
         self._handlers: list[Handler] = []
         self._callback = ffi.callback("pyorch_answer_fn", self._answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import itertools
 import json
 import os
@@ -35,12 +36,11 @@ from pyorch.llama.memory import MemoryLimit
 from pyorch.serve import front
 from pyorch.serve.address import Address
 from pyorch.serve.failures import TEXT_PATHS
+from pyorch.serve.library import chat_page
 from pyorch.serve.models import Models
 from pyorch.settings.budget import Budget
 from pyorch.sizes import GiB, MiB
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import chromium
+from scripts import chromium
 
 
 def states(server: ServerProcess) -> dict[str, str]:
@@ -237,7 +237,8 @@ def test_a_look_loads_no_model(start, folder: Path):
         return states
 
     assert loaded() == {"damaged": 0, "dense": 0, "sparse": 0}
-    for path in ("/residency", "/slots", "/props", "/residency?model=sparse", "/slots?model=sparse"):
+    assert server.get("/props")["role"] == "router"
+    for path in ("/residency", "/slots", "/props?model=sparse", "/residency?model=sparse", "/slots?model=sparse"):
         status, said = refused(server, f"GET {path} HTTP/1.1")
         assert status == 503 and "loaded: a request for an answer" in said
     with urllib.request.urlopen(f"{server.url}/metrics?model=sparse", timeout=HANG_SECONDS) as answer:
@@ -587,7 +588,106 @@ def test_without_a_model_those_are_served_that_pyorch_models_lists(
     assert "here" in served and all(name == "here" or name.startswith("hf:org/name") for name in served)
 
 
-@pytest.mark.skipif(chromium.find() is None, reason="needs a browser: apt-get install chromium")
+def test_the_router_of_the_chat_page_loads_unloads_and_tells_of_both(start, folder: Path):
+    server = start(serve_models(folder))
+    with closing(urllib.request.urlopen(f"{server.url}/models/sse", timeout=HANG_SECONDS)) as feed:
+        assert feed.headers["Content-Type"] == "text/event-stream"
+
+        def wait_for(model: str, *state: object) -> None:
+            for line in feed:
+                event = json.loads(line[6:]) if line.startswith(b"data: ") else {}
+                if event.get("model") == model and (event["data"]["status"], event["data"]["exit_code"]) == state:
+                    assert event["event"] == "status_change"
+                    return
+
+        wait_for("sparse", "unloaded", 0)
+        assert server.post("/models/load", {"model": "sparse"}) == (200, '{"success": true}')
+        wait_for("sparse", "loading", 0)
+        wait_for("sparse", "loaded", 0)
+        assert server.post("/models/load", {"model": "sparse"})[0] == 400  # as llama-server's router
+        properties = server.get("/props")
+        assert properties["role"] == "router" and properties["model_path"] == "sparse.gguf"
+        assert server.post("/models/unload", {"model": "sparse"})[0] == 200
+        wait_for("sparse", "unloaded", 0)
+        assert server.post("/models/load", {"model": "damaged"})[0] == 200
+        wait_for("damaged", "unloaded", 1)
+        for body in ({}, {"model": "absent"}):
+            assert server.post("/models/load", body)[0] in (400, 404)
+
+
+def test_an_answer_is_continued_and_stopped_by_its_conversation(several: ServerProcess):
+    """As the chat page does after a reload, and where its reader stops an answer."""
+    def lookup() -> list[dict]:
+        return json.loads(several.post("/v1/streams/lookup", {"conversation_ids": ["c::sparse", "unknown"]})[1])
+
+    def ask(path: str, method: str = "GET", body: bytes | None = None) -> http.client.HTTPResponse:
+        headers = {"Content-Type": "application/json", "X-Conversation-Id": "c::sparse"}
+        return urllib.request.urlopen(
+            urllib.request.Request(several.url + path, body, headers, method=method), timeout=HANG_SECONDS)
+
+    question = {"model": "sparse", "messages": [{"role": "user", "content": PROMPT}], "stream": True,
+                "max_tokens": 200, "ignore_eos": True}
+    with closing(ask("/v1/chat/completions", "POST", json.dumps(question).encode())) as answer:
+        assert answer.readline().startswith(b"data: ")
+    wait_until(lambda: [entry["conversation_id"] for entry in lookup()] == ["c::sparse"])
+    with closing(ask("/v1/stream?conv_id=c::sparse&from=0")) as rest:
+        assert rest.readline().startswith(b"data: ")
+    assert ask("/v1/stream?conv_id=c::sparse", "DELETE").status == 204
+    assert lookup() == []
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        ask("/v1/stream?conv_id=unknown")
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        ask("/v1/streams/lookup", "POST", b"[]")
+
+
+def test_files_of_the_user_are_refused_and_no_chat_page_is_possible(start, folder: Path):
+    refused = pyorch("serve", "--models", str(folder), "--port", "0", "--", "--path", str(folder))
+    assert refused.returncode == 2 and "without --path" in refused.stderr
+    server = start(serve_models(folder, "--", "--no-ui"))
+    with urllib.request.urlopen(f"{server.url}/", timeout=HANG_SECONDS) as answer:
+        assert answer.url == f"{server.url}/pyorch"
+
+
+@pytest.mark.browser
+def test_the_live_view_shows_the_chosen_model(several: ServerProcess):
+    complete(several, "sparse")
+    with chromium.Page() as page:
+        page.open(f"{several.url}/pyorch?model=sparse")
+        page.wait_for("document.getElementById('model')?.textContent == 'sparse.gguf'")
+        page.wait_for("document.getElementById('choice').options.length == 4")
+        page.value("(() => { const menu = document.getElementById('choice'); menu.value = 'damaged';"
+                   "menu.dispatchEvent(new Event('change')); })()")
+        page.wait_for("document.getElementById('absent').textContent.startsWith('damaged is not loaded')")
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not chat_page(), reason="needs the chat page: make chat-page")
+def test_the_full_chat_pages_menu_chooses_and_loads_a_model(several: ServerProcess):
+    with chromium.Page() as page:
+        page.open(f"{several.url}/")
+        page.wait_for("document.querySelector('textarea')")
+        trigger = ("[...document.querySelectorAll('[aria-haspopup=menu]')].find((each) => "
+                   "['damaged', 'dense', 'sparse'].includes(each.innerText.trim()))")
+        page.wait_for(trigger)
+        page.value(f"{trigger}.dataset.test = 'menu'")
+        page.click("[data-test=menu]")
+        options = "[...document.querySelectorAll('[role=option]')]"
+        page.wait_for(f"{options}.map((each) => each.innerText.trim()).join() == 'damaged,dense,sparse' || "
+                      f"{options}.length == 3")
+        page.value(f"{options}.find((each) => each.innerText.trim() == 'dense').dataset.test = 'dense'")
+        page.click("[data-test=dense]")
+        wait_until(lambda: states(several)["dense"] == "loaded")
+        page.wait_for("document.querySelector('[data-test=menu]').innerText.trim() == 'dense'")
+        page.value("document.querySelector('textarea').focus()")
+        page.type("a question")
+        page.press("Enter")
+        page.wait_for("/dense\\n[^]*\\d+ tokens/.test(document.body.innerText)")
+        assert all(url.startswith(several.url) for url in page.requests if not url.startswith(("data:", "blob:")))
+        assert [line for line in page.console if "/tools" not in line] == []
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(bool(chat_page()), reason="the build has llama-server's chat page in its place")
 def test_the_chat_page_offers_them(several: ServerProcess):
     with chromium.Page() as page:
         page.open(f"{several.url}/")
@@ -602,7 +702,8 @@ def test_the_chat_page_offers_them(several: ServerProcess):
         page.wait_for("document.querySelector('.error')?.textContent.includes('damaged GGUF')")
 
 
-@pytest.mark.skipif(chromium.find() is None, reason="needs a browser: apt-get install chromium")
+@pytest.mark.browser
+@pytest.mark.skipif(bool(chat_page()), reason="the build has llama-server's chat page in its place")
 def test_a_message_that_is_sent_before_the_models_are_known_waits_for_them(several: ServerProcess):
     late = ("const ask = fetch; const told = new Promise((go) => { window.tell = go; });"
             "window.fetch = async (path, ...rest) => (path === 'v1/models' && await told, ask(path, ...rest));")

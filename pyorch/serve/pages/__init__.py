@@ -24,11 +24,11 @@ def contents(needs_key: bool, root: Root) -> dict[str, Answer]:
             "NO_CHAT", "hidden" if root is Root.LIVE_VIEW else ""
         ).replace("NO_DOCS", "hidden" if docs is None else "")
         found[path] = Answer(body, kind)
+    if root is Root.LIVE_VIEW:
+        found["/"] = Answer("", HTML, 302, "pyorch")
     return found
 
 
 def add_to(routes: Routes, needs_key: bool, root: Root) -> None:
     for path, answer in contents(needs_key, root).items():
         routes.add("GET", path, lambda _, answer=answer: answer, public=True)
-    if root is Root.LIVE_VIEW:
-        routes.add("GET", "/", lambda _: Answer("", HTML, 302, "pyorch"), public=True)
