@@ -3,25 +3,22 @@ decodes."""
 
 from __future__ import annotations
 
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 from processes import HANG_SECONDS
-from servers import pyorch_serve, wait_until
+from servers import ServerProcess, pyorch_serve, wait_until
 
 from pyorch import _libs
 from pyorch.serve.library import chat_page
 from pyorch.serve.llama_server import Flags, Root
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import chromium
+from scripts import chromium
 
 built = pytest.mark.skipif(not chat_page(), reason="needs the chat page: make chat-page")
 not_built = pytest.mark.skipif(bool(chat_page()), reason="the build has llama-server's chat page in its place")
-browser = pytest.mark.skipif(chromium.find() is None, reason="needs a browser: apt-get install chromium")
+browser = pytest.mark.browser
 
 
 @built
@@ -55,7 +52,7 @@ def test_a_question_is_answered_and_the_live_view_stays_where_it_is(start, small
 def test_its_files_need_no_key_wherever_they_are(start, small_moe: Path):
     server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--",
                                 "--api-key", "secret", "--api-prefix", "/here"))
-    for name in ("", *chat_page()):
+    for name in ("", *(file.path for file in chat_page())):
         request = urllib.request.Request(f"{server.url}/here/{name}", headers={"Accept-Encoding": "gzip"})
         with urllib.request.urlopen(request, timeout=HANG_SECONDS) as answer:
             assert answer.status == 200 and answer.read(), name
@@ -155,3 +152,125 @@ def test_an_answer_of_the_small_page_is_stopped_and_a_failure_is_said(start, sma
         page.press("Enter")
         page.wait_for("document.querySelector('.error')?.textContent == 'no connection to the server'")
         assert page.value("document.getElementById('text').value") == "again"
+
+
+@pytest.fixture(scope="module")
+def answering(small_moe: Path, tmp_path_factory: pytest.TempPathFactory):
+    server = ServerProcess(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--", "--n-predict", "16"),
+                           tmp_path_factory.mktemp("server") / "log")
+    yield server
+    server.process.kill()
+    server.process.communicate()
+
+
+def said(page: chromium.Page) -> list[str]:
+    return page.value("[...document.querySelectorAll('.user, .assistant')].map((each) => each.textContent)")
+
+
+def open_small(server: ServerProcess, page: chromium.Page) -> None:
+    page.open(f"{server.url}/")
+    page.wait_for("document.getElementById('name')?.textContent == 'small-moe.gguf'")
+
+
+@not_built
+@browser
+def test_the_small_page_keeps_its_conversation_and_new_is_undone(answering: ServerProcess):
+    with chromium.Page(390, 740) as page:
+        open_small(answering, page)
+        assert "make chat-page" in page.value("document.getElementById('intro').textContent")
+        page.press("Tab")  # from the message to Send, which is not next to "New conversation"
+        assert page.value("document.activeElement.id") == "send"
+        page.value("document.getElementById('text').focus()")
+        page.type("def add(a, b):")
+        page.press("Enter")
+        page.wait_for("document.querySelectorAll('.note').length == 1")
+        before = said(page)
+        assert len(before) == 2 and page.value("document.getElementById('intro').hidden")
+        page.reload()
+        page.wait_for("document.querySelectorAll('.note').length == 1")
+        assert said(page) == before and " tokens, " in page.value("document.querySelector('.note').textContent")
+
+        page.value("document.getElementById('new').focus()")
+        page.press("Enter")
+        assert said(page) == [] and page.value("document.activeElement.id") == "text"
+        assert "removed" in page.value("document.getElementById('undo').textContent")
+        page.value("document.getElementById('undo-new').focus()")
+        page.press("Enter")
+        assert said(page) == before and page.value("document.getElementById('undo').textContent") == ""
+
+        page.value("document.getElementById('new').click(); document.getElementById('text').focus()")
+        page.type("import os")
+        page.press("Enter")
+        page.wait_for("document.querySelectorAll('.note').length == 1")
+        assert not page.value("document.getElementById('undo-new')")  # the next message ends the offer
+        page.reload()
+        page.wait_for("document.querySelectorAll('.note').length == 1")
+        assert said(page)[0] == "import os"
+        assert page.value("document.documentElement.scrollWidth") <= 390
+        assert page.console == [] and all(url.startswith((answering.url, "data:")) for url in page.requests)
+
+
+@not_built
+@browser
+def test_a_new_conversation_says_nothing_of_the_stopped_answer(start, small_moe: Path):
+    server = start(pyorch_serve(small_moe, "--budget", "40%", "--threads", "1", "--", "--context-shift",
+                                "--ignore-eos"))
+    arrives = "document.querySelector('.assistant')?.textContent.length > 20"
+    with chromium.Page() as page:
+        open_small(server, page)
+        page.value("document.getElementById('text').focus()")
+        page.type("def add(a, b):")
+        page.press("Enter")
+        page.wait_for(arrives)
+        page.value("document.getElementById('new').click()")
+        wait_until(lambda: not any(slot["is_processing"] for slot in server.get("/slots")))
+        assert page.value("document.getElementById('messages').textContent") == ""
+        assert page.value("document.getElementById('send').textContent") == "Send"
+        page.value("document.getElementById('undo-new').click()")  # with the part that had arrived
+        assert page.value(arrives) and page.value("document.querySelector('.note').textContent") == "stopped"
+
+        page.value("document.getElementById('text').focus()")
+        page.type("again")
+        page.press("Enter")
+        page.wait_for("document.querySelectorAll('.assistant')[1]?.textContent.length > 20")
+        assert page.value("document.getElementById('messages').ariaBusy") == "true"
+        page.reload()  # keeps the part that has arrived
+        page.wait_for("document.querySelectorAll('.note').length == 2")
+        assert len(said(page)) == 4
+        page.value("document.getElementById('text').focus()")
+        page.type("more")
+        page.press("Enter")
+        page.wait_for("document.querySelectorAll('.assistant')[2]?.textContent.length > 20")
+        page.press("Escape")
+        page.wait_for("document.querySelectorAll('.note').length == 3")
+        assert page.value("document.getElementById('messages').ariaBusy") is None
+
+
+@not_built
+@browser
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_small_page_can_be_read_and_its_controls_have_names(answering: ServerProcess, dark: bool):
+    with chromium.Page(dark=dark) as page:
+        open_small(answering, page)
+        assert page.pale() == []
+        page.value("document.getElementById('text').focus()")
+        page.type("def add(a, b):")
+        page.press("Enter")
+        page.wait_for("document.querySelectorAll('.note').length == 1")
+        page.value("document.getElementById('new').click()")
+        controls = page.controls()
+        assert {("textbox", "message"), ("button", "Send"), ("button", "New conversation"), ("button", "Undo"),
+                ("link", "live view"), ("log", "conversation")} <= set(controls)
+        assert all(name for _, name in controls), controls
+        page.value("document.getElementById('undo-new').click()")
+        assert page.pale() == []
+        reached = []
+        page.value("document.getElementById('new').focus()")
+        for _ in range(4):
+            reached.append(page.value("document.activeElement.id"))
+            page.press("Tab")
+            assert page.value("getComputedStyle(document.activeElement).outlineStyle") != "none"
+        assert [*reached, page.value("document.activeElement.id")] == ["new", "live", "messages", "text", "send"]
+        links = page.value("Promise.all([...document.querySelectorAll('a[href]')].map((a) => fetch(a.href)"
+                           ".then((answer) => [a.textContent, answer.status])))")
+        assert links == [["live view", 200], ["How to serve a model", 200]]

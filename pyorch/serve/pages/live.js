@@ -5,9 +5,11 @@ import { ExpertMap, IN_USE, LOADING, ON_DEVICE, PINNED, RESIDENT, drawLine } fro
 const PERIOD_MS = 500;
 const SPAN = 120; // the longest time that lines show, in seconds
 const FADING = 0.93; // factor of the recent uses from one reading to the next
+const RECENT = 2; // seconds that figures cover, after which the server is idle
+const MODELS_MS = 5000; // from one reading of the list of models to the next
 
 const $ = (id) => document.getElementById(id);
-const map = new ExpertMap($("map"));
+const map = new ExpertMap($("map"), $("labels"));
 
 const NOTES = {
   lossless: "If memory has no room for an expert, it is read again when a layer needs it. Answers stay the same.",
@@ -20,8 +22,15 @@ let heat = []; // by layer and expert: uses, fading
 let history = [];
 let asksSlots = true;
 let sliding = false;
+let asked = new URLSearchParams(location.search).get("model") ?? ""; // of several models; "": the one used last
+let turn = 0; // counts choices of a model: answers about the one before are dropped
+let computed = null; // when tokens were computed last, { at: Date }; null: before the page was opened
+let opened = new Date();
+let busy = false; // whether a slot has a request
+let lastRequest = "";
 
 class Refused extends Error {}
+class NotLoaded extends Error {}
 
 async function ask(path, body) {
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
@@ -29,9 +38,14 @@ async function ask(path, body) {
   const answer = await fetch(path, { headers, method: body ? "POST" : "GET", body: body && JSON.stringify(body), cache: "no-store" });
   if (answer.status === 401) throw new Refused("This key is not accepted.");
   const value = await answer.json();
+  if (answer.status === 503) throw new NotLoaded(value.error?.message ?? answer.statusText);
   if (!answer.ok) throw new Error(value.error?.message ?? answer.statusText);
   return value;
 }
+
+// The path of a route, of the chosen model.
+const pathOf = (path) => (asked ? `${path}?model=${encodeURIComponent(asked)}` : path);
+const clock = (date) => date.toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 
 const size = (n) => {
   const [unit, name] = n >= 2 ** 30 ? [2 ** 30, "GiB"] : n >= 2 ** 20 ? [2 ** 20, "MiB"] : [2 ** 10, "KiB"];
@@ -56,17 +70,23 @@ function rates(now, before) {
     read: grown("bytes_read") / seconds,
     stall: Math.min(1, grown("stall_ns") / 1e9 / seconds),
     recall: absent > 0 && foreseen + grown("prefetch_loads") > 0 ? Math.min(1, foreseen / absent) : null,
+    budget: budgetOf(now),
   };
 }
 
+// The bytes that experts may take now; null if the server does not say.
+const budgetOf = ({ totals, settings }) => totals.budget_bytes ?? settings.budget ?? null;
+
 function show(now) {
+  if (last && now.seconds < last.seconds) forget(); // the server has begun again
   if (last && now.seconds > last.seconds) {
     history.push([now.seconds, rates(now, last)]);
     history = history.filter(([t]) => now.seconds - t <= SPAN);
+    if (now.totals.tokens > last.totals.tokens) computed = new Date();
   }
   $("model").textContent = now.model;
   document.title = `pyorch · ${now.model}`;
-  drawFigures(now.totals);
+  drawFigures(now);
   warm(now);
   drawMap(now);
   showBudget(now.settings);
@@ -80,9 +100,25 @@ function show(now) {
   last = now;
 }
 
-// Figures cover the last two seconds, or the whole time if nothing happened.
-function drawFigures(totals) {
-  const recent = history.slice(-4).map(([, rate]) => rate);
+// Forgets the readings of another model, or of a server that ended.
+function forget() {
+  [last, heat, history, computed, opened, busy, lastRequest] = [null, [], [], null, new Date(), false, ""];
+  map.cursor = null;
+}
+
+const isIdle = () => !busy && history.length > 0 && (computed === null || new Date() - computed > 1000 * RECENT);
+
+function drawActivity(totals) {
+  const since = computed ? `Idle since ${clock(computed)}` : totals.tokens ? `Idle since before ${clock(opened)}` : "No request yet";
+  const text = !isIdle() ? "" : `${since}${lastRequest && totals.tokens ? `; last request: ${lastRequest}` : ""}.`;
+  if ($("activity").textContent !== text) $("activity").textContent = text;
+}
+
+// Figures cover the last two seconds; of an idle server, hit rates and recall cover the whole time.
+function drawFigures(now) {
+  const { totals } = now;
+  drawActivity(totals);
+  const recent = isIdle() ? [] : history.slice(-(1000 * RECENT) / PERIOD_MS).map(([, rate]) => rate);
   const mean = (name) => {
     const known = recent.map((rate) => rate[name]).filter((value) => value !== null);
     return known.length ? known.reduce((a, b) => a + b) / known.length : null;
@@ -95,8 +131,11 @@ function drawFigures(totals) {
   $("read").textContent = mean("read") === null ? "–" : `${size(mean("read"))}/s`;
   $("stall").textContent = percent(mean("stall"));
   $("recall").textContent = percent(mean("recall") ?? (mean("hit") === null ? totals.recall : null));
+  const budget = budgetOf(now);
+  $("of-budget").hidden = budget === null;
+  $("budget-now").textContent = budget === null ? "–" : size(budget);
   const span = history.length ? Math.max(20, history.at(-1)[0] - history[0][0]) : SPAN;
-  $("span").textContent = `Numbers are of the last 2 s, lines of the last ${Math.round(span)} s.`;
+  $("span").textContent = `${isIdle() ? "Hit rates and recall are of the whole time" : `Numbers are of the last ${RECENT} s`}, lines of the last ${Math.round(span)} s.`;
   const line = (id, name, most, unit) => drawLine($(id), history.map(([t, rate]) => [t, rate[name]]), span, most, unit);
   const whole = (share) => `${100 * share} %`;
   line("hit-rate-chart", "hit", 1, whole);
@@ -105,6 +144,7 @@ function drawFigures(totals) {
   line("read-chart", "read", null, (n) => `${size(n)}/s`);
   line("stall-chart", "stall", 1, whole);
   line("recall-chart", "recall", 1, whole);
+  if (budget !== null) line("budget-chart", "budget", null, size);
 }
 
 function warm(now) {
@@ -120,9 +160,15 @@ function drawMap(now) {
   describe(now);
 }
 
+const HELP = $("cell").textContent;
+
 function describe(now) {
-  if (!map.cursor) return;
-  const [r, e] = map.cursor;
+  const [r, e] = map.cursor ?? [];
+  if (!now.layers[r]) {
+    map.cursor = null;
+    if ($("cell").textContent !== HELP) $("cell").textContent = HELP;
+    return;
+  }
   const layer = now.layers[r];
   const state = parseInt(layer.states[e], 32);
   const words = [state & RESIDENT ? "in memory" : state & LOADING ? "being read" : "not in memory"];
@@ -152,6 +198,10 @@ function budgetText(n, all) {
 }
 
 function showSlots(slots) {
+  busy = slots.some((slot) => slot.is_processing);
+  const latest = slots.reduce((a, b) => ((b.id_task ?? -1) > (a?.id_task ?? -1) ? b : a), null);
+  const n = latest?.next_token?.[0]?.n_decoded;
+  if (n) lastRequest = `${latest.n_prompt_tokens_processed + latest.n_prompt_tokens_cache} tokens of prompt, ${n} of answer, ${ms(latest.t_per_token_ms)} per token`;
   const rows = slots.map((slot) => {
     const tokens = slot.next_token?.[0]?.n_decoded ?? 0;
     const state = !slot.is_processing ? "idle" : tokens ? "answering" : "reading";
@@ -182,34 +232,80 @@ function askForKey(sentence) {
 }
 
 async function read() {
-  const now = await ask("residency");
+  const mine = turn;
+  const now = await ask(pathOf("residency"));
+  if (mine !== turn) return;
   $("key-form").hidden = true;
   $("main").hidden = false;
-  show(now);
   if (asksSlots) {
     try {
-      showSlots(await ask("slots"));
+      const slots = await ask(pathOf("slots"));
+      if (mine !== turn) return;
+      showSlots(slots);
     } catch (error) {
-      if (error instanceof TypeError) throw error;
+      if (error instanceof TypeError || error instanceof NotLoaded) throw error;
       asksSlots = false; // the server was started with --no-slots
       document.querySelector(".requests").hidden = true;
     }
   }
+  show(now);
+  absent("");
   say("live", "live");
+}
+
+// Says why there are no numbers: the model is not loaded, or is dense.
+function absent(sentence) {
+  if ($("absent").textContent !== sentence) $("absent").textContent = sentence;
+  if (!sentence) return;
+  $("main").hidden = true;
+  $("model").textContent = asked;
+  forget();
 }
 
 async function run() {
   if (document.body.dataset.needsKey === "true" && !key) return askForKey("");
+  const mine = turn;
   if (!document.hidden) {
     try {
       await read();
     } catch (error) {
       if (error instanceof Refused) return askForKey(error.message);
-      say(error instanceof TypeError ? "no connection" : error.message, "lost");
+      if (mine !== turn) { /* about another model */ }
+      else if (error instanceof TypeError) say("no connection", "lost");
+      else {
+        absent(`${error.message}.`);
+        say(error instanceof NotLoaded ? "not loaded" : "no figures", "");
+      }
     }
   }
   setTimeout(run, PERIOD_MS);
 }
+
+// Offers the models where there are several.
+async function showModels() {
+  try {
+    if (document.hidden) return;
+    const { data } = await ask("v1/models");
+    if (data.length < 2) return;
+    const names = [["", "the model used last"], ...data.map(({ id, status }) => [id, `${id} (${status?.value ?? "?"})`])];
+    if (JSON.stringify(names) === $("choice").dataset.names) return; // an open menu would close
+    $("choice").dataset.names = JSON.stringify(names);
+    $("choice").replaceChildren(...names.map(([value, textContent]) => Object.assign(document.createElement("option"), { value, textContent })));
+    $("choice").value = asked;
+    $("choice").hidden = false;
+  } catch { /* read() tells of a key, or of a lost connection */ } finally {
+    setTimeout(showModels, MODELS_MS);
+  }
+}
+
+$("choice").addEventListener("change", () => {
+  asked = $("choice").value;
+  turn++;
+  const place = new URL(location);
+  asked ? place.searchParams.set("model", asked) : place.searchParams.delete("model");
+  window.history.replaceState(null, "", place);
+  forget();
+});
 
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -217,6 +313,7 @@ $("key-form").addEventListener("submit", (event) => {
   sessionStorage.setItem("pyorch-key", key);
   $("key-error").textContent = "";
   run();
+  showModels();
 });
 
 $("budget").addEventListener("input", () => {
@@ -225,7 +322,7 @@ $("budget").addEventListener("input", () => {
 });
 $("budget").addEventListener("change", async () => {
   try {
-    const now = await ask("residency", { budget: chosenBudget(last.settings) });
+    const now = await ask(pathOf("residency"), { budget: chosenBudget(last.settings) });
     $("budget-error").textContent = "";
     sliding = false;
     show(now);
@@ -235,16 +332,23 @@ $("budget").addEventListener("change", async () => {
   }
 });
 
+// Where the pointer is; a tap also tells a screen reader.
 const point = (event) => {
   const cell = map.at(event.clientX, event.clientY);
   if (cell && last) { map.cursor = cell; drawMap(last); }
+  if (cell && last && event.type === "click") $("said").textContent = $("cell").textContent;
 };
-$("map").addEventListener("pointermove", point);
-$("map").addEventListener("pointerdown", point);
+$("map").addEventListener("pointermove", (event) => event.pointerType === "mouse" && point(event));
+$("map").addEventListener("click", point);
 $("map").addEventListener("keydown", (event) => {
-  if (map.move(event.key) && last) { event.preventDefault(); drawMap(last); }
+  if (!last) return;
+  if (event.key === "Escape") map.cursor = null;
+  else if (!map.move(event.key)) return;
+  event.preventDefault();
+  drawMap(last);
+  $("said").textContent = map.cursor ? $("cell").textContent : "";
 });
-new ResizeObserver(() => last && drawMap(last)).observe($("map"));
+new ResizeObserver(() => last && drawMap(last)).observe(document.querySelector(".map"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => last && drawMap(last));
 
 for (const term of document.querySelectorAll(".terms dt")) $(term.dataset.of).title = term.nextElementSibling.textContent;
@@ -259,3 +363,4 @@ for (const [style, text] of [["background: var(--absent)", "not in memory"], ["b
 }
 
 run();
+if (document.body.dataset.needsKey !== "true" || key) showModels();
