@@ -153,6 +153,7 @@ def test_it_moves_while_the_server_decodes_and_its_slider_sets_the_budget(server
         page.wait_for(f"{text('state')} == 'live' && {text('hit-rate')}.includes('%') && {text('read')}.includes('/s')")
         page.wait_for(f"parseFloat({text('tokens')}) > 0 && {text('recall')}.includes('%')")
         page.wait_for("document.querySelector('#slots tr.answering td:nth-child(6)')?.textContent.includes('ms')")
+        page.wait_for(f"{text('activity')} == '1 request in progress.'")
 
         # The map shows other colours when the next tokens were decoded.
         pixels = "document.getElementById('map').toDataURL()"
@@ -236,7 +237,7 @@ def test_an_idle_server_says_since_when(readings: Readings) -> None:
         page.wait_for(f"{text('activity')} == 'No request yet.'")
         assert page.value(text("tokens")) == "\u2013" and page.value(text("read")) == "\u2013"
         readings.totals |= {"tokens": 800, "hits": 30, "misses": 10}
-        page.wait_for(f"parseFloat({text('tokens')}) > 0 && {text('activity')} == ''")
+        page.wait_for(f"parseFloat({text('tokens')}) > 0 && {text('activity')} == 'Computing.'")
         assert "of the last 2 s" in page.value(text("span"))
         readings.slots = [{"id": 0, "is_processing": False, "id_task": 7, "n_prompt_tokens": 5,
                            "n_prompt_tokens_processed": 4, "n_prompt_tokens_cache": 1, "t_prompt_ms": 9.0,

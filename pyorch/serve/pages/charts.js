@@ -78,7 +78,7 @@ export class ExpertMap {
     const widest = Math.max(1, ...layers.map((layer) => layer.states.length));
     const [least, lowest] = LEAST[matchMedia("(pointer: coarse)").matches ? "touch" : "mouse"];
     const room = this.canvas.parentElement.clientWidth - this.labels.clientWidth;
-    this.size = Math.max(least, Math.min(WIDEST, room / widest));
+    this.size = Math.max(least, Math.min(WIDEST, Math.floor(room / widest))); // whole pixels: squares have sharp edges
     this.row = Math.max(lowest, Math.min(TALLEST, this.size));
     this.top = Math.max(0, (12 - this.row) / 2); // half of the first and the last label is outside its row
     const [width, height] = [widest * this.size, Math.ceil(layers.length * this.row + 2 * this.top)];

@@ -26,7 +26,7 @@ let asked = new URLSearchParams(location.search).get("model") ?? ""; // of sever
 let turn = 0; // counts choices of a model: answers about the one before are dropped
 let computed = null; // when tokens were computed last, { at: Date }; null: before the page was opened
 let opened = new Date();
-let busy = false; // whether a slot has a request
+let busy = 0; // slots that have a request
 let lastRequest = "";
 
 class Refused extends Error {}
@@ -102,7 +102,7 @@ function show(now) {
 
 // Forgets the readings of another model, or of a server that ended.
 function forget() {
-  [last, heat, history, computed, opened, busy, lastRequest] = [null, [], [], null, new Date(), false, ""];
+  [last, heat, history, computed, opened, busy, lastRequest] = [null, [], [], null, new Date(), 0, ""];
   map.cursor = null;
 }
 
@@ -110,7 +110,8 @@ const isIdle = () => !busy && history.length > 0 && (computed === null || new Da
 
 function drawActivity(totals) {
   const since = computed ? `Idle since ${clock(computed)}` : totals.tokens ? `Idle since before ${clock(opened)}` : "No request yet";
-  const text = !isIdle() ? "" : `${since}${lastRequest && totals.tokens ? `; last request: ${lastRequest}` : ""}.`;
+  const text = isIdle() ? `${since}${lastRequest && totals.tokens ? `; last request: ${lastRequest}` : ""}.` :
+    busy ? `${busy} ${busy === 1 ? "request" : "requests"} in progress.` : history.length ? "Computing." : "";
   if ($("activity").textContent !== text) $("activity").textContent = text;
 }
 
@@ -198,7 +199,7 @@ function budgetText(n, all) {
 }
 
 function showSlots(slots) {
-  busy = slots.some((slot) => slot.is_processing);
+  busy = slots.filter((slot) => slot.is_processing).length;
   const latest = slots.reduce((a, b) => ((b.id_task ?? -1) > (a?.id_task ?? -1) ? b : a), null);
   const n = latest?.next_token?.[0]?.n_decoded;
   if (n) lastRequest = `${latest.n_prompt_tokens_processed + latest.n_prompt_tokens_cache} tokens of prompt, ${n} of answer, ${ms(latest.t_per_token_ms)} per token`;
