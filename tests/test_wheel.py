@@ -278,7 +278,10 @@ def test_it_serves_answers_pages_and_ends_when_told(
         with zipfile.ZipFile(wheel) as archive:
             has_chat_page = f"{NOTICES}chat-page" in archive.namelist()
         assert b"<!doctype html>" in page.lower()
-        assert url == f"{server.url}/" and (b"pyorch/live.css" in page) != has_chat_page  # ours is there without it
+        assert url == f"{server.url}/" and has_chat_page and b"pyorch/live.css" not in page  # which our own page names
+        # The live view leads there.
+        with urllib.request.urlopen(f"{server.url}/pyorch/docs", timeout=HANG_SECONDS) as answer:
+            assert answer.read().startswith(b"# Serving")
         assert server.stop()[0] == 0
     finally:
         server.process.kill()
