@@ -40,7 +40,7 @@ def test_the_difference_to_llama_cpp_stays_small():
     # that threads wait at a barrier of ours, seven so that kernels of ours may multiply an expert, four so that no
     # threads meet where a device computes all experts, one so that an adapter for another number of experts is refused,
     # fifty-two so that no grammar or schema of a request takes all time or memory, or ends the process, two so that a
-    # request ends when its client leaves.
+    # request ends when its client leaves, eight so that no page of another site reads an answer.
     assert 200 < len(added) <= 400
     assert f"(`patches/`, {len(added)} added lines)" in (
         ROOT / "docs/explanation/architecture.md").read_text(encoding="utf-8")

@@ -65,6 +65,11 @@ void pyorch_server_ask(const char * path, const char * parameters, const char * 
 // it, until the server has ended.
 void pyorch_server_check_schemas(pyorch_answer_fn check, void * user);
 
+// Passes the headers of each request to `check`, before its body is read, until the server has ended. If the check
+// answers, the request gets status 403 with the data of the answer, and its connection ends. The thread of the
+// connection calls it.
+void pyorch_server_check_heads(pyorch_answer_fn check, void * user);
+
 // Lets requests for this path, with --api-prefix in front, pass without an API key.
 void pyorch_server_make_public(const char * path);
 

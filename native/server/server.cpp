@@ -56,12 +56,17 @@ server_http_context::handler_t own_handler(const std::string & path) {
     return http && found != http->handlers.end() ? found->second : nullptr;
 }
 
+std::string lines_of(const std::map<std::string, std::string> & headers) {
+    std::string lines;
+    for (const auto & [name, value] : headers) {
+        lines += name + ": " + value + "\n";
+    }
+    return lines;
+}
+
 // Passes the request and the answer to the route's function, which may replace the answer.
 void show(const Route & route, const server_http_req & request, server_http_res & response) {
-    std::string headers;
-    for (const auto & [name, value] : request.headers) {
-        headers += name + ": " + value + "\n";
-    }
+    const std::string     headers  = lines_of(request.headers);
     const pyorch_exchange exchange = {
         headers.c_str(),
         request.body.data(),
@@ -325,6 +330,17 @@ void pyorch_server_check_schemas(pyorch_answer_fn check, void * user) {
     };
 }
 
+void pyorch_server_check_heads(pyorch_answer_fn check, void * user) {
+    llama_server_hooks.refusal = [check, user](const std::map<std::string, std::string> & headers) {
+        const std::string     lines = lines_of(headers);
+        server_http_res       response;
+        const pyorch_exchange exchange = { lines.c_str(), "", 0, "", 0, 0, connections().is_local(), &response,
+            nullptr };
+        check(user, &exchange);
+        return response.data;
+    };
+}
+
 void pyorch_server_set_limits(double head, double body) { connections().limit(head, body); }
 
 void pyorch_server_set_devices(int32_t n, void * const * of_others) {
@@ -369,6 +385,7 @@ int32_t pyorch_server_run(int32_t argc, char ** argv) {
     MutexLock lock(serving);
     http                       = nullptr;
     llama_server_hooks.context = nullptr;
+    llama_server_hooks.refusal = server_hooks().refusal;
     common_chat_schema_check   = [](const common_json &) {};
     routes.clear();
     devices.clear();

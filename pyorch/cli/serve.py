@@ -45,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=whole(0, 65535),
                         help="port to listen on; 0: any free port (default: 8080)")
+    parser.add_argument("--origins", action="append", metavar="ORIGIN,...",
+                        help="pages of these sites may use the server too: https://host[:port] each, or * for all; may "
+                             "be repeated (default: the server's own pages and those of localhost)")
     add_settings(parser, EXPERTS, CONTEXT, LONG, LOSSY, defaults={"device": DEFAULT_DEVICE})
     parser.add_argument("--ctx-size", dest="n_ctx", help=argparse.SUPPRESS)  # llama-server's name of --ctx
     parser.add_argument("--prompt-cache", type=_size_or_none, default="1GiB", metavar="SIZE",
@@ -86,7 +89,8 @@ def take_server_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     flags = list(args.server_flags)
-    for name, value in (("--host", args.host), ("--port", args.port)):
+    for name, value in (("--host", args.host), ("--port", args.port),
+                        ("--cors-origins", ",".join(args.origins) if args.origins else None)):
         if value is not None:
             flags += (name, str(value))
     settings = given_settings(args)

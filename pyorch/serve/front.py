@@ -29,7 +29,8 @@ from pyorch.serve.llama_server import BODY_SECONDS, HEAD_SECONDS, Flags, Root
 from pyorch.serve.metrics import TYPE, of_models
 from pyorch.serve.model_process import Model, say
 from pyorch.serve.models import Models, NotLoaded
-from pyorch.serve.routes import read_json
+from pyorch.serve.origins import Origins, is_from_here
+from pyorch.serve.routes import FROM_HERE, read_json
 from pyorch.settings.budget import Budget
 from pyorch.sizes import MiB, counted, format_bytes
 
@@ -70,6 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
 
+    may_be_read = False  # by the page that sent the request
+
     def setup(self) -> None:
         self.timeout = self.server.silent_seconds
         self.server.deadlines.begin(self.request, HEAD_SECONDS)
@@ -85,8 +88,16 @@ class _Handler(BaseHTTPRequestHandler):
         super().handle_one_request()
         self.server.deadlines.begin(self.request, HEAD_SECONDS)
 
+    def parse_request(self) -> bool:
+        self.may_be_read = False
+        return super().parse_request()
+
     def do_OPTIONS(self) -> None:
         """Answers the preflight request of a page from another origin as llama-server does."""
+        try:
+            self._check_origin()
+        except _Refused as refusal:
+            return self._end(refusal, "")
         self._answer(200, "", headers=(
             ("Access-Control-Allow-Methods", "GET, POST"), ("Access-Control-Allow-Headers", "*")))
 
@@ -96,6 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             return self.send_error(400, f"the address of the request is none: {error}")
         try:
+            self._check_origin()
             is_open = url.path in ("/health", "/v1/health") or url.path in self.server.pages or (
                 url.path in self.server.files)
             if not is_open and not self._has_key():  # before strangers' data takes memory
@@ -108,12 +120,25 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.deadlines.end(self.request)
             self._answer_to(url.path, url.query, body)
         except _Refused as refusal:
-            self.close_connection = self.close_connection or refusal.ends
-            self._refuse(refusal.status, str(refusal), url.path)
-            if refusal.ends:
-                self._linger()
+            self._end(refusal, url.path)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
+
+    def _check_origin(self) -> None:
+        refusal = self.server.origins.refusal(self._headers)
+        if refusal:
+            raise _Refused(403, refusal, ends=True)
+        self.may_be_read = True
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {name.lower(): value for name, value in self.headers.items()}
+
+    def _end(self, refusal: _Refused, path: str) -> None:
+        self.close_connection = self.close_connection or refusal.ends
+        self._refuse(refusal.status, str(refusal), path)
+        if refusal.ends:
+            self._linger()
 
     @property
     def _method(self) -> str:
@@ -143,6 +168,10 @@ class _Handler(BaseHTTPRequestHandler):
         pattern = re.sub(r"^/slots/.*", "/slots/*", path)
         if pattern not in ENDPOINTS.get(self._method, ()):
             raise _Refused(404, f"{self.command} {path} is not served here")
+        is_local = self.client_address[0].startswith(_LOOPBACK)
+        if (self._method, path) == ("POST", "/residency") and not (
+                self.server.keys or is_from_here(self._headers, is_local)):
+            raise _Refused(403, FROM_HERE)
         if path in ("/v1/stream", "/v1/streams/lookup"):
             return self._serve_conversation(path, next(iter(parse_qs(query).get("conv_id", ())), ""), body)
         asked = next(iter(parse_qs(query).get("model", ())), None) or self._named_in(body)
@@ -310,15 +339,16 @@ class _Handler(BaseHTTPRequestHandler):
         return not keys or any(hmac.compare_digest(given.encode(), key.encode()) for key in keys)
 
     def _pass_on(self, port: int, body: bytes) -> None:
-        """Forwards the request and streams the answer. If either side closes its connection, so does the other."""
-        headers = {name: re.sub(r"[\r\n]+", " ", value) for name, value in self.headers.items()
-                   if name.lower() not in ("connection", "content-length", "expect", "host", "transfer-encoding")}
-        local = self.client_address[0].startswith(_LOOPBACK)
-        headers["Host"] = self.headers.get("Host", "") if local else "elsewhere"  # see Request.is_from_here()
-        headers |= {"Connection": "close", "Content-Length": str(len(body))}
+        """Forwards the request and streams the answer. If either side closes its connection, so does the other.
+
+        The model's server sees a request of this machine, because this one has checked where it is from.
+        """
+        headers = {name: re.sub(r"[\r\n]+", " ", value) for name, value in self.headers.items() if name.lower() not in (
+            "connection", "content-length", "expect", "host", "origin", "transfer-encoding")}
+        headers |= {"Host": f"127.0.0.1:{port}", "Connection": "close", "Content-Length": str(len(body))}
         head = f"{self.requestline}\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n"
         self.close_connection = True
-        client, answered = self.connection, False
+        client, answered, begun = self.connection, False, b""
         try:
             with socket.create_connection(("127.0.0.1", port)) as server:
                 with contextlib.suppress(ConnectionError):  # the server may answer before it has read everything
@@ -332,6 +362,11 @@ class _Handler(BaseHTTPRequestHandler):
                         part = server.recv(1 << 16)
                         if not part:
                             break
+                        if not answered:
+                            begun += part
+                            if b"\r\n\r\n" not in begun:
+                                continue
+                            part = self._allowing(begun)
                         answered = True
                         client.sendall(part)
                     elif not client.recv(1 << 16):  # the client has disconnected
@@ -414,7 +449,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, status: int, sentence: str, path: str) -> None:
         """Sends an error in the form of Ollama or llama-server."""
-        kind = "server_error" if status >= 500 else "not_found_error" if status == 404 else "invalid_request_error"
+        kind = "server_error" if status >= 500 else {403: "permission_error", 404: "not_found_error"}.get(
+            status, "invalid_request_error")
         error = sentence if path.startswith("/api/") else {"code": status, "message": sentence, "type": kind}
         with contextlib.suppress(OSError):
             self._answer(status, json.dumps({"error": error}))
@@ -444,16 +480,22 @@ class _Handler(BaseHTTPRequestHandler):
         body = text.encode(errors="backslashreplace")  # a file's name need not be text
         self.send_response(status)
         for name, value in (("Content-Type", kind), ("Content-Length", str(len(body))), ("Cache-Control", "no-store"),
-                            ("Access-Control-Allow-Origin", self._origin()), *headers,
+                            *([("Access-Control-Allow-Origin", self._origin())] if self.may_be_read else []), *headers,
                             *([("Connection", "close")] if self.close_connection else [])):
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
 
+    def _allowing(self, begun: bytes) -> bytes:
+        """Returns the beginning of an answer with the permission for the page that sent the request, if a page did."""
+        if "Origin" not in self.headers:
+            return begun
+        line = b"Access-Control-Allow-Origin: " + self._origin().encode("latin-1")
+        return re.sub(rb"(?im)^Access-Control-Allow-Origin:[^\r]*", lambda _: line, begun, count=1)
+
     def _origin(self) -> str:
-        headers = getattr(self, "headers", None)  # None before the first head was read
-        return headers.get("Origin", "*") if headers is not None else "*"
+        return re.sub(r"[\r\n]+", " ", self.headers.get("Origin", "*"))
 
     def log_message(self, *_: object) -> None:
         pass
@@ -494,7 +536,8 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 1024
 
     def __init__(
-        self, address: Address, models: Models, keys: Sequence[str], silent_seconds: float, root: Root
+        self, address: Address, models: Models, keys: Sequence[str], silent_seconds: float, root: Root,
+        origins: Origins,
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         self.models, self.keys, self.silent_seconds = models, keys, silent_seconds
@@ -503,6 +546,7 @@ class _Server(ThreadingHTTPServer):
         self.files = {f"/{file.path}": file for file in chat_page()} if root is Root.LLAMA_SERVER else {}
         if self.files:
             self.files["/"] = self.files["/index.html"]
+        self.origins = origins
         self.deadlines = Deadlines()
         self._n_answering = 0
         self._changed = threading.Condition()
@@ -571,9 +615,11 @@ def serve_models(
         child = Flags(given.arguments)
         child.replace(llama_server.HOST, "127.0.0.1")
         child.replace(llama_server.PORT, 0)
+        child.replace(llama_server.CORS_ORIGINS, "localhost")  # no page needs it
         return [sys.executable, "-m", "pyorch", "serve", str(path), *options, "--while-stdin", "--announce",
                 str(announces), "--", *child.arguments, "--alias", name]
 
+    origins = Origins.of(given)
     logs.install()
     logs.set_quiet(True)
     models = Models(find_paths, budget, keep_alive, next(iter(given.api_keys), ""), command)
@@ -586,7 +632,7 @@ def serve_models(
         ended.set()
 
     silent = given.number(llama_server.TIMEOUT, llama_server.SILENT_SECONDS)
-    with _Server(address, models, given.api_keys, silent, root) as server:
+    with _Server(address, models, given.api_keys, silent, root, origins) as server:
         before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
         serving = threading.Thread(target=server.serve_forever, name="models")
         serving.start()

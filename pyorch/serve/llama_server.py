@@ -67,6 +67,7 @@ UI = Option(("--ui", "--webui", "--no-ui", "--no-webui"), "LLAMA_ARG_UI")
 STATIC_FILES = Option(("--path",), "LLAMA_ARG_STATIC_PATH")
 TIMEOUT = Option(("-to", "--timeout"), "LLAMA_ARG_TIMEOUT")
 METRICS = Option(("--metrics",), "LLAMA_ARG_ENDPOINT_METRICS")
+CORS_ORIGINS = Option(("--cors-origins",), "LLAMA_ARG_CORS_ORIGINS")
 API_KEY = Option(("--api-key",), "LLAMA_API_KEY")
 API_KEY_FILE = Option(("--api-key-file",))
 VERBOSITY = Option(("-lv", "--verbosity", "--log-verbosity", "-v", "--verbose", "--log-verbose", "--log-disable"),
@@ -247,7 +248,7 @@ _NOT_CHECKED = ("-h", "--help", "--usage", "--version", "-cl", "--cache-list", "
 _WITH_ONE_VALUE = (ALIAS, HOST, PORT, CTX_SIZE, BATCH, UBATCH, DEVICE, TENSOR_SPLIT, SPLIT_MODE, GPU_LAYERS, THREADS,
                    THREADS_BATCH, DRAFT_THREADS, DRAFT_THREADS_BATCH, HTTP_THREADS, PARALLEL, CACHE_TYPE_K,
                    CACHE_TYPE_V, CACHE_RAM, LOAD_MODE, FIT, STATIC_FILES, TIMEOUT, API_KEY_FILE, API_PREFIX,
-                   DRAFT_MODEL, MMPROJ)
+                   CORS_ORIGINS, DRAFT_MODEL, MMPROJ)
 _REFUSED = re.compile(r'error while handling (?:argument|environment variable) "(?P<name>[^"]*)": (?:error: )?'
                       r"(?P<why>.*?)\s*(?:\nusage:\n(?P<usage>.*?)\s*(?:\n\nto show complete usage.*)?)?", re.DOTALL)
 _USAGE_LENGTH = 160  # characters of the usage in an error

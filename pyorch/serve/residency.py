@@ -18,7 +18,7 @@ from pyorch.llama.managed import ManagedModel
 from pyorch.planning.concurrency import Concurrency
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.statistics import Stats, is_of_layers
-from pyorch.serve.routes import Answer, Request, as_json, read_json, refusal
+from pyorch.serve.routes import FROM_HERE, Answer, Request, as_json, read_json, refusal
 from pyorch.settings.budget import AUTO as AUTO_BUDGET
 from pyorch.settings.budget import Budget
 from pyorch.settings.prefetch import AUTO, Prefetch
@@ -82,8 +82,7 @@ class Residency:
 
     def post(self, request: Request) -> Answer:
         if self._local_only and not request.is_from_here():
-            return refusal(403, "settings are changed from the machine that serves, at its loopback address, or from "
-                                "anywhere with an API key (start the server with -- --api-key KEY)")
+            return refusal(403, FROM_HERE)
         body = read_json(request.body)
         if not isinstance(body, dict) or not body:
             return refusal(400, f"the body is no JSON object with some of {', '.join(self._changes())}")

@@ -8,10 +8,11 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pyorch.errors import PyorchError, without_folders
+from pyorch.serve import origins
 from pyorch.serve.library import chat_page, ffi, lib
 
 JSON = "application/json; charset=utf-8"
@@ -20,7 +21,9 @@ SCRIPT = "text/javascript; charset=utf-8"
 STYLE = "text/css; charset=utf-8"
 TEXT = "text/plain; charset=utf-8"
 
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+# Why requests of others cannot change settings.
+FROM_HERE = ("settings are changed from the machine that serves, at its loopback address, or from anywhere with an API "
+             "key (start the server with -- --api-key KEY)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +54,8 @@ class Request:
             return None
 
     def is_from_here(self) -> bool:
-        """Returns whether a program on this machine sent the request, or a page of this server in its browser.
-
-        A page of another site can make a browser of this machine send requests, but only with the site's name as their
-        origin or as the name of this server.
-        """
-        host = self.headers.get("host", "")
-        origin = self.headers.get("origin")
-        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        return self.local and name in _LOOPBACK_NAMES and origin in (None, f"http://{host}", f"https://{host}")
+        """Returns whether a program on this machine sent the request, or a page of this server in a browser here."""
+        return origins.is_from_here(self.headers, self.local)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +126,7 @@ def instead(body: Any) -> Answer:
 
 def refusal(status: int, sentence: str) -> Answer:
     """Returns an error in llama-server's form."""
-    kind = {500: "server_error", 503: "unavailable_error"}.get(status, "invalid_request_error")
+    kind = {403: "permission_error", 500: "server_error", 503: "unavailable_error"}.get(status, "invalid_request_error")
     return as_json({"error": {"code": status, "message": sentence, "type": kind}}, status)
 
 
@@ -192,6 +188,18 @@ class Routes:
 
         self._handlers.append(refuse)
         lib.pyorch_server_check_schemas(self._callback, ffi.cast("void *", len(self._handlers) - 1))
+
+    def check_heads(self, reason: Callable[[Mapping[str, str]], str]) -> None:
+        """Refuses each request for which `reason` returns a sentence, with status 403, before its body is read.
+
+        reason: Gets the headers, by name in lower case.
+        """
+        def check(request: Request) -> Answer | None:
+            sentence = reason(request.headers)
+            return refusal(403, sentence) if sentence else None
+
+        self._handlers.append(check)
+        lib.pyorch_server_check_heads(self._callback, ffi.cast("void *", len(self._handlers) - 1))
 
     def add(
         self, method: str, path: str, handler: Handler, public: bool = False, when: int = lib.PYORCH_SERVER_BEHIND

@@ -32,6 +32,7 @@ from pyorch.serve.failures import GOES_ON, PATHS, TEXT_PATHS, explained, files_o
 from pyorch.serve.library import lib, served_context
 from pyorch.serve.llama_server import Flags, Root
 from pyorch.serve.metrics import Metrics
+from pyorch.serve.origins import ALL, Origins
 from pyorch.serve.prompts import Prompts
 from pyorch.serve.residency import Residency
 from pyorch.serve.routes import Answer, Request, Routes, as_json, first_answer, own
@@ -94,6 +95,8 @@ def serve(
         if value:
             given.arguments += (option.names[0], str(value))
     address = free_address(given)
+    origins = Origins.of(given)
+    given.replace(llama_server.CORS_ORIGINS, ALL)  # it answers requests only that the rule of the origins allows
     given.arguments += ("-m", path)
     root = given.root
     given.add_defaults()
@@ -114,7 +117,8 @@ def serve(
                     prompts = Prompts(record, server, prompt_cache)
                     watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside,
                                    ending.begin_again, prompts)
-                    _routes = our_routes(record, address.prefix, server, root, concurrency)  # must outlive the server
+                    _routes = our_routes(record, address.prefix, server, root, concurrency)
+                    _routes.check_heads(origins.refusal)  # the routes must outlive the server
                     prompts.add_to(_routes)
                     with ending.serving(lambda: watch.ready, prompts.keep, lambda: (record.save(), watch.print_last())):
                         watch.start()

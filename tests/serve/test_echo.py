@@ -121,7 +121,7 @@ def test_a_request_whose_client_left_ends(server: ServerProcess):
     body = json.dumps({"prompt": [[1] * 1000] * 5000, "echo": True, "max_tokens": 0}).encode()
     before = uses()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                            b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
         wait_until(lambda: uses() > before)
     assert echo(server, "import os")

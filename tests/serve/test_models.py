@@ -39,6 +39,7 @@ from pyorch.serve.failures import TEXT_PATHS
 from pyorch.serve.library import chat_page
 from pyorch.serve.llama_server import Root
 from pyorch.serve.models import Models
+from pyorch.serve.origins import Origins
 from pyorch.settings.budget import Budget
 from pyorch.sizes import GiB, MiB
 from scripts import chromium
@@ -202,7 +203,9 @@ def test_what_comes_byte_by_byte_has_so_much_time(monkeypatch: pytest.MonkeyPatc
     """Half a minute for a head, ten for a body."""
     monkeypatch.setattr(front, limit, 3.0 if sent.startswith(b"GET") else 0.5)  # a request that ends has enough
     models = Models(dict, Budget.parse("auto"), 300.0, "", lambda *_: [])
-    with front._Server(Address("127.0.0.1", 0, ""), models, (), 60, Root.SMALL_CHAT) as server:
+    server = front._Server(
+        Address("127.0.0.1", 0, ""), models, (), 60, Root.SMALL_CHAT, Origins((), ("127.0.0.1",)))
+    with server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with socket.create_connection(server.server_address, timeout=HANG_SECONDS) as connection:
             is_closed = threading.Event()

@@ -267,7 +267,7 @@ def test_a_request_whose_client_left_ends_whoever_asks_for_something_else(server
     """It has no end, and the slots are looked at until it has one."""
     body = json.dumps({"prompt": PROMPT, "n_predict": -1, "ignore_eos": True}).encode()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(b"POST /completion HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+        connection.sendall(b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                            b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
         wait_until(lambda: any(slot["is_processing"] for slot in server.get("/slots")))
     wait_until(lambda: not any(slot["is_processing"] for slot in server.get("/slots")))
