@@ -138,7 +138,8 @@ def test_what_is_left_after_the_grace_is_ended_and_all_is_written(
 
 def test_half_sent_requests_do_not_wait_for_the_grace(start, small_moe: Path):
     server = serve(start, small_moe, "--grace", str(2 * HANG_SECONDS))
-    head = b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+    head = (b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Content-Length: 100\r\n\r\n{")
     waiting = [half_sent(server, head) for _ in range(5)]
     status, _ = server.stop()
     assert status == 0 and all(map(is_cut_off, waiting))
