@@ -121,6 +121,8 @@ def _metrics() -> Iterator[str]:
     yield ("Which numbers does `GET /metrics` of `pyorch serve` have beside llama-server's own? A metric whose last "
            "column says\n\"yes\" has a second form `pyorch_layer_...` with the label `layer`.\n")
     yield "| metric | type | meaning | by layer |\n| --- | --- | --- | --- |"
+    for name, text in metrics.QUEUE:
+        yield f"| `pyorch_{name}` | gauge | {_cell(text)} | |"
     for metric in metrics.declared(on_device=True):
         kind = "gauge" if metric.is_gauge else "counter"
         yield f"| `pyorch_{metric.name}` | {kind} | {_cell(metric.text)} | {'yes' if metric.of_layers else ''} |"

@@ -112,8 +112,11 @@ typedef struct pyorch_connections {
 } pyorch_connections;
 
 // Returns the numbers of connections.
-
 void pyorch_server_get_connections(pyorch_connections * connections);
+
+// Returns the seconds that the oldest of n waiting requests has waited: the n that arrived last wait, because requests
+// begin in the order of their arrival. The request of the calling thread does not count.
+double pyorch_server_get_waited(uint64_t n);
 
 // Accepts no more connections, and ends connections without a complete request. Does nothing before the server answers.
 void pyorch_server_stop_accepting(void);

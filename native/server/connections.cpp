@@ -1,5 +1,8 @@
 #include "connections.h"
 
+#include <algorithm>
+#include <vector>
+
 #include <netinet/in.h>
 #include <sys/socket.h>
 
@@ -64,6 +67,21 @@ Connections::Counts Connections::counts() {
         ++(connection.arrives() ? counts.arriving : counts.answering);
     }
     return counts;
+}
+
+double Connections::waited(uint64_t n) {
+    MutexLock                      lock(mutex);
+    std::vector<Clock::time_point> arrived;
+    for (const auto & [socket, connection] : connections) {
+        if (!connection.arrives() && socket != of_this_thread) {
+            arrived.push_back(connection.since);
+        }
+    }
+    if (n < 1 || n > arrived.size()) {
+        return 0;
+    }
+    std::sort(arrived.rbegin(), arrived.rend());
+    return std::chrono::duration<double>(Clock::now() - arrived[n - 1]).count();
 }
 
 void Connections::limit(double head_seconds, double body_seconds) {

@@ -36,6 +36,10 @@ public:
 
     Counts counts();
 
+    // Returns the seconds since the n-th last request, of those that are being answered, had arrived; 0: there are fewer.
+    // Requests of the calling thread do not count.
+    double waited(uint64_t n);
+
     // From now on closes connections without a complete head, or body, after so many seconds.
     void limit(double head_seconds, double body_seconds);
 

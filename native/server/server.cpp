@@ -403,6 +403,8 @@ void pyorch_server_get_connections(pyorch_connections * out) {
     out->answering    = counts.answering;
 }
 
+double pyorch_server_get_waited(uint64_t n) { return connections().waited(n); }
+
 void pyorch_server_stop_accepting(void) {
     MutexLock lock(serving);
     if (http && http->is_ready) {

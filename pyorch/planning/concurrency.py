@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pyorch.sizes import format_bytes
+
 
 def distinct_experts(n_expert: int, n_used: int, n_requests: int) -> float:
     """Returns the mean number of experts of a layer in a step that computes one token of each request.
@@ -52,3 +54,61 @@ class Concurrency:
         used = distinct_experts(n_expert, n_used, self.n_slots)
         return (f"-np {suitable} suits this budget: a step of {self.n_slots} requests uses about {used:.0f} of the "
                 f"{n_expert} experts of a layer, and {n_expert * min(1.0, budget / every):.0f} of them fit")
+
+
+MOST_SLOTS = 8
+_SHARE_OF_EXPERTS = 1 / 10  # contexts of further slots may take so much of the memory for experts
+_SHARE_OF_REST = 1 / 4  # and of memory that nothing else needs
+
+
+@dataclass(frozen=True)
+class SlotMemory:
+    """The memory that slots share with experts.
+
+    free_bytes: for experts and contexts together. context_bytes: of the context of one slot. budget: for experts; None:
+    experts get what contexts leave.
+    """
+
+    free_bytes: int
+    context_bytes: int
+    budget: int | None
+
+    def expert_bytes(self, n_slots: int, most: int) -> int:
+        """Returns the bytes for experts, at most `most`."""
+        left = self.free_bytes - n_slots * self.context_bytes if self.budget is None else self.budget
+        return max(0, min(most, left))
+
+    def holds(self, n_slots: int, most: int) -> bool:
+        """Returns whether the contexts cost few experts. With a given budget: little of the memory beside it."""
+        if self.budget is None:
+            return self.expert_bytes(n_slots, most) >= (1 - _SHARE_OF_EXPERTS) * self.expert_bytes(1, most)
+        rest = self.free_bytes - self.context_bytes - self.budget
+        return (n_slots - 1) * self.context_bytes <= _SHARE_OF_REST * rest
+
+
+def choose_slots(layers: Iterable, memory: SlotMemory) -> tuple[int, str]:
+    """Returns the number of slots that serves best, and the reason.
+
+    More requests in a step share the reads of dense weights and of common experts, until their experts no longer fit
+    into memory together: then a step reads again what it evicted. Each slot needs a context of its own, so that no
+    request fails because others have filled a common one.
+
+    Args:
+        layers: The layers with routed experts; none for a dense model.
+        memory: The memory to divide.
+    """
+    concurrency = Concurrency.of(layers, MOST_SLOTS)
+    most = sum(n_expert * size for n_expert, _, size in concurrency.layers)
+    by_context = next((n for n in range(MOST_SLOTS, 1, -1) if memory.holds(n, most)), 1)
+    n_slots = next((n for n in range(by_context, 1, -1)
+                    if concurrency.step_bytes(n) <= memory.expert_bytes(n, most)), 1)
+    if n_slots == MOST_SLOTS:
+        return n_slots, "memory has room for their contexts" + (" and their experts" if most else "")
+    if n_slots == by_context:
+        return n_slots, (f"the context of another one needs {format_bytes(memory.context_bytes)}, too much of the "
+                         f"memory {'for experts' if memory.budget is None else 'that is free'}")
+    n_expert, n_used, _ = max(concurrency.layers)
+    used = distinct_experts(n_expert, n_used, n_slots + 1)
+    fit = n_expert * memory.expert_bytes(n_slots + 1, most) / most
+    return n_slots, (f"a step of {n_slots + 1} requests would use about {used:.0f} of the {n_expert} experts of a "
+                     f"layer, and {fit:.0f} of them fit")

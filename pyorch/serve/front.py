@@ -26,7 +26,7 @@ from pyorch.serve import llama_server, ollama, pages, router
 from pyorch.serve.address import Address, free_address
 from pyorch.serve.library import PageFile, chat_page
 from pyorch.serve.llama_server import BODY_SECONDS, HEAD_SECONDS, Flags, Root
-from pyorch.serve.metrics import TYPE, of_models
+from pyorch.serve.metrics import TYPE, of_models, queue_text
 from pyorch.serve.model_process import Model, say
 from pyorch.serve.models import Models, NotLoaded
 from pyorch.serve.origins import Origins, is_from_here
@@ -250,14 +250,15 @@ class _Handler(BaseHTTPRequestHandler):
             for event in router.states(self.server.models):
                 self.wfile.write(event.encode())
 
-    def _metrics(self, model: Model | None) -> Iterator[tuple[str, str]]:
-        """Yields names and metrics of one model or all, "" for a model that is not loaded."""
+    def _metrics(self, model: Model | None) -> Iterator[tuple[str, str, bool]]:
+        """Yields names and metrics of one model or all, and whether each is loaded."""
         models = self.server.models
         for each in models.by_name.values() if model is None else (model,):
             text = None
+            waiting = each.waiting()  # before this look counts
             with contextlib.suppress(NotLoaded), models.looked_at(each) as port:
                 text = Address("127.0.0.1", port, "").get("/metrics", models.key)
-            yield each.name, text or ""
+            yield each.name, text or queue_text(*waiting), text is not None
 
     def _found(self, asked: str) -> Model:
         model = self.server.models.find(asked)

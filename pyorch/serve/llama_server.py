@@ -56,6 +56,7 @@ DRAFT_THREADS_BATCH = Option(("--spec-draft-threads-batch", "-tbd", "--threads-b
 HTTP_THREADS = Option(("--threads-http",), "LLAMA_ARG_THREADS_HTTP")
 PARALLEL = Option(("-np", "--parallel"), "LLAMA_ARG_N_PARALLEL")
 KV_UNIFIED = Option(("-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"), "LLAMA_ARG_KV_UNIFIED")
+KV_PER_SLOT = Option(("--kv-unified-per-slot",), "LLAMA_ARG_KV_UNIFIED_PER_SLOT")
 CACHE_TYPE_K = Option(("-ctk", "--cache-type-k"), "LLAMA_ARG_CACHE_TYPE_K")
 CACHE_TYPE_V = Option(("-ctv", "--cache-type-v"), "LLAMA_ARG_CACHE_TYPE_V")
 CACHE_RAM = Option(("-cram", "--cache-ram"), "LLAMA_ARG_CACHE_RAM")
@@ -75,6 +76,9 @@ VERBOSITY = Option(("-lv", "--verbosity", "--log-verbosity", "-v", "--verbose", 
 API_PREFIX = Option(("--api-prefix",), "LLAMA_ARG_API_PREFIX")
 DRAFT_MODEL = Option(("-md", "--model-draft", "--spec-draft-model"), "LLAMA_ARG_SPEC_DRAFT_MODEL")
 MMPROJ = Option(("-mm", "--mmproj"), "LLAMA_ARG_MMPROJ")
+
+# If one of these is given, the user divides the context among slots.
+OF_SLOTS = (PARALLEL, KV_UNIFIED, KV_PER_SLOT, DRAFT_MODEL, MMPROJ)
 
 
 class Root(Enum):
@@ -205,10 +209,24 @@ class Flags:
         n_parallel = self.number(PARALLEL, -1)
         return n_parallel if n_parallel > 0 else N_PARALLEL
 
+    @property
+    def slot_ctx(self) -> int:
+        """The tokens of context that a request can have; 0: as many as the model was trained with."""
+        n_ctx = self.number(CTX_SIZE, 0)
+        return n_ctx // self.n_slots if self.number(PARALLEL, -1) > 0 and not self._is_unified else n_ctx
+
+    @property
+    def _is_unified(self) -> bool:
+        return self.number(PARALLEL, -1) < 0 or any(name in self.arguments for name in KV_UNIFIED.names[:2])
+
+    def set_slots(self, n_slots: int, n_ctx: int) -> None:
+        """Sets the slots, each with a context of its own of so many tokens."""
+        self.replace(PARALLEL, n_slots)
+        self.replace(CTX_SIZE, n_slots * n_ctx)
+
     def context_params(self) -> llama.llama_context_params:
         """Returns the parameters of llama-server's context, for the planner."""
         params = llama.llama_context_default_params()
-        n_parallel = self.number(PARALLEL, -1)
         n_ctx = self.number(CTX_SIZE, 0)
         if n_ctx < 0:
             raise PyorchError(f"{CTX_SIZE.names[0]} is {n_ctx}, and must be 0 (as trained) or more")
@@ -216,7 +234,7 @@ class Flags:
         params.n_batch = min(self.number(BATCH, 2048), n_ctx or MAX_TOKENS)  # as llama.cpp does
         params.n_ubatch = min(self.number(UBATCH, 512), params.n_batch)
         params.n_seq_max = self.n_slots
-        params.kv_unified = n_parallel < 0 or any(name in self.arguments for name in KV_UNIFIED.names[:2])
+        params.kv_unified = self._is_unified
         params.n_outputs_max = params.n_seq_max
         params.type_k = _cache_type(self.value(CACHE_TYPE_K, "f16"))
         params.type_v = _cache_type(self.value(CACHE_TYPE_V, "f16"))

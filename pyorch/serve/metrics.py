@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pyorch.library.bindings import numbers
 from pyorch.llama.managed import ManagedModel
 from pyorch.runtime.statistics import Stats, SubstitutionStats, is_of_layers
+from pyorch.serve.library import lib
 from pyorch.serve.routes import Answer, Request, refusal
 
 # Metrics with other names than in pyorch.h.
@@ -55,9 +56,25 @@ def declared(on_device: bool) -> Iterator[_Metric]:
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+# Metrics of the queue, which every server has: name and help text.
+QUEUE = (("requests_waiting", "Requests that wait for a slot, or for their model."),
+         ("requests_waiting_seconds", "Seconds that the oldest of them has waited, 0 without one."))
+
+
+def queue_text(n_waiting: int, seconds: float) -> str:
+    """Returns the metrics of the queue."""
+    return "".join(f"# HELP pyorch_{name} {text}\n# TYPE pyorch_{name} gauge\npyorch_{name} {value}\n"
+                   for (name, text), value in zip(QUEUE, (n_waiting, round(seconds, 3))))
+
+
+def _own(text: str, name: str) -> str:
+    """Returns the value of a metric of llama-server."""
+    found = re.search(rf"^llamacpp:{name} (\S+)$", text, re.MULTILINE)
+    return found[1] if found else "0"
+
 
 class Metrics:
-    """llama-server's metrics, followed by the engine's counters; for a dense model only llama-server's."""
+    """llama-server's metrics, followed by those of the queue and the engine's counters; a dense model has no engine."""
 
     def __init__(self, managed: ManagedModel) -> None:
         self._managed = managed
@@ -68,7 +85,9 @@ class Metrics:
         # The import takes 100 ms, which a server without requests for metrics saves.
         from prometheus_client import generate_latest
 
-        return Answer(request.own.rstrip("\n") + "\n" + generate_latest(self).decode(), TYPE)
+        n_waiting = int(float(_own(request.own, "requests_deferred")))
+        queue = queue_text(n_waiting, lib.pyorch_server_get_waited(n_waiting))
+        return Answer(request.own.rstrip("\n") + "\n" + queue + generate_latest(self).decode(), TYPE)
 
     def collect(self) -> Iterator:
         """Yields the engine's metrics for Prometheus."""
@@ -95,19 +114,19 @@ def _value(counts: tuple[Stats, SubstitutionStats], source: str) -> float:
     return next(getattr(part, source) for part in counts if hasattr(part, source))
 
 
-def of_models(answers: Iterable[tuple[str, str]]) -> str:
+def of_models(answers: Iterable[tuple[str, str, bool]]) -> str:
     """Merges the metrics of several servers, with the model as a label.
 
     Args:
-        answers: The name of each model, and its server's answer to GET /metrics, "" if the model is not loaded.
+        answers: For each model its name, its metrics, and whether it is loaded.
     """
     heads: dict[str, dict[str, None]] = {}  # by metric: its HELP and TYPE lines, once each
     samples: dict[str, list[str]] = {}
     loaded = []
-    for model, text in answers:
+    for model, text, is_loaded in answers:
         escaped = model.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         label = f'model="{escaped}"'
-        loaded.append(f"pyorch_model_loaded{{{label}}} {int(bool(text))}")
+        loaded.append(f"pyorch_model_loaded{{{label}}} {int(is_loaded)}")
         name = ""
         for line in text.splitlines():
             if line.startswith("#"):

@@ -32,6 +32,7 @@ class Model:
         process: None unless the model is loaded or loading.
         port: The port of the process, 0 until it answers.
         busy: The number of requests that wait for the model or are being answered.
+        waits: The time of the first request for a model that was not loaded.
         used: The time at which the last request ended.
         keep_alive: Seconds without a request after which the model is unloaded.
         loading: Whether a thread loads the model.
@@ -46,6 +47,7 @@ class Model:
     process: subprocess.Popen | None = None
     port: int = 0
     busy: int = 0
+    waits: float = 0.0
     used: float = field(default_factory=time.monotonic)
     loading: bool = False
     promised: int = 0
@@ -54,6 +56,12 @@ class Model:
 
     def is_loaded(self) -> bool:
         return self.process is not None and self.process.poll() is None and self.port > 0
+
+    def waiting(self) -> tuple[int, float]:
+        """Returns the number of requests that wait until the model is loaded, and the seconds of the oldest."""
+        if self.is_loaded() or not self.busy:
+            return 0, 0.0
+        return self.busy, time.monotonic() - self.waits
 
     @property
     def state(self) -> str:

@@ -139,6 +139,8 @@ class Models:
             if found.name not in self.by_name:  # its file was removed meanwhile
                 self.by_name = {**self.by_name, found.name: found}
             model = self.by_name[found.name]
+            if not model.busy:
+                model.waits = time.monotonic()
             model.busy += 1
         try:
             yield model

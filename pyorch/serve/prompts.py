@@ -185,7 +185,8 @@ def _key(record: ManagedModel, server: Flags) -> str:
     Raises:
         OSError: A file is missing.
     """
-    without = (*llama_server.HOST.names, *llama_server.PORT.names, *llama_server.API_KEY.names)
+    without = [name for option in (llama_server.HOST, llama_server.PORT, llama_server.API_KEY, llama_server.PARALLEL,
+                                   llama_server.CTX_SIZE) for name in option.names]
     arguments = [argument for before, argument in zip(("", *server.arguments), server.arguments)
                  if before not in without]
     named = {argument for argument in arguments if os.path.isfile(argument)}
@@ -197,7 +198,7 @@ def _key(record: ManagedModel, server: Flags) -> str:
     return kept.name_of("kv", (
         [(os.path.realpath(file), *_state(file)) for file in sorted(files)], arguments, sorted(settings.items()),
         sorted(environment.items()), sorted((path.name, *_state(path)) for path in libraries), processor,
-        record.plan.plain, llama_cpp.__version__))
+        record.plan.plain, server.slot_ctx, llama_cpp.__version__))
 
 
 def _state(file: str | Path) -> tuple[int, ...]:

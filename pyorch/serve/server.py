@@ -17,11 +17,11 @@ from contextlib import AbstractContextManager
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError, one_line
-from pyorch.llama import cores, device, following, logs, measure
-from pyorch.llama.context_plan import check_context, check_ubatch, default_ubatch, plan_context, plan_devices
+from pyorch.llama import cores, device, following, logs, measure, memory
+from pyorch.llama.context_plan import CTX_STEP, check_context, check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import ManagedModel, loading
 from pyorch.llama.schemas import check_schema
-from pyorch.planning.concurrency import Concurrency
+from pyorch.planning.concurrency import Concurrency, SlotMemory, choose_slots
 from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.serve import llama_server, pages, tools
@@ -37,10 +37,10 @@ from pyorch.serve.prompts import Prompts
 from pyorch.serve.residency import Residency
 from pyorch.serve.routes import Answer, Request, Routes, as_json, first_answer, own
 from pyorch.serve.vocabulary import TokenizerRoutes
-from pyorch.settings.budget import AUTO, Budget
+from pyorch.settings.budget import AUTO, RESIDENT, Budget
 from pyorch.settings.device import NONE
 from pyorch.settings.settings import Settings
-from pyorch.sizes import format_bytes
+from pyorch.sizes import counted, format_bytes
 
 
 def serve(
@@ -103,6 +103,7 @@ def serve(
     # llama-server would show the path. A comma separates two names.
     given.default(llama_server.ALIAS, "--alias", os.path.basename(path).replace(",", "_"))
     given.default(llama_server.CTX_SIZE, "-c", 4096)
+    chooses_slots = not (placed or any(map(given.has, llama_server.OF_SLOTS)))
     with Ending(grace) as ending, contextlib.ExitStack() as connections:
         began_again = False
         while True:
@@ -110,13 +111,14 @@ def serve(
             if not verbose:
                 server.default(llama_server.VERBOSITY, "-lv", 1)
             try:
+                slots = _choose_slots(path, settings, server) if chooses_slots else ""
                 with planned(path, settings, server, placed) as record:
                     if record.devices is not None and not began_again:
                         connections.enter_context(device.connected(record.devices))
                     concurrency = Concurrency.of(record.map.layers, server.n_slots)
                     prompts = Prompts(record, server, prompt_cache)
                     watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside,
-                                   ending.begin_again, prompts)
+                                   ending.begin_again, prompts, slots)
                     _routes = our_routes(record, address.prefix, server, root, concurrency)
                     _routes.check_heads(origins.refusal)  # the routes must outlive the server
                     prompts.add_to(_routes)
@@ -142,6 +144,21 @@ def serve(
             of_none = {"vram_budget": AUTO, "device_misses": None, "device_ahead": 0} if left == NONE else {}
             settings = dataclasses.replace(settings, device=left, **of_none)
             given.leave_device(left)
+
+
+def _choose_slots(path: str, settings: Settings, server: Flags) -> str:
+    """Sets the number of slots that suits the model and the memory. Returns a sentence with the reason."""
+    with ModelMap(path) as model_map:
+        layers, info = model_map.layers, model_map.info
+        n_ctx = server.number(llama_server.CTX_SIZE, 0) or model_map.trained_ctx
+        n_ctx = -(-min(n_ctx, model_map.trained_ctx) // CTX_STEP) * CTX_STEP
+        budget = Budget.parse(settings.budget)
+        n_bytes = 0 if not layers else info.slots_bytes if budget == RESIDENT else (
+            None if budget.amount is None else budget.resolve(info))
+        free = memory.memory_limit().rest_bytes(info.dense_bytes, server.other_bytes())
+        n_slots, why = choose_slots(layers, SlotMemory(free, model_map.kv_bytes(n_ctx), n_bytes))
+    server.set_slots(n_slots, n_ctx)
+    return f"{counted(n_slots, 'slot')}: {why}; -- -np N sets another number"
 
 
 def our_routes(record: ManagedModel, prefix: str, server: Flags, root: Root, concurrency: Concurrency) -> Routes:
@@ -249,9 +266,11 @@ class _Watch(threading.Thread):
     def __init__(
         self, record: ManagedModel, address: Address, root: Root, concurrency: Concurrency,
         stats_every: float | None, as_json: bool, beside: Beside | None, on_lost: Callable[[], None],
-        prompts: Prompts,
+        prompts: Prompts, slots: str,
     ) -> None:
-        """Args: see serve(). on_lost: called once, when the device that computes is lost."""
+        """Args: see serve(). on_lost: called once, when the device that computes is lost. slots: why there are so many,
+            "" if the user said how many.
+        """
         super().__init__(daemon=True)
         self.ready = False
         self._record = record
@@ -264,6 +283,7 @@ class _Watch(threading.Thread):
         self._beside = beside
         self._on_lost = on_lost
         self._prompts = prompts
+        self._slots = slots
         self._contexts = contextlib.ExitStack()
         self._ended = threading.Event()
         self._began = time.monotonic()
@@ -276,13 +296,15 @@ class _Watch(threading.Thread):
         self._prompts.restore()
         self.ready = True
         self._say(f"serving {os.path.basename(self._record.path)} at {self._address.url} ({self._budget()})")
+        if self._slots:
+            self._say(self._slots)
         self._record.warm_up()
         self._record.on_budget = self._say
         following.follow(self._record)
         if self._address.port:
             chat = "" if self._root is Root.LIVE_VIEW else f"chat at {self._address.url}/, "
             self._say(f"{chat}live view at {self._address.url}/pyorch, API for programs at {self._address.url}/v1")
-        if self._engine is not None:
+        if self._engine is not None and not self._slots:
             advice = self._concurrency.advice(self._record.budget_bytes())
             if advice:
                 self._say(f"note: {advice}")

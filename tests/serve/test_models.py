@@ -15,6 +15,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
@@ -738,3 +739,27 @@ def test_a_mistake_is_said(tmp_path: Path, arguments: tuple[str, ...], sentence:
     given = [str(empty) if one == "." else str(tmp_path / one) if one == "model.gguf" else one for one in arguments]
     result = pyorch("serve", *given, "--port", "0", env={**os.environ, "HF_HUB_CACHE": str(empty)})
     assert result.returncode == 2 and sentence in result.stderr, result.stderr
+
+
+def test_more_clients_than_slots_are_answered_over_every_api(start, tmp_path: Path, small_moe: Path):
+    os.link(small_moe, tmp_path / "small.gguf")
+    server = start(serve_models(tmp_path, "--", "-np", "2", "-c", "2048"))
+    client = ollama.Client(host=server.url)
+    claude = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    messages = [{"role": "user", "content": "Say something long."}]
+    ask = [
+        lambda: client.chat(model="small", messages=messages, options={"num_predict": 40}).message.content,
+        lambda: claude.messages.create(model="small", messages=messages, max_tokens=40).content[0].text,
+        lambda: server.client.chat.completions.create(model="small", messages=messages, max_tokens=40).choices[0],
+    ]
+    most = 0.0
+    with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(ask[i % 3]) for i in range(12)]
+        while not all(answer.done() for answer in answers):
+            with urllib.request.urlopen(f"{server.url}/metrics", timeout=HANG_SECONDS) as answer:
+                families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+            waiting = families["pyorch_requests_waiting"].samples[0]
+            assert waiting.labels == {"model": "small"}
+            most = max(most, waiting.value)
+        assert all(answer.result() is not None for answer in answers)
+    assert 1 < most <= 12, "12 while the model is loaded, then 10"

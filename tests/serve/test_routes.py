@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from servers import ServerProcess, faulty_serve, pyorch_serve, wait_until
 
 from pyorch.library.bindings import lib
+from pyorch.serve.metrics import QUEUE
 
 KEY = "the key of this test"
 
@@ -154,12 +156,52 @@ def test_a_named_budget_or_a_lossy_setting_ends_following_and_auto_begins_it_aga
 
 
 def test_it_says_how_many_slots_suit_the_budget(server: ServerProcess):
+    """A budget of 40 % holds 25 experts of a layer: those of five requests, 64 (1 - (1 - 6/64)^5), are 24.9."""
     before = residency(server)["settings"]
-    assert (before["slots"], before["suitable_slots"], before["advice"]) == (4, 4, "")
+    assert (before["slots"], before["suitable_slots"], before["advice"]) == (5, 5, "")
+    assert re.search(r"^pyorch: 5 slots: a step of 6 requests would use about 29 of the 64 experts of a layer, and 2\d "
+                     r"of them fit; -- -np N sets another number$", server.log.read_text(), re.MULTILINE)
     small = change(server, budget="20%")["settings"]
     assert small["suitable_slots"] == 2 and small["advice"].startswith(
-        "-np 2 suits this budget: a step of 4 requests uses about 21 of the 64 experts of a layer, and 1")
+        "-np 2 suits this budget: a step of 5 requests uses about 25 of the 64 experts of a layer, and 1")
     change(server, budget=before["budget"])
+
+
+def test_more_clients_than_slots_wait_and_the_metrics_say_so(start, small_moe: Path):
+    """As many slots as the user says."""
+    server = start(pyorch_serve(small_moe, "--budget", "60%", "--threads", "1", "--", "-np", "2", "-c", "2048"))
+    assert "slots: " not in server.log.read_text()
+
+    def queue() -> dict[str, float]:
+        text = ask(server, "/metrics")[1]
+        return dict(re.findall(r"^pyorch_(requests_waiting\w*) (\S+)$", text, re.MULTILINE))
+
+    assert queue() == {"requests_waiting": "0", "requests_waiting_seconds": "0.0"}
+    with ThreadPoolExecutor(9) as pool:
+        answers = [pool.submit(server.complete, f"{i} {PROMPT}", 60, extra_body={"ignore_eos": True}) for i in range(9)]
+        seen: list[tuple[int, float]] = []
+        while not all(answer.done() for answer in answers):
+            now = queue()
+            seen.append((int(now["requests_waiting"]), float(now["requests_waiting_seconds"])))
+        assert all(answer.result() for answer in answers)
+    most = max(seen)[0]
+    assert 1 < most <= 7, seen
+    assert all(seconds == 0 for n, seconds in seen if n == 0)
+    assert max(seconds for _, seconds in seen) > 0.01 and queue()["requests_waiting"] == "0"
+
+
+def test_each_of_the_chosen_slots_has_a_whole_context(start, small_moe: Path):
+    """Requests that together are longer than one context are answered, all at once."""
+    server = start(pyorch_serve(small_moe, "--budget", "100%", "--threads", "1", "--ctx", "512"))
+    props = server.get("/props")
+    n_slots = props["total_slots"]
+    assert n_slots == 8 and props["default_generation_settings"]["n_ctx"] == 512
+    assert "pyorch: 8 slots: memory has room for their contexts and their experts;" in server.log.read_text()
+    body = {"n_predict": 100, "ignore_eos": True}
+    with ThreadPoolExecutor(12) as pool:
+        answers = [*pool.map(lambda i: server.post("/completion", {"prompt": [100 + i] * 380, **body}), range(12))]
+    assert [status for status, _ in answers] == [200] * 12
+    assert {json.loads(text)["tokens_predicted"] for _, text in answers} == {100}
 
 
 def test_a_lossy_setting_is_counted_and_ends(server: ServerProcess):
@@ -225,6 +267,7 @@ def test_with_an_api_key_only_the_page_itself_is_open(start, small_moe: Path):
 
 def test_a_dense_model_has_llama_servers_metrics_only(start, dense_model: Path):
     server = start(pyorch_serve(dense_model, "--threads", "1", "--", "-c", "64"))
-    assert "pyorch_" not in ask(server, "/metrics")[1] and ask(server, "/metrics")[0] == 200
+    status, text = ask(server, "/metrics")
+    assert status == 200 and set(re.findall("pyorch_\\w+", text)) == {f"pyorch_{name}" for name, _ in QUEUE}
     status, text = ask(server, "/residency")
     assert status == 400 and "no routed experts" in text

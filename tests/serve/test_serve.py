@@ -240,7 +240,7 @@ def test_log_probabilities_are_the_same_with_and_without_a_budget(start, small_m
     """A prompt, again from the cache, and one that is cached in part: other batches each time."""
     answers = []
     for budget in ("resident", "20%"):
-        server = start(pyorch_serve(small_moe, "--budget", budget, "--threads", "1"))
+        server = start(pyorch_serve(small_moe, "--budget", budget, "--threads", "1", "--", "-np", "4"))
         # It says beside its address that a step of four requests needs more experts than a fifth of them.
         wait_until(lambda: budget == "resident" or "pyorch: note: -np 2 suits this budget" in server.log.read_text())
         answers.append(
