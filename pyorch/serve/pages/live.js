@@ -284,10 +284,12 @@ async function run() {
 
 // Offers the models where there are several.
 async function showModels() {
+  let n = 0;
   try {
     if (document.hidden) return;
     const { data } = await ask("v1/models");
-    if (data.length < 2) return;
+    n = data.length;
+    if (n < 2) return;
     const names = [["", "the model used last"], ...data.map(({ id, status }) => [id, `${id} (${status?.value ?? "?"})`])];
     if (JSON.stringify(names) === $("choice").dataset.names) return; // an open menu would close
     $("choice").dataset.names = JSON.stringify(names);
@@ -295,7 +297,7 @@ async function showModels() {
     $("choice").value = asked;
     $("choice").hidden = false;
   } catch { /* read() tells of a key, or of a lost connection */ } finally {
-    setTimeout(showModels, MODELS_MS);
+    if (n !== 1) setTimeout(showModels, MODELS_MS);
   }
 }
 
