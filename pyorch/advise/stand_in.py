@@ -46,6 +46,8 @@ class Outline:
     Attributes:
         n_elements: Weights in all tensors.
         n_dense: Layers without experts.
+        n_head, n_head_kv, n_head_width: Of the stand-in. Its queries are as wide as the hidden state, and its KV cache
+            has about the checkpoint's size.
         n_ff: Numbers between the matrices of an expert.
         moe_elements: Weights of a layer with experts, but the experts. dense_elements: the same without experts.
     """
@@ -109,13 +111,25 @@ def read(where: str, config: Mapping[str, Any], entries: Mapping[str, Mapping[st
     n_ff = round(_median(one[0] for one in sparse) / (3 * n_embd * n_expert))
     if n_ff < 1:
         raise FormatError(f"{where} has fewer weights of experts than its config.json says")
+    width = value("head_dim", default=max(1, n_embd // n_head))
+    kv_width = 2 * width * value("num_key_value_heads", default=n_head)
+    if isinstance(values.get("kv_lora_rank"), int):  # multi-head latent attention
+        kv_width = value("kv_lora_rank") + value("qk_rope_head_dim", default=64)
+    n_heads, n_heads_kv, width = _heads(n_embd, width, kv_width)
     return Outline(
-        n_elements, len(of_layers), len(dense), n_embd, value("vocab_size"), n_head,
-        value("num_key_value_heads", default=n_head), value("head_dim", default=max(1, n_embd // n_head)),
+        n_elements, len(of_layers), len(dense), n_embd, value("vocab_size"), n_heads, n_heads_kv, width,
         value("max_position_embeddings", "n_positions", default=4096), n_expert, value(*_USED), n_ff,
         _median(one[1] for one in sparse), _median(one[1] for one in dense) if dense else 0,
         values.get("tie_word_embeddings", config.get("tie_word_embeddings")) is True,
     )
+
+
+def _heads(n_embd: int, width: int, kv_width: int) -> tuple[int, int, int]:
+    """Returns heads, heads of the KV cache, and the width of a head: near the wanted width and size of the cache."""
+    width = next(w for w in (width, 128, 64, 96, 80, 32, 16, 8, 4, 2, n_embd) if n_embd % w == 0)
+    n_head = n_embd // width
+    divisors = [n for n in range(1, n_head + 1) if n_head % n == 0]
+    return n_head, min(divisors, key=lambda n: abs(n - kv_width / (2 * width))), width
 
 
 def write(outline: Outline, quantization: str, path: Path) -> None:

@@ -260,9 +260,9 @@ def _of_checkpoint(
     kinds = {name: quantization.file_type(name) for name in quantization.names()}
     size = {name: round(outline.n_elements * kind.bits_per_weight / 8) for name, kind in kinds.items()}
     need = {name: round(outline.n_elements * quantization.outtype_bits("auto") / 8) + size[name] for name in kinds}
-    items = []
+    stem, items = repository.reference.repo.rpartition("/")[2], []
     for name in stand_in.RECIPES:
-        path = repository.directory / f"{name}.gguf"
+        path = repository.directory / f"{stem}-{name}.gguf"
         stand_in.write(outline, name, path)
         items.append(Item(name, path, size[name], missing + need[name], kinds[name].bits_per_weight))
     known, index, reason = _compared(request, items, where, cache, progress)
@@ -271,7 +271,7 @@ def _of_checkpoint(
     choices = [by_name.get(kind.name) or Choice(kind.name, size[kind.name], kind.bits_per_weight,
                                                 missing + need[kind.name])
                for kind in sorted(kinds.values(), key=lambda kind: -kind.bits_per_weight)]
-    output = f"{repository.reference.repo.rpartition('/')[2]}-{chosen}.gguf"
+    output = items[index].path.name
     with _opened(items[index].path, output, request) as model_map:
         advice = request.advise(model_map, output, progress)
     advice = replace(advice, arch=architecture, notes=[

@@ -12,16 +12,19 @@ import pytest
 from ggufs import split, write_dense_model, write_moe_model
 from hub_server import HubServer, Repository
 from models import CHECKPOINT
-from processes import pyorch
+from processes import HANG_SECONDS, pyorch
 
-from pyorch.advise import comparison, stand_in
+from pyorch.advise import comparison, probe, stand_in
 from pyorch.advise.comparison import MEASURED, SCALED, Choice, recommend, settled
+from pyorch.bench.job import ENGINE, Config, Job
+from pyorch.bench.rounds import measure_once
 from pyorch.cli import main
 from pyorch.hub import headers, ranges
 from pyorch.hub.download import Hub
 from pyorch.hub.headers import opened
 from pyorch.hub.reference import Reference
 from pyorch.runtime.model_map import ModelMap
+from pyorch.settings.settings import Settings
 from pyorch.sizes import KiB, MiB
 from scripts.model_headers import Header, Types, around, experts, qwen3
 
@@ -443,6 +446,32 @@ def test_a_stand_in_has_the_sizes_of_what_the_converter_makes(
         assert (other.layers[0].n_expert, other.layers[0].n_expert_used) == (64, 6)
         assert (other.layers[0].n_in, other.layers[0].n_ff) == (real.layers[0].n_in, real.layers[0].n_ff)
         assert other.info.expert_bytes == real.info.expert_bytes * 8.5 / 16
+
+
+@pytest.mark.parametrize("attention", [
+    {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},  # queries are wider than the hidden state
+    {"num_attention_heads": 6, "kv_lora_rank": 96, "qk_rope_head_dim": 32},
+])
+def test_llama_cpp_computes_a_probe_of_a_stand_in(attention: dict, tmp_path: Path) -> None:
+    shapes = {"model.embed_tokens.weight": (512, 256), "lm_head.weight": (512, 256)}
+    for il in range(3):
+        shapes[f"model.layers.{il}.self_attn.q_proj.weight"] = (512, 256)
+        sparse = [(f"experts.{n}.", 96) for n in range(16)] + [("shared_experts.", 192)]
+        for name, n_ff in sparse if il else [("", 1024)]:
+            for part in ("gate", "up", "down"):
+                shapes[f"model.layers.{il}.mlp.{name}{part}_proj.weight"] = (n_ff, 256)
+    config = {"hidden_size": 256, "num_hidden_layers": 3, "n_routed_experts": 16, "num_experts_per_tok": 3,
+              "vocab_size": 512, **attention}
+    outline = stand_in.read("it", config, {name: {"dtype": "BF16", "shape": shape} for name, shape in shapes.items()})
+    assert (outline.n_dense, outline.n_ff, outline.n_elements) == (1, 96, sum(map(math.prod, shapes.values())))
+    path, small = tmp_path / "stand-in.gguf", tmp_path / "probe.gguf"
+    stand_in.write(outline, "Q4_K_M", path)
+    with ModelMap(path) as model_map:
+        assert [layer.il for layer in model_map.layers] == [1, 2]
+        probe.write_probe(probe.read_shape(model_map), small, 3)
+    config = Config("probe", ENGINE, Settings(budget="100%", n_threads=1), preload=True)
+    failure, measured, _ = measure_once(Job(str(small), config, None, 2, 4, 1, HANG_SECONDS))
+    assert failure == "" and measured.decode.n_tokens == 4 and measured.decode.hits == 4 * 2 * 3
 
 
 @pytest.mark.parametrize(("config", "sentence"), [
