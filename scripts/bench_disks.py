@@ -15,8 +15,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from pyorch.bench.bench_plan import RESIDENT
 from pyorch.bench.job import Config, Job
-from pyorch.bench.plan import RESIDENT
 from pyorch.bench.rounds import Results, run_rounds
 from pyorch.bench.summary import ratios, summarize
 from pyorch.cli.numbers import whole

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pyorch.bench import table
+from pyorch.bench.bench_plan import RESIDENT, STOCK, budget_config, mmap_config
 from pyorch.bench.job import Config, Job, Measurement
-from pyorch.bench.plan import RESIDENT, STOCK, budget_config, mmap_config
 from pyorch.bench.rounds import Results, check_limits, run_rounds
 from pyorch.bench.summary import ratios, summarize
 from pyorch.cli.numbers import whole

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pyorch.bench.processes import MemoryGroup, memory_group
+from pyorch.bench.surroundings import MemoryGroup, memory_group
 from pyorch.errors import PyorchError
 from pyorch.sizes import Amount, format_bytes
 

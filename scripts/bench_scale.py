@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pyorch.bench import plan, rounds, table
+from pyorch.bench import bench_plan, rounds, table
 from pyorch.bench.job import Config, Job
 from pyorch.bench.summary import Summary, summarize
 from pyorch.cli.numbers import whole
@@ -129,10 +129,10 @@ def _measure(args: argparse.Namespace, name: str, directory: Path, progress: Pro
     with packs.open_model(str(model)) as model_map:
         info = model_map.info
     with packs.open_model(str(twin)) as model_map:
-        has_reference = plan.fits(model_map.info)
+        has_reference = bench_plan.fits(model_map.info)
     given = given_settings(args, "budget", "kernels")
     n_threads = given.pop("n_threads", None) or physical_cores()
-    reference = plan.RESIDENT
+    reference = bench_plan.RESIDENT
     configs, skipped = [reference] if has_reference else [], []
     if not has_reference:
         skipped.append(f"{name}: the experts of a token do not fit into free memory: no roofline is computed")
@@ -146,7 +146,7 @@ def _measure(args: argparse.Namespace, name: str, directory: Path, progress: Pro
                 f"{format_bytes(limit.free_bytes)} of free memory")
         else:
             for kernels in listed(args, "kernels") or (AUTO,):
-                config = plan.budget_config(Settings(budget=budget, kernels=kernels, **given))
+                config = bench_plan.budget_config(Settings(budget=budget, kernels=kernels, **given))
                 configs.append(replace(config, label=f"{config.label}, kernels {kernels}"))
     for sentence in skipped:
         progress.say(sentence)

@@ -22,7 +22,7 @@ from pyorch.llama.cores import physical_cores
 from pyorch.runtime.decompression import recovery_threads
 from pyorch.runtime.disk import measure_bandwidth
 from pyorch.settings.budget import Budget
-from pyorch.settings.device import MAX_AHEAD, PROCESSOR
+from pyorch.settings.device_options import MAX_AHEAD, PROCESSOR
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import AUTO
 from pyorch.settings.settings import Settings

@@ -44,7 +44,7 @@ def test_packages_import_only_what_is_below_them(installed: Path) -> None:
     ("runtime/engine.py", "import pyorch.llama.model"),
     ("settings/budget.py", "def later():\n    from pyorch.runtime import engine"),
     ("eval/arc.py", "import torch"),
-    ("llama/plan.py", "def later():\n    import os"),
+    ("llama/engine_plan.py", "def later():\n    import os"),
     ("llama/division.py", "from pyorch.runtime import disk"),
     ("sidecars/buddies.py", "import pyorch.sidecars.unheard_of\nimport pyorch.cli"),
 ])
@@ -56,7 +56,7 @@ def test_an_import_upwards_is_found_wherever_it_stands(installed: Path, module: 
 
 
 def test_what_decides_loads_nothing_that_measures() -> None:
-    script = ("import sys, pyorch.llama.plan\n"
+    script = ("import sys, pyorch.llama.engine_plan\n"
               "measuring = ('llama_cpp', 'pyorch.runtime')\n"
               "print(*(name for name in sys.modules if name.startswith(measuring)))")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

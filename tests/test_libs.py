@@ -11,7 +11,7 @@ import pytest
 from processes import python
 
 from pyorch import _libs
-from pyorch.bench import plan
+from pyorch.bench import bench_plan
 from pyorch.bench.rounds import environment
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="GNU's runtime of OpenMP is Linux's")
@@ -91,5 +91,5 @@ def test_stock_llama_cpp_is_measured_as_it_waits_by_itself(monkeypatch: pytest.M
     for chosen, count in ((True, _libs.LIBGOMP_SPIN_COUNT), (False, "77")):
         monkeypatch.setattr(_libs, "chose_spin_count", chosen)
         monkeypatch.setenv("GOMP_SPINCOUNT", _libs.spin_count() if chosen else "77")
-        assert environment(plan.STOCK_PLAIN)["GOMP_SPINCOUNT"] == count
-        assert environment(plan.RESIDENT)["GOMP_SPINCOUNT"] == os.environ["GOMP_SPINCOUNT"]
+        assert environment(bench_plan.STOCK_PLAIN)["GOMP_SPINCOUNT"] == count
+        assert environment(bench_plan.RESIDENT)["GOMP_SPINCOUNT"] == os.environ["GOMP_SPINCOUNT"]

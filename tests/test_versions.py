@@ -20,7 +20,7 @@ from pyorch.errors import FormatError
 from pyorch.eval import sweep
 from pyorch.library.bindings import ABI
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import buddies, container, eviction, ghosts, history, packs, plan, predictor, tuned_setting
+from pyorch.sidecars import buddies, container, eviction, ghosts, history, memory_plan, packs, predictor, tuned_setting
 from pyorch.sidecars.buddies import Buddies
 from pyorch.sidecars.history import ExpertMaps
 from pyorch.sidecars.predictor import PredictorFile
@@ -42,7 +42,7 @@ def test_the_page_has_the_formats_that_are_written() -> None:
     assert named == {
         "trace": traces.VERSION,
         **{f"MODEL.{kind.KIND}.gguf": kind.VERSION for kind in (predictor, buddies, ghosts, history, packs)},
-        "MODEL.plan.json": plan.VERSION, "MODEL.tuned.json": tuned_setting.VERSION,
+        "MODEL.plan.json": memory_plan.VERSION, "MODEL.tuned.json": tuned_setting.VERSION,
         "placement": placement.VERSION, "counts of activations": activations.VERSION, "costs": costs.VERSION,
         "record of a sweep": sweep.VERSION, "warm-*.gguf` in the cache folder": eviction.VERSION,
     }
@@ -189,7 +189,7 @@ def trace_to_come(path: Path, _: ModelMap) -> Callable[[], object]:
     ("MODEL.ghosts.gguf", former_ghosts),
     ("MODEL.experts.gguf", former_pack),
     ("MODEL.experts.gguf", pack_with_lz4),
-    ("MODEL.plan.json", json_of("pyorch plan", 1, plan.read_plan)),
+    ("MODEL.plan.json", json_of("pyorch plan", 1, memory_plan.read_plan)),
     ("MODEL.tuned.json", json_of("pyorch tuned setting", 2, tuned_setting.read_tuned)),
     ("MODEL.profile.json", json_of("pyorch profile", 1, tuned_setting.read_tuned)),
     ("sweep.json", record_of(4)),

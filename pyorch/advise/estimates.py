@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pyorch.advise.device import DeviceSpeed
+from pyorch.advise.device_estimate import DeviceSpeed
 from pyorch.advise.machine import Compute
 from pyorch.advise.routing import N_PROMPT, N_WARM, Routing, one_request
 from pyorch.runtime.model_map import ModelMap

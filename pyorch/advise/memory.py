@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import llama_cpp.llama_cpp as llama
 
-from pyorch.advise import device as devices
-from pyorch.advise.device import Device
+from pyorch.advise import device_estimate as devices
+from pyorch.advise.device_estimate import Device
 from pyorch.errors import PyorchError
 from pyorch.llama import logs, measure
-from pyorch.llama.device import host_bytes_beside_device
+from pyorch.llama.device_parameters import host_bytes_beside_device
 from pyorch.llama.division import WIDE_UBATCH, MemoryLimit
 from pyorch.runtime.model_map import MapInfo, ModelMap
 from pyorch.sizes import MiB, as_option

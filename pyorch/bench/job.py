@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pyorch.runtime.statistics import Stats
-from pyorch.settings.device import NONE
+from pyorch.settings.device_options import NONE
 from pyorch.settings.settings import Settings
 
 # Who manages the experts.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pyorch import _libs
 from pyorch.bench.job import UNMANAGED, Config, Job, Measurement
-from pyorch.bench.processes import busy_processes, memory_group
+from pyorch.bench.surroundings import busy_processes, memory_group
 from pyorch.errors import PyorchError
 from pyorch.processes import started
 from pyorch.runtime import disk

@@ -10,7 +10,7 @@ from pyorch.cli.tables import Facts, Table
 from pyorch.sizes import MiB, format_bytes
 
 if TYPE_CHECKING:
-    from pyorch.advise.device import Device
+    from pyorch.advise.device_estimate import Device
     from pyorch.advise.estimates import Estimate
     from pyorch.advise.gains import Gain
     from pyorch.advise.machine import Compute, Disk

@@ -102,6 +102,6 @@ def _times(text: str) -> tuple[float, ...]:
 
 def _link(text: str) -> float:
     """Parses bytes a second, a number or a name."""
-    from pyorch.advise.device import LINKS
+    from pyorch.advise.device_estimate import LINKS
 
     return LINKS[text.lower()] if text.lower() in LINKS else rate(text)

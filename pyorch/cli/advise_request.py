@@ -14,12 +14,12 @@ from pyorch.cli.progress import Progress
 from pyorch.cli.settings import OPTIONS, given_settings, listed
 from pyorch.errors import FormatError, PyorchError
 from pyorch.settings.budget import AUTO
-from pyorch.settings.device import AUTO as ANY_GPU
-from pyorch.settings.device import NONE, REMOTE
+from pyorch.settings.device_options import AUTO as ANY_GPU
+from pyorch.settings.device_options import NONE, REMOTE
 from pyorch.sizes import as_option, format_bytes
 
 if TYPE_CHECKING:
-    from pyorch.advise.device import Device
+    from pyorch.advise.device_estimate import Device
     from pyorch.advise.machine import Compute, Disk, Machine
     from pyorch.llama.division import MemoryLimit
     from pyorch.runtime.model_map import ModelMap
@@ -158,7 +158,7 @@ def _device(
     wanted: WantedDevice, model_map: ModelMap, n_threads: int, compute: Compute, progress: Progress
 ) -> Device:
     """Returns the device with the given values in place of the measured ones."""
-    from pyorch.advise import device as devices
+    from pyorch.advise import device_estimate as devices
 
     if wanted.name is None:
         device = devices.given(wanted.vram, wanted.link or devices.LINKS[devices.TYPICAL_LINK],
@@ -178,7 +178,7 @@ def _device(
 
 
 def _advise(request: Request, model_map: ModelMap, name: str, progress: Progress) -> Advice:
-    from pyorch.advise.device import TYPICAL_BANDWIDTH
+    from pyorch.advise.device_estimate import TYPICAL_BANDWIDTH
     from pyorch.advise.estimates import Estimator
     from pyorch.advise.gains import gains
     from pyorch.advise.machine import BUSY

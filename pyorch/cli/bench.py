@@ -14,7 +14,7 @@ from pyorch.cli.settings import add_settings, given_settings, listed, one_by_one
 from pyorch.cli.tables import Facts, Table
 from pyorch.errors import PyorchError
 from pyorch.settings.budget import BENCH_BUDGETS
-from pyorch.settings.device import NONE
+from pyorch.settings.device_options import NONE
 from pyorch.settings.option import EXPERTS, LOSSY
 from pyorch.settings.settings import Settings
 
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from pyorch.bench import plan, rounds, table
+    from pyorch.bench import bench_plan, rounds, table
     from pyorch.bench.job import Config, Job
     from pyorch.bench.summary import summarize
     from pyorch.bench.table import draw
@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> int:
         find_devices(each[0].device)  # refuses now, before hours of measuring
     n_threads = each[0].n_threads or physical_cores()
     lossless = replace(each[0], substitution=None, buddies=None, speculate=False, tuned=None, n_threads=0)
-    asked = plan.Plan(
+    asked = bench_plan.Plan(
         lossless, tuple(settings for settings in each if settings.lossy), listed(args, "budget"),
-        compared, plan.read_limit(args.memory_limit), _words(args.baseline), args.busy,
+        compared, bench_plan.read_limit(args.memory_limit), _words(args.baseline), args.busy,
     )
 
     def job_for(config: Config) -> Job:
@@ -97,9 +97,9 @@ def run(args: argparse.Namespace) -> int:
         if not model_map.layers:
             raise PyorchError(f"{args.model} is a dense model: there are no experts to measure")
         model_map.check_text()
-        plan.check(asked, model_map.info)
-        configs, pairs = plan.configurations(asked, model_map.info)
-        if not plan.fits(model_map.info):
+        bench_plan.check(asked, model_map.info)
+        configs, pairs = bench_plan.configurations(asked, model_map.info)
+        if not bench_plan.fits(model_map.info):
             print("pyorch: note: the model does not fit in memory: nothing is measured with all experts resident, and "
                   "there is no reference for the roofline", file=sys.stderr)
             configs = [config for config in configs if not config.preload]
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         cached = model_map.info.file_bytes <= cache_bytes()
         # The reference computes on the processor, so it is no bound for a device.
         summaries = [summarize(results, config, None if cached or config.on_device
-                               else plan.beside(config.n_busy, plan.RESIDENT)) for config in configs]
+                               else bench_plan.beside(config.n_busy, bench_plan.RESIDENT)) for config in configs]
         if args.plot is not None:
             draw(results, [pair for pair in pairs if pair[0].lossy], args.plot)
         header = table.header(model_map, args.prompt_tokens, args.tokens, args.repeat, n_threads)

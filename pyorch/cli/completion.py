@@ -113,7 +113,7 @@ def _values(option: argparse.Action, typed: str) -> Iterator[str]:
     """Yields known values of an option; for values with commas between them, candidates of the last one."""
     from pyorch.convert import architectures, quantization
     from pyorch.library.choices import policies, predictors
-    from pyorch.settings.device import AUTO, DEVICE_MISSES, NONE
+    from pyorch.settings.device_options import AUTO, DEVICE_MISSES, NONE
     from pyorch.settings.pools import RECOVERIES
     from pyorch.settings.reads import READERS
     from pyorch.settings.substitution import PRESETS

@@ -26,7 +26,7 @@ from pyorch.cli.tables import Facts, Table, show
 from pyorch.errors import PyorchError
 from pyorch.library.choices import listed, predictors
 from pyorch.settings.budget import AUTO
-from pyorch.settings.device import NONE
+from pyorch.settings.device_options import NONE
 from pyorch.settings.kernels import AUTO as AUTO_KERNELS
 from pyorch.settings.kernels import REPACKED
 from pyorch.settings.option import LOSSY

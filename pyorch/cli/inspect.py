@@ -101,7 +101,7 @@ def _share(model_map) -> int | None:
 
 def _plan(model_map) -> tuple[Path | None, str]:
     """Returns the path of the plan beside a model, and why it is refused."""
-    from pyorch.sidecars.plan import default_path, read_plan
+    from pyorch.sidecars.memory_plan import default_path, read_plan
 
     path = default_path(model_map.path)
     if not path.is_file():

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     from pyorch.planning.ranks import use_counts
     from pyorch.runtime.model_map import ModelMap
     from pyorch.sidecars import json_file, packs
-    from pyorch.sidecars import plan as plans
+    from pyorch.sidecars import memory_plan as plans
     from pyorch.sidecars.beside import Sidecars
     from pyorch.traces.divisions import FINALISTS, choose
     from pyorch.traces.file import Trace
@@ -177,7 +177,7 @@ def measured_machine(args: argparse.Namespace, model_map):
     from pyorch.llama.cores import physical_cores
     from pyorch.runtime.decompression import measure_recovery, recovery_threads
     from pyorch.runtime.disk import measure_bandwidth
-    from pyorch.sidecars.plan import Machine
+    from pyorch.sidecars.memory_plan import Machine
 
     # Measured again: the stored value may be of a moment at which files had just been written.
     reading = args.read_bandwidth or measure_bandwidth(model_map, PROBE_SECONDS).bytes_per_second

@@ -499,7 +499,7 @@ def _of_calibration(result: dict) -> str:
 def _is_own(step: Step, path: Path) -> bool:
     """Whether the step wrote this file, which may be damaged, for any model."""
     from pyorch.sidecars import container, json_file
-    from pyorch.sidecars.plan import KIND as PLAN
+    from pyorch.sidecars.memory_plan import KIND as PLAN
     from pyorch.sidecars.tuned_setting import KIND as TUNED
 
     kind = {"plan.json": PLAN, "tuned.json": TUNED}.get(step.made)

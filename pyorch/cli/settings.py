@@ -11,7 +11,7 @@ from typing import Any
 from pyorch.errors import PyorchError
 from pyorch.library.choices import names
 from pyorch.settings.budget import RESIDENT
-from pyorch.settings.device import AUTO, NONE
+from pyorch.settings.device_options import AUTO, NONE
 from pyorch.settings.option import DEVICE, EXPERTS, GROUPS, LONG, LOSSY, Option, options
 from pyorch.settings.settings import Settings
 from pyorch.settings.substitution import PRESETS, Substitution

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import llama_cpp.llama_cpp as llama
 import numpy as np
 
-from pyorch.bench.plan import fits
+from pyorch.bench.bench_plan import fits
 from pyorch.errors import PyorchError
 from pyorch.eval.likelihood import N_BATCH, tokenize
 from pyorch.files import staging

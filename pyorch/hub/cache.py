@@ -12,7 +12,7 @@ from pathlib import Path
 from pyorch.errors import PyorchError
 from pyorch.hub.reference import PREFIX, Candidate, Reference, candidates, choose, name_of
 from pyorch.runtime.model_map import SIDECARS
-from pyorch.sidecars import plan, tuned_setting
+from pyorch.sidecars import memory_plan, tuned_setting
 from pyorch.sidecars.container import default_path
 
 
@@ -207,7 +207,7 @@ def _candidate(revision, candidate: Candidate, repo: str, sizes: dict[str, int])
 
 def _stored(name: str, files: tuple[Path, ...], n_bytes: int) -> Stored:
     beside = {kind: default_path(files[0], kind) for kind in SIDECARS}
-    beside |= {"plan": plan.default_path(files[0]), "tuned": tuned_setting.default_path(files[0])}
+    beside |= {"plan": memory_plan.default_path(files[0]), "tuned": tuned_setting.default_path(files[0])}
     return Stored(name, files, n_bytes, {kind: path for kind, path in beside.items() if path.is_file()})
 
 

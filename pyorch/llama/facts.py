@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Header:
-    """The sizes that a model's file states, in bytes. header_of() in pyorch.llama.device reads them.
+    """The sizes that a model's file states, in bytes. header_of() in pyorch.llama.device_parameters reads them.
 
     Attributes:
         info, layers: As in the model map. If a pack is attached, slots are laid out for it.

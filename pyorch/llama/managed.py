@@ -16,9 +16,9 @@ from pyorch.errors import DeviceError, ExpertReadError, FormatError, PyorchError
 from pyorch.library.bindings import decode_error
 from pyorch.llama import logs, memory, warm
 from pyorch.llama.apply import apply_prefetch, apply_substitution, set_uses
-from pyorch.llama.device import devices_of, set_placement
+from pyorch.llama.device_parameters import devices_of, set_placement
 from pyorch.llama.division import Division
-from pyorch.llama.plan import EnginePlan
+from pyorch.llama.engine_plan import EnginePlan
 from pyorch.llama.survey import make_plan
 from pyorch.runtime import fatal
 from pyorch.runtime.callbacks import raise_held
@@ -27,7 +27,7 @@ from pyorch.runtime.engine import Engine
 from pyorch.runtime.mirrors import add_mirrors
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import RESIDENT
-from pyorch.settings.device import NONE, PROCESSOR, device_names
+from pyorch.settings.device_options import NONE, PROCESSOR, device_names
 from pyorch.settings.kernels import STOCK
 from pyorch.settings.pools import RECOVERIES, Pools
 from pyorch.settings.settings import Settings

@@ -12,7 +12,7 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.settings import Settings
 from pyorch.sidecars import packs
 from pyorch.sidecars.beside import Sidecars
-from pyorch.sidecars.plan import Machine, Reserve, default_path, new_planner
+from pyorch.sidecars.memory_plan import Machine, Reserve, default_path, new_planner
 
 # Of an unmeasured disk: a model that is too small to measure it is read soon at any speed.
 _BYTES_PER_SECOND = 1e9

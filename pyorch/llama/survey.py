@@ -12,12 +12,12 @@ from pyorch import files
 from pyorch.errors import FormatError, PyorchError
 from pyorch.llama import cores, measure, memory, warm
 from pyorch.llama.apply import find_buddies, find_ghosts, speculative
-from pyorch.llama.device import devices_of, header_of, set_placement
+from pyorch.llama.device_parameters import devices_of, header_of, set_placement
+from pyorch.llama.device_placement import Placement
 from pyorch.llama.division import NARROW_UBATCH, MemoryLimit
+from pyorch.llama.engine_plan import Contents, EnginePlan, plan
 from pyorch.llama.facts import Facts, Header, Request, settle
 from pyorch.llama.layouts import LayoutRates
-from pyorch.llama.placement import Placement
-from pyorch.llama.plan import Contents, EnginePlan, plan
 from pyorch.runtime.devices import Device, find_devices, rates_of
 from pyorch.runtime.disk import reads_for
 from pyorch.runtime.layouts import layout_rates

@@ -18,7 +18,7 @@ from pyorch.errors import PyorchError
 from pyorch.library.bindings import call, check, ffi, lib, string
 from pyorch.runtime import fatal, kept
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.device import AUTO, REMOTE, device_names
+from pyorch.settings.device_options import AUTO, REMOTE, device_names
 
 _SOON_SECONDS = 2.0  # a free device of another process answers faster
 _DIGITS = 3  # significant digits of a measured rate

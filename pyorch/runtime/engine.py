@@ -29,7 +29,7 @@ from pyorch.runtime.statistics import (
     read,
 )
 from pyorch.settings.budget import Budget
-from pyorch.settings.device import DEVICE_MISSES, PROCESSOR
+from pyorch.settings.device_options import DEVICE_MISSES, PROCESSOR
 from pyorch.settings.pools import Pools
 from pyorch.settings.reads import READERS, Reads
 from pyorch.settings.rows import ROW_TYPES

@@ -14,10 +14,10 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError
 from pyorch.llama import cores, memory
-from pyorch.llama.device import NO_TENSOR
+from pyorch.llama.device_parameters import NO_TENSOR
 from pyorch.runtime.devices import Devices
 from pyorch.serve.library import chat_page, ffi, lib
-from pyorch.settings.device import NONE, REMOTE, device_names
+from pyorch.settings.device_options import NONE, REMOTE, device_names
 from pyorch.settings.settings import MAX_THREADS, MAX_TOKENS
 from pyorch.sizes import MiB
 
@@ -170,7 +170,7 @@ class Flags:
         """Puts dense layers on the devices, as `params` says.
 
         Args:
-            name: The devices, as pyorch.settings.device reads them.
+            name: The devices, as pyorch.settings.device_options reads them.
             devices: The devices that compute, None for the processor.
             params: The parameters of the model.
         """

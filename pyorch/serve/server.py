@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 import llama_cpp.llama_cpp as llama
 
 from pyorch.errors import PyorchError, one_line
-from pyorch.llama import cores, device, following, logs, measure, memory
+from pyorch.llama import cores, device_parameters, following, logs, measure, memory
 from pyorch.llama.context_plan import CTX_STEP, check_context, check_ubatch, default_ubatch, plan_context, plan_devices
 from pyorch.llama.managed import ManagedModel, loading
 from pyorch.llama.schemas import check_schema
@@ -38,7 +38,7 @@ from pyorch.serve.residency import Residency
 from pyorch.serve.routes import Answer, Request, Routes, as_json, first_answer, own
 from pyorch.serve.vocabulary import TokenizerRoutes
 from pyorch.settings.budget import AUTO, RESIDENT, Budget
-from pyorch.settings.device import NONE
+from pyorch.settings.device_options import NONE
 from pyorch.settings.settings import Settings
 from pyorch.sizes import counted, format_bytes
 
@@ -114,7 +114,7 @@ def serve(
                 slots = _choose_slots(path, settings, server) if chooses_slots else ""
                 with planned(path, settings, server, placed) as record:
                     if record.devices is not None and not began_again:
-                        connections.enter_context(device.connected(record.devices))
+                        connections.enter_context(device_parameters.connected(record.devices))
                     concurrency = Concurrency.of(record.map.layers, server.n_slots)
                     prompts = Prompts(record, server, prompt_cache)
                     watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside,

@@ -14,7 +14,7 @@ from pyorch.settings.budget import AUTO, Budget
 from pyorch.settings.cpus import ANY as CPUS_ANY
 from pyorch.settings.cpus import AUTO as CPUS_AUTO
 from pyorch.settings.cpus import cpu_list, cpu_numbers
-from pyorch.settings.device import MAX_AHEAD, NONE, device_misses, device_name, vram_budget
+from pyorch.settings.device_options import MAX_AHEAD, NONE, device_misses, device_name, vram_budget
 from pyorch.settings.kernels import AUTO as AUTO_KERNELS
 from pyorch.settings.kernels import kernels
 from pyorch.settings.mirrors import MAX_MIRRORS, Mirrors

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pyorch.sidecars.buddies import Buddies
     from pyorch.sidecars.ghosts import Ghosts
     from pyorch.sidecars.history import ExpertMaps
-    from pyorch.sidecars.plan import Plan
+    from pyorch.sidecars.memory_plan import Plan
     from pyorch.sidecars.predictor import PredictorFile
 
 
@@ -58,7 +58,7 @@ class Sidecars:
     @cached_property
     def plan(self) -> Plan | None:
         """The division of memory among forms of experts, or None."""
-        from pyorch.sidecars.plan import default_path, read_plan
+        from pyorch.sidecars.memory_plan import default_path, read_plan
 
         path = default_path(self.map.path)
         return read_plan(path, self.map) if path.is_file() else None

@@ -12,7 +12,7 @@ from pyorch.planning.ranks import fading_uses, use_counts
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import NONE, Prefetch
-from pyorch.sidecars.plan import Machine
+from pyorch.sidecars.memory_plan import Machine
 from pyorch.traces.recording import Recording
 from pyorch.traces.replay import ReplaySettings, replay
 

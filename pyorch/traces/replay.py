@@ -21,7 +21,7 @@ from pyorch.runtime.engine import Engine
 from pyorch.runtime.model_map import ModelMap
 from pyorch.runtime.statistics import Stats, ratio
 from pyorch.settings.budget import Budget
-from pyorch.settings.device import DEVICE_MISSES, PROCESSOR
+from pyorch.settings.device_options import DEVICE_MISSES, PROCESSOR
 from pyorch.settings.pools import Pools
 from pyorch.settings.prefetch import AUTO, DISTANCE, NONE, Prefetch
 from pyorch.settings.settings import Settings

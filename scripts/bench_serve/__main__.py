@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pyorch.bench import plan, rounds, table
+from pyorch.bench import bench_plan, rounds, table
 from pyorch.cli.numbers import number, whole
 from pyorch.cli.options import add_model, check_readable, print_json
 from pyorch.cli.progress import Progress
@@ -106,16 +106,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ways(args: argparse.Namespace, settings: dict, info: object) -> list[Served]:
-    limit = plan.limit_of(plan.read_limit(args.memory_limit), info)
+    limit = bench_plan.limit_of(bench_plan.read_limit(args.memory_limit), info)
     configs = []
     for budget in listed(args, "budget") or (AUTO,):
         if budget.amount is not None:
             budget.resolve(info)
-        configs.append(plan.budget_config(Settings(budget=budget, **settings), *limit))
+        configs.append(bench_plan.budget_config(Settings(budget=budget, **settings), *limit))
     if args.baseline == "mmap":
-        configs.append(plan.mmap_config(*limit))
+        configs.append(bench_plan.mmap_config(*limit))
     if args.baseline == "stock":
-        configs.append(plan.STOCK)
+        configs.append(bench_plan.STOCK)
     return [Served(config, slots) for config in configs for slots in args.np]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pyorch.bench import rounds
 from pyorch.bench.job import ENGINE, UNMANAGED, Config
-from pyorch.bench.processes import memory_group
+from pyorch.bench.surroundings import memory_group
 from pyorch.errors import PyorchError
 from pyorch.runtime import disk
 from pyorch.settings.budget import RESIDENT

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pyorch import ports
-from pyorch.bench.processes import MemoryGroup
+from pyorch.bench.surroundings import MemoryGroup
 from pyorch.errors import PyorchError
 from pyorch.processes import end_with, started
 

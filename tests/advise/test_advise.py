@@ -19,9 +19,9 @@ from ggufs import write_moe_model
 from processes import HANG_SECONDS
 
 from pyorch import files
-from pyorch.advise import device as where
+from pyorch.advise import device_estimate as where
 from pyorch.advise import machine
-from pyorch.advise.device import DeviceSpeed, given
+from pyorch.advise.device_estimate import DeviceSpeed, given
 from pyorch.advise.estimates import Estimator
 from pyorch.advise.gains import gains
 from pyorch.advise.machine import Compute

@@ -17,11 +17,11 @@ import pytest
 from devices import DeviceProcess
 from processes import HANG_SECONDS, is_alive
 
-from pyorch.bench import plan, processes, table
+from pyorch.bench import bench_plan, surroundings, table
 from pyorch.bench.job import ENGINE, Config, Job, Measurement, Phase, Text
-from pyorch.bench.processes import busy_processes, memory_group
 from pyorch.bench.rounds import Results, Run
 from pyorch.bench.summary import TextChange, ratio, summarize, text_change
+from pyorch.bench.surroundings import busy_processes, memory_group
 from pyorch.bench.table import bandwidth
 from pyorch.cli import main
 from pyorch.errors import PyorchError
@@ -112,13 +112,13 @@ def test_a_device_has_columns_of_its_own_and_no_roofline_of_the_processor(
     assert budget["decode_roofline"] is None and resident["decode_roofline"] == 1
 
     assert main(arguments) == 2 and "no device can be reached" in capfd.readouterr().err, "before anything is measured"
-    assert "device hits" not in table.table([summarize(Results((), ()), plan.RESIDENT, None)])[0]
+    assert "device hits" not in table.table([summarize(Results((), ()), bench_plan.RESIDENT, None)])[0]
     columns, (row,) = table.table([replace(
-        summarize(Results((), ()), replace(plan.RESIDENT, settings=Settings(device="auto")), None), n_rounds=1,
+        summarize(Results((), ()), replace(bench_plan.RESIDENT, settings=Settings(device="auto")), None), n_rounds=1,
         decode_device_hit_rate=0.25, decode_device_bytes_per_token=MiB / 2, device_used_bytes=3 * MiB)])
     assert dict(zip(columns, row))["device hits"] == "25%"
     assert row[-2:] == ("0.5", "3") and columns[-2:] == ("uploaded MiB/token", "device MiB")
-    ahead = replace(plan.RESIDENT, settings=Settings(device="auto", prefetch="quasi-hidden", device_ahead=2))
+    ahead = replace(bench_plan.RESIDENT, settings=Settings(device="auto", prefetch="quasi-hidden", device_ahead=2))
     columns, (row,) = table.table([replace(summarize(Results((), ()), ahead, None), n_rounds=1,
                                            decode_device_ahead_precision=0.75)])
     assert dict(zip(columns, row))["forecasts right"] == "75%"
@@ -134,8 +134,8 @@ def test_busy_processes_stand_beside_each_run_and_in_its_label(small_moe: Path, 
 
 def test_what_is_measured_beside_busy_processes_is_compared_with_itself_alone(small_moe: Path):
     with ModelMap(small_moe) as model_map:
-        asked = plan.Plan(budgets=(BUDGET.settings.budget,), busy=(0, 2))
-        configs, pairs = plan.configurations(asked, model_map.info)
+        asked = bench_plan.Plan(budgets=(BUDGET.settings.budget,), busy=(0, 2))
+        configs, pairs = bench_plan.configurations(asked, model_map.info)
     labels = ("budget 40%", "budget 40%, beside 2 busy processes")
     assert [(config.label, config.n_busy) for config in configs[2:]] == list(zip(labels, (0, 2)))
     results = Results(tuple(run_of(config, 1.0 + config.n_busy) for config in configs), ())
@@ -145,9 +145,9 @@ def test_what_is_measured_beside_busy_processes_is_compared_with_itself_alone(sm
 
 def test_orders_of_recovery_are_compared_in_each_round(small_moe: Path):
     with ModelMap(small_moe) as model_map:
-        asked = plan.Plan(budgets=(BUDGET.settings.budget,),
+        asked = bench_plan.Plan(budgets=(BUDGET.settings.budget,),
                           compared={"recovery": ("kernels", "affinity", "exponents-first")})
-        configs, _ = plan.configurations(asked, model_map.info)
+        configs, _ = bench_plan.configurations(asked, model_map.info)
     assert [(config.label, config.settings.recovery) for config in configs[1:]] == [
         (f"budget 40%, recovery {order}", order) for order in ("kernels", "affinity", "exponents-first")]
 
@@ -155,8 +155,8 @@ def test_orders_of_recovery_are_compared_in_each_round(small_moe: Path):
 def test_lossy_settings_stand_behind_the_lossless_one(small_moe: Path):
     lossy = tuple(Settings(substitution=lossy_setting) for lossy_setting in ("mode=none,miss=drop", "mode=random"))
     with ModelMap(small_moe) as model_map:
-        asked = plan.Plan(Settings(policy="lru"), lossy, tuple(map(Budget.parse, ("40%", "30%"))))
-        configs, pairs = plan.configurations(asked, model_map.info)
+        asked = bench_plan.Plan(Settings(policy="lru"), lossy, tuple(map(Budget.parse, ("40%", "30%"))))
+        configs, pairs = bench_plan.configurations(asked, model_map.info)
     assert [config.label for config in configs[1:]] == [
         f"budget {budget}{change}" for budget in ("40%", "30%") for change in (
             "", ", lossy mode=none,miss=drop", ", lossy mode=random")]
@@ -164,8 +164,8 @@ def test_lossy_settings_stand_behind_the_lossless_one(small_moe: Path):
     assert all(config.settings.policy == "lru" for config in configs[1:])
     (tuned,) = (
         configuration
-        for configuration in plan.configurations(
-            plan.Plan(Settings(), (Settings(tuned="a.json"),), (Budget.parse("40%"),)), model_map.info
+        for configuration in bench_plan.configurations(
+            bench_plan.Plan(Settings(), (Settings(tuned="a.json"),), (Budget.parse("40%"),)), model_map.info
         )[0]
         if configuration.lossy
     )
@@ -298,8 +298,8 @@ def test_the_next_group_removes_those_of_benchmarks_that_were_killed():
 def test_memory_limit_is_refused_where_no_group_can_be_made(
     small_moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(processes, "V1_ROOT", tmp_path / "absent")
-    monkeypatch.setattr(processes, "V2_ROOT", tmp_path / "absent")
+    monkeypatch.setattr(surroundings, "V1_ROOT", tmp_path / "absent")
+    monkeypatch.setattr(surroundings, "V2_ROOT", tmp_path / "absent")
     assert main(["bench", str(small_moe), "--memory-limit", "1GiB"]) == 2
     assert "without --memory-limit" in capfd.readouterr().err
 
@@ -356,7 +356,7 @@ def test_bandwidth_is_measured_on_the_experts(small_moe: Path):
 
 # Arithmetic, on runs that never took place: 10 tokens each.
 
-RESIDENT = plan.RESIDENT
+RESIDENT = bench_plan.RESIDENT
 BUDGET = Config("budget 40%", ENGINE, Settings(budget="40%"))
 
 

@@ -29,7 +29,7 @@ from pyorch.settings.prefetch import Prefetch
 from pyorch.settings.reads import Reads
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.history import ExpertMaps
-from pyorch.sidecars.plan import Machine, Reserve, default_path, new_planner, read_plan
+from pyorch.sidecars.memory_plan import Machine, Reserve, default_path, new_planner, read_plan
 from pyorch.sidecars.predictor import PredictorFile
 from pyorch.traces.divisions import choose
 from pyorch.traces.file import Trace, TraceHeader, TraceWriter

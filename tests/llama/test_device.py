@@ -28,12 +28,12 @@ import pyorch
 from pyorch.cli.verify import sentence
 from pyorch.errors import PyorchError
 from pyorch.eval.verify import verify
-from pyorch.llama import division, logs, measure, plan
+from pyorch.llama import division, engine_plan, logs, measure
 from pyorch.llama.context import Context
 from pyorch.llama.context_plan import plan_devices
+from pyorch.llama.device_placement import LEAST_PROMPT
 from pyorch.llama.managed import find
 from pyorch.llama.model import Model
-from pyorch.llama.placement import LEAST_PROMPT
 from pyorch.runtime import fatal
 from pyorch.runtime.devices import Device as RuntimeDevice
 from pyorch.runtime.devices import find_device, rates_of
@@ -63,8 +63,8 @@ def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(autouse=True)
 def prompts_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through areas, however slow the device is beside this processor."""
-    monkeypatch.setattr(plan, "prompt_tokens_of", lambda *_: LEAST_PROMPT)
-    monkeypatch.setattr(plan, "misses_of", lambda settings, *_: (settings.device_misses or "processor", ""))
+    monkeypatch.setattr(engine_plan, "prompt_tokens_of", lambda *_: LEAST_PROMPT)
+    monkeypatch.setattr(engine_plan, "misses_of", lambda settings, *_: (settings.device_misses or "processor", ""))
 
 
 @pytest.fixture

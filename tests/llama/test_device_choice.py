@@ -17,10 +17,10 @@ from pyorch.cli.settings import with_device
 from pyorch.errors import BudgetError
 from pyorch.llama import managed, memory, survey
 from pyorch.llama.context import Context
-from pyorch.llama.device import header_of
+from pyorch.llama.device_parameters import header_of
+from pyorch.llama.device_placement import Placement
 from pyorch.llama.interception import find
 from pyorch.llama.model import Model
-from pyorch.llama.placement import Placement
 from pyorch.runtime import devices
 from pyorch.runtime.devices import Device, Devices, find_device, find_devices
 from pyorch.runtime.model_map import ModelMap

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from models import small_model
 from processes import HANG_SECONDS
 
-from pyorch.bench.processes import MemoryGroup, memory_group
+from pyorch.bench.surroundings import MemoryGroup, memory_group
 from pyorch.errors import PyorchError
 from pyorch.llama import managed, memory
 from pyorch.llama.following import LEAST_PERIOD, MOST_PERIOD, QUIET_SECONDS, Follower, Look

@@ -17,16 +17,16 @@ import pytest
 from architectures import Zoo
 from ghost_layers import random_ghosts
 
-import pyorch.llama.plan as planning
+import pyorch.llama.engine_plan as planning
 from pyorch.cli import settings as flags
 from pyorch.errors import BudgetError, PyorchError
+from pyorch.llama.device_placement import NO_PROMPT, Placement
 from pyorch.llama.division import Division, MemoryLimit, Room, device_margin, divide
+from pyorch.llama.engine_plan import Contents, EnginePlan, plan
 from pyorch.llama.facts import Facts, Header, Request, questions, settle
 from pyorch.llama.layouts import LayoutRates
 from pyorch.llama.managed import build
 from pyorch.llama.measure import ContextSizes
-from pyorch.llama.placement import NO_PROMPT, Placement
-from pyorch.llama.plan import Contents, EnginePlan, plan
 from pyorch.llama.survey import make_plan
 from pyorch.planning.makespan import Delays
 from pyorch.planning.planner import LayerCosts, Planner, Split

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from pyorch.bench.bench_plan import RESIDENT
 from pyorch.bench.job import ENGINE, UNMANAGED, Config, Measurement, Phase
-from pyorch.bench.plan import RESIDENT
 from pyorch.bench.rounds import Results, Run
 from pyorch.settings.settings import Settings
 from pyorch.sizes import GiB

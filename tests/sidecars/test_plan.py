@@ -22,8 +22,8 @@ from pyorch.runtime.model_map import ModelMap
 from pyorch.sidecars import container, packs
 from pyorch.sidecars.beside import Sidecars
 from pyorch.sidecars.history import ExpertMaps
+from pyorch.sidecars.memory_plan import Machine, Plan, Reserve, default_path, layer_costs, read_plan, write_plan
 from pyorch.sidecars.packs import part_sizes
-from pyorch.sidecars.plan import Machine, Plan, Reserve, default_path, layer_costs, read_plan, write_plan
 
 ROOT = Path(__file__).parents[2]
 

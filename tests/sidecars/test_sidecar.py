@@ -15,7 +15,7 @@ from mutations import anatomy, nested, set_metadata
 
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
-from pyorch.sidecars import container, plan
+from pyorch.sidecars import container, memory_plan
 
 METADATA = {"name": "Ünï", "count": 1 << 40, "share": 0.1, "layers": [1, 2, 70000], "words": ["a", "b"]}
 ARRAYS = {
@@ -41,7 +41,7 @@ def test_what_is_written_beside_a_model_is_found_there_whatever_its_name(
         assert path.parent == tmp_path and path != tmp_path / name and model_map.sidecars() == {}
         path.touch()
         assert model_map.sidecars() == {"maps": path}
-    assert plan.default_path(tmp_path / name).name == path.name.replace(".maps.gguf", ".plan.json")
+    assert memory_plan.default_path(tmp_path / name).name == path.name.replace(".maps.gguf", ".plan.json")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pyorch.planning.ranks import inclusion_by_rank
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget
 from pyorch.settings.pools import Pools
-from pyorch.sidecars.plan import Machine, Reserve, new_planner
+from pyorch.sidecars.memory_plan import Machine, Reserve, new_planner
 from pyorch.sizes import MiB
 from pyorch.traces.divisions import FINALISTS, choose
 from pyorch.traces.file import Trace

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch import pictures
-from pyorch.bench.plan import read_limit
+from pyorch.bench.bench_plan import read_limit
 from pyorch.cli.numbers import number, rate, whole
 from pyorch.cli.options import add_model, check_readable, print_json
 from pyorch.cli.plan import measured_machine

@@ -15,7 +15,7 @@ from pyorch import pictures
 from pyorch.cli.options import add_model
 from pyorch.planning.makespan import POOLS
 from pyorch.sidecars import packs
-from pyorch.sidecars.plan import Reserve, default_path, new_planner, read_plan
+from pyorch.sidecars.memory_plan import Reserve, default_path, new_planner, read_plan
 from scripts.papers import program
 
 if TYPE_CHECKING:

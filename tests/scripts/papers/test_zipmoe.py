@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from models import CHECKPOINT
 
-from pyorch.bench.processes import memory_group
+from pyorch.bench.surroundings import memory_group
 from pyorch.convert import pack as packing
 from pyorch.errors import FormatError, PyorchError
 from pyorch.runtime.model_map import ModelMap
 from pyorch.settings.budget import Budget
 from pyorch.sidecars import container, packs
-from pyorch.sidecars.plan import Machine
+from pyorch.sidecars.memory_plan import Machine
 from pyorch.sizes import Amount, MiB
 from pyorch.traces.file import Trace, TraceHeader, TraceWriter
 from scripts.papers.zipmoe import caching, measure, plots, report

@@ -11,12 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pyorch.errors import BudgetError, PyorchError
+from pyorch.llama.device_placement import LEAST_PROMPT, Placement, misses_of, place, prompt_tokens_of, whole_model
 from pyorch.llama.division import Division, budget_beside
 from pyorch.llama.facts import Facts, Header
 from pyorch.llama.layouts import Layout, check_layout, choose_layout
-from pyorch.llama.placement import LEAST_PROMPT, Placement, misses_of, place, prompt_tokens_of, whole_model
 from pyorch.settings.budget import AUTO, RESIDENT, Budget
-from pyorch.settings.device import PROCESSOR
+from pyorch.settings.device_options import PROCESSOR
 from pyorch.settings.kernels import PLAIN
 from pyorch.settings.pools import KERNELS
 from pyorch.settings.prefetch import Prefetch

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from pyorch.advise.machine import Compute
 from pyorch.errors import PyorchError
-from pyorch.llama.device import bias_bytes, header_of
+from pyorch.llama.device_parameters import bias_bytes, header_of
 from pyorch.llama.division import WIDE_UBATCH, device_margin
 from pyorch.runtime.devices import find_devices, rates_of
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.device import AUTO
+from pyorch.settings.device_options import AUTO
 from pyorch.sizes import format_bytes
 from pyorch.traces.replay import token_bytes
 

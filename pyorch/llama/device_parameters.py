@@ -10,11 +10,11 @@ import llama_cpp.llama_cpp as llama
 
 from pyorch import _libs
 from pyorch.errors import PyorchError
+from pyorch.llama.device_placement import Placement
 from pyorch.llama.facts import Header
-from pyorch.llama.placement import Placement
 from pyorch.runtime.devices import Devices
 from pyorch.runtime.model_map import ModelMap
-from pyorch.settings.device import MAX_DEVICES
+from pyorch.settings.device_options import MAX_DEVICES
 
 NO_TENSOR = "^$"  # a rule of llama.cpp that matches no tensor's name
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pyorch.llama.division import WIDE_UBATCH, device_margin
 from pyorch.llama.facts import Facts, Header
 from pyorch.settings.budget import AUTO as BUDGET_AUTO
-from pyorch.settings.device import AUTO, NONE, PROCESSOR, UPLOAD
+from pyorch.settings.device_options import AUTO, NONE, PROCESSOR, UPLOAD
 from pyorch.settings.settings import Settings
 from pyorch.sizes import MiB
 
