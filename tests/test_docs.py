@@ -22,7 +22,7 @@ HOMES = (ROOT, ROOT / "docs", ROOT / "pyorch", ROOT / "native/include", ROOT / "
 
 # Pages for users, whose commands are run. The others say how figures were made, in hours and with gigabytes.
 RUN = ("quickstart.md", "how-to/advise.md", "how-to/packs.md", "how-to/prepare.md", "how-to/python.md",
-       "how-to/lossy.md", "how-to/prefetch.md")
+       "how-to/lossy.md", "how-to/prefetch.md", "how-to/disk.md", "how-to/limit-memory.md")
 CHEAP = RUN[0]  # run always
 
 
