@@ -134,4 +134,6 @@ def end(name: str, process: subprocess.Popen, why: str) -> None:
 
 
 def say(sentence: str) -> None:
-    print(f"pyorch: {one_line(sentence)}", file=sys.stderr, flush=True)
+    """Prints a line to stderr. print() writes the end of the line by itself, so lines of several threads would mix."""
+    sys.stderr.write(f"pyorch: {one_line(sentence)}\n")
+    sys.stderr.flush()

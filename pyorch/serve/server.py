@@ -390,4 +390,5 @@ class _Watch(threading.Thread):
 
     @staticmethod
     def _say(sentence: str) -> None:
-        print(f"pyorch: {one_line(sentence)}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"pyorch: {one_line(sentence)}\n")  # at once: other threads write lines, too
+        sys.stderr.flush()

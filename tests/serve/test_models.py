@@ -264,7 +264,7 @@ def test_a_name_with_line_ends_is_served_and_new_files_are_found(start, small_mo
     (tmp_path / "other.gguf").unlink()
     assert states(server)["other"] == "loaded"
     log = server.log.read_text()
-    assert all(line.startswith("pyorch: ") for line in log.splitlines()) and "\x1b" not in log
+    assert all(line.startswith("pyorch: ") for line in log.splitlines()) and "\x1b" not in log, log
     assert r"loaded a\nb\x1b[2J in " in log
 
 

@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PROGRAMS = sorted(path for path in (*(ROOT / "scripts/papers").rglob("*.py"), ROOT / "scripts/bench_disks.py",
-                             ROOT / "scripts/bench_goals.py", ROOT / "scripts/bench_scale.py",
+                             ROOT / "scripts/bench_goals.py", ROOT / "scripts/bench_neighbour.py",
+                             ROOT / "scripts/bench_scale.py",
                              ROOT / "scripts/bench_serve/__main__.py",
                              ROOT / "scripts/make_wheel.py", ROOT / "scripts/replay.py",
                              ROOT / "scripts/routes_to_trace.py", ROOT / "scripts/write_reference.py",
