@@ -176,11 +176,12 @@ def _divide(managed: ManagedModel, params: llama.llama_context_params, widest: i
 
         survey = SimpleNamespace(context_sizes=context_sizes, device_memory=Device.memory)
         found = settle(partial(divide, plan.settings, devices, before, room), Facts(plan.header), survey)
-    managed.division = found
-    if plan.automatic:
-        engine.set_budget(found.budget)
-        if found.planner is not None:
-            engine.set_pools(found.pools)
+    with managed.in_use:  # else the budget could follow free memory between the lines
+        managed.division = found
+        if plan.automatic:
+            engine.set_budget(found.budget)
+            if found.planner is not None:
+                engine.set_pools(found.pools)
     is_automatic = plan.settings.vram_budget == AUTO
     for i, (given, n_bytes) in enumerate(zip(before.devices, () if before.is_final else found.devices)):
         if is_automatic or n_bytes < given:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -16,17 +17,30 @@ class ControlGroup:
     v1: bool
 
 
+def read(path: Path) -> str | None:
+    """Returns the text of a file of the kernel, None if it does not exist or may not be read.
+
+    Raises:
+        OSError: This process, or the system, has too many open files: the file may exist.
+    """
+    try:
+        return path.read_text()
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None
+
+
 def of_process(controller: str, root: Path = Path("/")) -> Iterator[ControlGroup]:
     """Yields the groups that may limit this process by a controller such as memory.
 
     These are its own group and each ancestor that is mounted. Tests pass a root with its own proc and sys.
+
+    Raises:
+        OSError: As read().
     """
-    try:
-        memberships = (root / "proc/self/cgroup").read_text().splitlines()
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-    except OSError:
-        return
-    for membership in memberships:
+    memberships, mounts = read(root / "proc/self/cgroup"), (read(root / "proc/self/mountinfo") or "").splitlines()
+    for membership in (memberships or "").splitlines():
         _, controllers, path = membership.split(":", 2)
         v1 = controller in controllers.split(",")
         if not v1 and controllers:

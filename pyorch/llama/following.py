@@ -15,13 +15,15 @@ Nothing follows while a lossy setting is on, because lossy answers depend on the
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass, replace
 
-from pyorch.errors import BudgetError, PyorchError
+from pyorch.errors import BudgetError, one_line
 from pyorch.llama import memory
 from pyorch.llama.managed import ManagedModel
+from pyorch.runtime import fatal
 from pyorch.sizes import format_bytes
 
 LEAST_PERIOD, MOST_PERIOD = 0.05, 0.5  # seconds between two looks at the memory
@@ -128,11 +130,7 @@ class _Followed:
         available = limit.free_bytes - _mapped_bytes(model) - to_come
         wanted = self.follower.next(
             Look(now, stats.budget_bytes, available, limit.margin_bytes, limit.limit_bytes, pressed))
-        if wanted is not None:
-            try:
-                model.set_budget(wanted)
-            except BudgetError:  # pinned experts, or the minima of layers, need more
-                return
+        if wanted is not None and _set_budget(model, wanted):
             self._moved_at, self._moves_since = now, self._moves_since or now
         is_settled = self._moved_at is not None and now - self._moved_at > 1.5 * QUIET_SECONDS
         if is_settled:
@@ -160,6 +158,25 @@ def _mapped_bytes(model: ManagedModel) -> int:
     return max(0, memory.resident_bytes("RssFile") - model.mapped_before)
 
 
+def _set_budget(model: ManagedModel, wanted: int) -> bool:
+    """Changes the budget. If pinned experts or the minima of layers need more, finds a budget just above theirs.
+
+    Returns:
+        False if the budget stays.
+    """
+    before = works = model.budget_bytes()
+    refused = None
+    while True:
+        try:
+            model.set_budget(wanted)
+            works = wanted
+        except BudgetError:
+            refused = wanted
+        if refused is None or works - refused <= before // 64:
+            return works != before
+        wanted = (works + refused) // 2
+
+
 class _Thread:
     """Looks at the memory for all models of the process, while it has models whose budget follows."""
 
@@ -173,7 +190,8 @@ class _Thread:
         with self._changed:
             others = [followed for followed in self._followed if followed.model is not model]
             limit = memory.memory_limit()
-            self._followed = [*others, _Followed(model, _limit_for(model, limit, [f.model for f in others]))]
+            limit = _without_promised(limit, [followed.model for followed in others])
+            self._followed = [*others, _Followed(model, _with_used(limit, model))]
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="pyorch-budget", daemon=True)
                 self._thread.start()
@@ -183,12 +201,14 @@ class _Thread:
         while True:
             now = time.monotonic()
             if now - found_at > _FIND_SECONDS:
-                limits, found_at = memory.MemoryLimits(), now
+                with contextlib.suppress(OSError):  # too many open files: the known limits still hold
+                    limits, found_at = memory.MemoryLimits(), now
             pressed = pressure.is_high(limits, now)
             with self._changed:
                 followed = sorted(self._followed, key=lambda each: -each.model.division.budget)
             for each in followed:
-                if not self._step(each, limits, [other.model for other in followed if other is not each], pressed):
+                others = [other.model for other in followed if other is not each]
+                if not self._step(each, limits, others, pressed):
                     with self._changed:
                         self._followed = [other for other in self._followed if other is not each]
             with self._changed:
@@ -196,18 +216,24 @@ class _Thread:
                     self._thread = None
                     return
                 period = min(each.follower.period() for each in self._followed)
-            del followed, each  # a freed model must not be kept while the thread sleeps
+            del followed, each, others  # a freed model must not be kept while the thread sleeps
             time.sleep(period)
 
     @staticmethod
     def _step(each: _Followed, limits: memory.MemoryLimits, others: list[ManagedModel], pressed: bool) -> bool:
-        """Returns False if the model was freed."""
-        with each.model.in_use:
-            try:
+        """Returns False if the budget no longer follows: the model was freed, or the engine failed."""
+        try:
+            limit = _without_promised(limits.tightest(), others)
+            with each.model.in_use:
+                if each.model.is_closed:
+                    return False
                 if each.model.follows():
-                    each.step(_limit_for(each.model, limits.tightest(), others), pressed, time.monotonic())
-            except PyorchError:  # the engine was closed, or this process was forked
-                return False
+                    each.step(_with_used(limit, each.model), pressed, time.monotonic())
+        except OSError:  # too many open files: the next look may read the memory
+            return True
+        except Exception as error:
+            fatal.notice(f"note: the budget stays as it is, and follows free memory no longer: {one_line(str(error))}")
+            return False
         return True
 
 
@@ -225,16 +251,20 @@ class _Pressure:
         return self._is_high
 
 
-def _limit_for(model: ManagedModel, limit: memory.MemoryLimit, others: list[ManagedModel]) -> memory.MemoryLimit:
-    """Adds the memory of the model's experts to the free bytes, and subtracts what other models may still take."""
-    free = limit.free_bytes + model.engine.stats().used_bytes
+def _without_promised(limit: memory.MemoryLimit, others: list[ManagedModel]) -> memory.MemoryLimit:
+    """Subtracts from the free bytes the memory that the experts of other models may still take."""
+    free = limit.free_bytes
     for other in others:
-        try:
-            stats = other.engine.stats()
-        except PyorchError:  # freed in the meantime
-            continue
-        free -= max(0, stats.budget_bytes - stats.used_bytes)
+        with other.in_use:
+            if not other.is_closed:
+                stats = other.engine.stats()
+                free -= max(0, stats.budget_bytes - stats.used_bytes)
     return replace(limit, free_bytes=free)
+
+
+def _with_used(limit: memory.MemoryLimit, model: ManagedModel) -> memory.MemoryLimit:
+    """Adds the memory of the model's experts to the free bytes."""
+    return replace(limit, free_bytes=limit.free_bytes + model.engine.stats().used_bytes)
 
 
 _thread = _Thread()
@@ -246,4 +276,7 @@ def follow(model: ManagedModel) -> None:
     Call it after each new context: the memory of the context may not be written yet.
     """
     if model.may_follow and memory.is_known():
-        _thread.add(model)
+        try:
+            _thread.add(model)
+        except OSError as error:
+            fatal.notice(f"note: the budget does not follow free memory, which cannot be read: {error.strerror}")

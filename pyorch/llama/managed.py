@@ -230,6 +230,11 @@ class ManagedModel:
                 self.engine.close()
 
     @property
+    def is_closed(self) -> bool:
+        """Whether the engine was freed, or belongs to the process from which this one was forked."""
+        return self.engine is None or self.engine.is_closed
+
+    @property
     def unmanaged(self) -> str:
         """Why pyorch does not manage its experts, in a sentence. "": it does, or the settings forbid it."""
         if not self.map.layers:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pyorch.llama import control_groups
+from pyorch.llama.control_groups import read
 from pyorch.llama.division import MemoryLimit
 from pyorch.sizes import Amount, KiB
 
@@ -27,11 +28,21 @@ class MemoryLimits:
     """The limits on this process, found once and read often: finding them takes longer than reading them."""
 
     def __init__(self, root: Path = Path("/")) -> None:
+        """Raises OSError: this process, or the system, has too many open files."""
         self._root = root
-        self._groups = list(control_groups.of_process("memory", root))
+        self._groups = self._find()
+
+    def _find(self) -> list[control_groups.ControlGroup]:
+        return [group for group in control_groups.of_process("memory", self._root) if group.directory.is_dir()]
 
     def tightest(self) -> MemoryLimit:
-        """Returns the limit that leaves the fewest bytes free now."""
+        """Returns the limit that leaves the fewest bytes free now.
+
+        Raises:
+            OSError: This process, or the system, has too many open files.
+        """
+        if not all(group.directory.is_dir() for group in self._groups):  # the process was moved, and its group removed
+            self._groups = self._find()
         limits = [limit for group in self._groups if (limit := _read_group(group)) is not None]
         return min([*limits, _physical_memory(self._root)], key=lambda limit: limit.free_bytes)
 
@@ -72,19 +83,20 @@ def resident_bytes(kind: str = "VmRSS") -> int:
 
     Args:
         kind: "VmRSS": all. "RssAnon": memory of its own. "RssFile": mapped files.
+
+    Raises:
+        OSError: This process, or the system, has too many open files.
     """
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:  # not Linux
+    status = read(Path("/proc/self/status"))
+    if status is None:  # not Linux
         return 0
     found = re.search(rf"^{kind}:\s+(\d+) kB$", status, re.MULTILINE)
     return int(found[1]) * KiB if found is not None else 0
 
 
 def _physical_memory(root: Path) -> MemoryLimit:
-    try:
-        text = (root / "proc/meminfo").read_text()
-    except OSError:  # not Linux: the used memory is unknown
+    text = read(root / "proc/meminfo")
+    if text is None:  # not Linux: the used memory is unknown
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return MemoryLimit("physical memory", total, total // 2)
     meminfo = {m[1]: int(m[2]) * KiB for m in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
@@ -111,17 +123,15 @@ def _read_group(group: control_groups.ControlGroup) -> MemoryLimit | None:
     # Version 1 reports "no limit" as the largest number of pages.
     if not limits or usage is None or min(limits) >= 1 << 62:
         return None
-    stat = directory / "memory.stat"
-    lines = stat.read_text().splitlines() if stat.is_file() else []
+    lines = (read(directory / "memory.stat") or "").splitlines()
     cache = sum(int(value) for key, _, value in (line.partition(" ") for line in lines) if key in names.cache)
     return MemoryLimit(f"cgroup {group.name}", min(limits), max(0, min(limits) - max(0, usage - cache)))
 
 
 def _read_int(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # missing, or "max"
-        return None
+    with contextlib.suppress(ValueError):  # "max"
+        return int(read(path) or "")
+    return None
 
 
 def cache_bytes() -> int:

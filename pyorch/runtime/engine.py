@@ -141,6 +141,11 @@ class Engine:
             raise PyorchError(FORKED)
         return self._engine
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the engine was freed, or belongs to the process from which this one was forked."""
+        return self._engine is None or self._pid != os.getpid()
+
     def close(self) -> None:
         """Frees the experts. In a forked process it does nothing: the parent has them.
 

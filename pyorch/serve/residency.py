@@ -187,8 +187,9 @@ class Residency:
 
     def _set_budget(self, given: tuple[int, bool]) -> None:
         n_bytes, is_automatic = given
-        self._managed.set_budget(n_bytes)
-        self._managed.is_automatic = is_automatic
+        with self._managed.in_use:  # else the budget could follow free memory once more, and the user's is lost
+            self._managed.set_budget(n_bytes)
+            self._managed.is_automatic = is_automatic
 
     def _set_policy(self, policy: str) -> None:
         self.engine.set_policy(policy)

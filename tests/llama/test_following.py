@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -22,6 +23,9 @@ from pyorch.bench.surroundings import MemoryGroup, memory_group
 from pyorch.errors import PyorchError
 from pyorch.llama import managed, memory
 from pyorch.llama.following import LEAST_PERIOD, MOST_PERIOD, QUIET_SECONDS, Follower, Look
+from pyorch.planning.concurrency import Concurrency
+from pyorch.runtime import fatal
+from pyorch.serve.residency import Residency
 from pyorch.sizes import GiB, MiB
 
 FLOOR, MOST, LIMIT, MARGIN = 200 * MiB, 3 * GiB, 4 * GiB, 200 * MiB
@@ -235,12 +239,91 @@ def test_a_budget_that_the_user_names_stays(small_moe: Path, monkeypatch: pytest
         assert record.follows()
 
 
-def test_the_thread_ends_with_the_last_model(small_moe: Path) -> None:
-    def threads() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "pyorch-budget"]
+def followers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "pyorch-budget"]
 
-    with small_model(small_moe, "auto"), small_model(small_moe, "auto"):
-        assert len(threads()) == 1
-    for thread in threads():
+
+def no_follower_is_left() -> bool:
+    for thread in followers():
         thread.join(HANG_SECONDS)
-    assert not threads()
+    return not followers()
+
+
+def test_the_thread_ends_with_the_last_model(small_moe: Path) -> None:
+    with small_model(small_moe, "auto"), small_model(small_moe, "auto"):
+        assert len(followers()) == 1
+    assert no_follower_is_left()
+
+
+def test_a_freed_model_is_forgotten_although_its_budget_was_named(small_moe: Path) -> None:
+    with small_model(small_moe, "auto") as model:
+        managed.find(model.llama.model).is_automatic = False
+    assert no_follower_is_left()
+
+
+def test_beside_pinned_experts_the_budget_falls_as_far_as_it_can(
+    small_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_model(small_moe, "auto") as model:
+        record = managed.find(model.llama.model)
+        most = record.map.info.slots_bytes
+        for il, n_expert in record.engine.n_expert.items():
+            record.engine.pin(il, range(n_expert // 2))
+        no_memory = memory.MemoryLimit("a test", 64 * MiB, 0)
+        monkeypatch.setattr(memory.MemoryLimits, "tightest", lambda _: no_memory)
+        end = time.monotonic() + HANG_SECONDS
+        while record.budget_bytes() > 0.7 * most:
+            assert time.monotonic() < end, record.budget_bytes() / most
+            time.sleep(0.05)
+        assert record.budget_bytes() >= 0.5 * most
+
+
+def test_without_free_descriptors_the_memory_is_unknown_and_the_budget_stays(small_moe: Path) -> None:
+    with small_model(small_moe, "auto") as model:
+        record = managed.find(model.llama.model)
+        record.set_budget(record.map.info.floor_bytes)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            for look in (memory.memory_limit, memory.resident_bytes, memory.MemoryLimits):
+                with pytest.raises(OSError, match="Too many open files"):
+                    look()
+            time.sleep(1.5 * QUIET_SECONDS)
+            assert record.budget_bytes() == record.map.info.floor_bytes
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        end = time.monotonic() + HANG_SECONDS
+        while record.budget_bytes() == record.map.info.floor_bytes:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_the_thread_says_why_a_budget_no_longer_follows(
+    small_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = []
+    monkeypatch.setattr(fatal, "notice", said.append)
+
+    def fails(_: object) -> bool:
+        raise RuntimeError("a bug\nin two lines")
+
+    with small_model(small_moe, "auto"):
+        monkeypatch.setattr(managed.ManagedModel, "follows", fails)
+        assert no_follower_is_left()
+        assert "follows free memory no longer: a bug\\nin two lines" in "".join(said)
+
+
+def test_a_budget_of_a_request_is_not_changed_before_it_counts(small_moe: Path) -> None:
+    with small_model(small_moe, "auto") as model:
+        record = managed.find(model.llama.model)
+        floor, tried = record.map.info.floor_bytes, []
+
+        def set_budget(n_bytes: int) -> None:
+            other = threading.Thread(target=lambda: tried.append(record.in_use.acquire(blocking=False)))
+            other.start()
+            other.join()
+            managed.ManagedModel.set_budget(record, n_bytes)
+
+        record.set_budget = set_budget
+        Residency(record, Concurrency.of(record.map.layers, 1), local_only=False).change({"budget": floor})
+        assert tried == [False] and record.budget_bytes() == floor and not record.follows()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from pyorch.errors import BudgetError
 from pyorch.llama import memory
 from pyorch.llama.division import budget_beside
-from pyorch.llama.memory import memory_limit
+from pyorch.llama.memory import MemoryLimits, memory_limit
 from pyorch.runtime.model_map import MapInfo
 from pyorch.settings.budget import Budget
 from pyorch.sizes import GiB, KiB, MiB
@@ -135,6 +136,17 @@ def test_cgroup_v2_memory_high_limits_as_well(tmp_path: Path) -> None:
     root = machine(tmp_path, "0::/job\n", V2)
     group(root, "sys/fs/cgroup/job", memory__max=4 * GiB, memory__high=3 * GiB, memory__current=GiB)
     assert memory_limit(root).limit_bytes == 3 * GiB
+
+
+def test_after_its_group_was_removed_the_group_of_the_process_is_found_anew(tmp_path: Path) -> None:
+    root = machine(tmp_path, "0::/old\n", V2)
+    group(root, "sys/fs/cgroup/old", memory__max=GiB, memory__current=0)
+    limits = MemoryLimits(root)
+    assert limits.tightest().limit_bytes == GiB
+    group(root, "sys/fs/cgroup/new", memory__max=2 * GiB, memory__current=0)
+    (root / "proc/self/cgroup").write_text("0::/new\n")
+    shutil.rmtree(root / "sys/fs/cgroup/old")
+    assert limits.tightest().limit_bytes == 2 * GiB
 
 
 @pytest.mark.parametrize(("path", "mount_root"), [
