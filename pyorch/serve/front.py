@@ -98,6 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._check_origin()
         except _Refused as refusal:
             return self._end(refusal, "")
+        self.close_connection |= self._announces_body()  # which is not read, and is no next request
         self._answer(200, "", headers=(
             ("Access-Control-Allow-Methods", "GET, POST"), ("Access-Control-Allow-Headers", "*")))
 
@@ -108,12 +109,12 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send_error(400, f"the address of the request is none: {error}")
         try:
             self._check_origin()
-            is_open = url.path in ("/health", "/v1/health") or url.path in self.server.pages or (
-                url.path in self.server.files)
+            is_open = self._method == "GET" and (url.path in ("/health", "/v1/health") or (
+                url.path in self.server.pages or url.path in self.server.files))
             if not is_open and not self._has_key():  # before strangers' data takes memory
                 raise _Refused(401, "Invalid API Key", ends=True)
-            if is_open and self._method == "GET":  # does not read a body of strangers
-                self.close_connection |= "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
+            if is_open:  # does not read a body of strangers
+                self.close_connection |= self._announces_body()
                 body = b""
             else:
                 body = self._read_body()
@@ -132,7 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _headers(self) -> dict[str, str]:
-        return {name.lower(): value for name, value in self.headers.items()}
+        """The headers by name in lower case. Several of one name are joined: no list is an allowed origin."""
+        return {name.lower(): ", ".join(self.headers.get_all(name, ())) for name in self.headers}
+
+    def _announces_body(self) -> bool:
+        return "Content-Length" in self.headers or "Transfer-Encoding" in self.headers
 
     def _end(self, refusal: _Refused, path: str) -> None:
         self.close_connection = self.close_connection or refusal.ends
@@ -196,6 +201,8 @@ class _Handler(BaseHTTPRequestHandler):
             else:
                 raise _Refused(400, f'the request names no model: "model" is one of {", ".join(models.by_name)}')
         conversation, ticket = self.headers.get(router.ID, ""), None
+        if len(conversation) > router.MOST_ID:  # ids are stored
+            raise _Refused(400, f"{router.ID} is longer than {router.MOST_ID} characters")
         if conversation and self._method == "POST":
             ticket = self.server.conversations.begin(conversation, model)
         with self.server.answering():
@@ -246,6 +253,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Streams the states of the models until the client disconnects."""
         self.close_connection = True
         self._begin("text/event-stream")
+        if self.command == "HEAD":
+            return
         with contextlib.suppress(OSError):
             for event in router.states(self.server.models):
                 self.wfile.write(event.encode())
@@ -274,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
         kind = self.headers.get("Content-Type", "")
         if kind.startswith("multipart/"):
             parts = message_from_bytes(f"Content-Type: {kind}\r\n\r\n".encode("latin-1") + body)
-            named = [part.get_payload(decode=True) for part in parts.walk()
+            named = [part.get_payload(decode=True) or b"" for part in parts.walk()
                      if part.get_param("name", header="content-disposition") == "model"]
             return named[0].decode(errors="replace").strip() if named else None
         try:
@@ -288,12 +297,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _read_body(self) -> bytes:
         self.server.deadlines.begin(self.request, BODY_SECONDS)
-        coding = self.headers.get("Transfer-Encoding")
+        lengths, coding = self.headers.get_all("Content-Length", ()), self.headers.get("Transfer-Encoding")
+        if len(lengths) + ("Transfer-Encoding" in self.headers) > 1:  # a proxy may have read another one
+            raise _Refused(400, "the request says more than once where its body ends", ends=True)
         if coding is not None:
             if coding.strip().lower() != "chunked":
                 raise _Refused(501, f'the transfer coding "{coding}" is not served here: "chunked" is', ends=True)
             return b"".join(self._chunks())
-        length = (self.headers.get("Content-Length") or "0").strip()
+        length = next(iter(lengths), "0").strip()
         if not re.fullmatch("[0-9]+", length):
             raise _Refused(400, f'the length of the body, "{length}", is no number', ends=True)
         self._check_size(int(length[:20]))

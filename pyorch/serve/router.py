@@ -17,6 +17,7 @@ from pyorch.serve.model_process import Model
 from pyorch.serve.models import Models, NotLoaded
 
 ID = "X-Conversation-Id"  # the header with the conversation's id, which outlives the request's connection
+MOST_ID = 256  # characters
 
 _POLL_SECONDS = 0.2
 _ALIVE_SECONDS = 15.0  # a comment after this time fails if the client has disconnected

@@ -162,6 +162,41 @@ def test_a_body_that_was_refused_is_no_request(server: ServerProcess):
     assert answers.count(b"HTTP/1.1 ") == answers.count(b"HTTP/1.1 403 ") == 1
 
 
+@pytest.mark.parametrize("head", [
+    b"OPTIONS /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nContent-Length: %d\r\n\r\n",
+    b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: %d\r\n\r\n0\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nOrigin: http://localhost\r\n"
+    b"Content-Length: %d\r\n\r\n",
+])
+def test_a_body_is_no_request_although_it_is_not_read(several: ServerProcess, head: bytes):
+    smuggled = b"GET /props HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", several.port), timeout=HANG_SECONDS) as connection:
+        connection.sendall(head % len(smuggled) + smuggled)
+        answers = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answers.count(b"HTTP/1.1 ") == 1 and b"role" not in answers
+
+
+def test_without_a_key_no_body_is_read(start, folder: Path):
+    server = start(serve_models(folder, "--", "--api-key", KEY))
+    head = b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_SECONDS) as connection:
+        connection.sendall(head)  # and nothing else
+        connection.settimeout(3.0)
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401 ")
+
+
+def test_junk_of_the_chat_page_is_refused(several: ServerProcess):
+    assert ask(several, "HEAD", "/models/sse")[0] == 200
+    status, _, said = ask(several, "POST", "/v1/completions", CHAT, X_Conversation_Id="x" * 60_000)
+    assert status == 400 and b"X-Conversation-Id is longer than" in said
+    parts = (b'--a\r\nContent-Disposition: form-data; name="model"\r\n'
+             b"Content-Type: multipart/mixed; boundary=b\r\n\r\n--b\r\n")
+    form = "multipart/form-data; boundary=a"
+    assert ask(several, "POST", "/v1/audio/transcriptions", parts, Content_Type=form)[0] == 400
+
+
 @pytest.mark.parametrize("origin", [NAMED, "https://other.example", "app://notes", "http://localhost:3000"])
 @pytest.mark.parametrize("body", [CHAT, STREAM], ids=["whole", "stream"])
 def test_an_allowed_page_may_read_the_answer(server: ServerProcess, origin: str, body: bytes):
@@ -270,8 +305,10 @@ def test_an_api_key_covers_every_route_of_several_models(start, folder: Path):
     routes = [*((method, path.replace("*", "0")) for method, paths in front.ENDPOINTS.items() for path in paths),
               *(("POST", path) for path in ollama.PATHS), ("GET", "/api/tags"), ("GET", "/api/ps"),
               ("GET", "/api/version"), ("GET", "/v1/models"), ("GET", "/models"), ("GET", "/v1/models/sparse"),
-              ("GET", "/absent"), ("PUT", "/v1/models"), ("POST", "/health")]
+              ("GET", "/absent"), ("PUT", "/v1/models"), ("POST", "/health"), ("POST", "/models/load"),
+              ("POST", "/models/unload"), ("GET", "/models/sse"), ("DELETE", "/health")]
     for method, path in routes:
         body = b'{"model": "absent"}' if method == "POST" else b""
-        assert ask(server, method, path, body)[0] in (401, *([404] if path == "/health" else [])), (method, path)
-        assert ask(server, method, path, body, Authorization=f"Bearer {KEY}")[0] != 401, (method, path)
+        assert ask(server, method, path, body)[0] == 401, (method, path)
+        if path != "/models/sse":  # it does not end
+            assert ask(server, method, path, body, Authorization=f"Bearer {KEY}")[0] != 401, (method, path)
