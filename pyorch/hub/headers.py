@@ -6,6 +6,7 @@ Everything that needs only the header of a model reads such a file like a fetche
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import struct
 import tempfile
@@ -109,7 +110,8 @@ class Repository:
         """
         if offer.cached is not None:
             return offer.cached
-        folder = self.directory / offer.candidate.files[0].replace("/", "--")
+        # A hash, because a path of the repository may be too long for a name.
+        folder = self.directory / hashlib.sha256(offer.candidate.files[0].encode()).hexdigest()[:16]
         paths = [folder / PurePosixPath(name).name for name in offer.candidate.files]
         if not paths[0].is_file():
             folder.mkdir(exist_ok=True)

@@ -174,6 +174,10 @@ class _Reply:
             self.close()
             raise
         self.whole = reply.status_code != 206
+        given = reply.headers.get("Content-Range", "")
+        if not self.whole and not given.startswith(f"bytes {begin}-"):
+            self.close()
+            raise ConnectionError(f"the server sent another part of the file than bytes {begin}-{end - 1}: {given!r}")
 
     def close(self) -> None:
         self._stack.close()

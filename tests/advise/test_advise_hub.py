@@ -291,6 +291,21 @@ def test_a_server_that_ignores_ranges_and_breaks_is_read_from_the_beginning(
     assert there["advice"]["estimates"] == here["estimates"]
 
 
+def test_another_range_than_the_wanted_one_is_not_read(
+    server: HubServer, models: dict[str, Path], advise, refusal
+) -> None:
+    server.shifts = 1
+    there, here = advise("hf:org/big:Q8_0"), advise(str(models["Q8_0"]))
+    assert there["advice"]["estimates"] == here["estimates"] and server.shifts == 0
+    server.shifts = 99
+    assert "could not be read: the server sent another part of the file than bytes " in refusal("hf:org/big:Q2_K")
+
+
+def test_a_long_path_has_a_header(server: HubServer, models: dict[str, Path], advise) -> None:
+    server.repositories["org/deep"] = Repository({f"{'folder' * 20}/" * 3 + "deep-Q2_K.gguf": models["Q2_K"]})
+    assert advise("hf:org/deep")["advice"]["estimates"]
+
+
 @pytest.mark.parametrize(("content", "sentence"), [
     (b"<html>" + bytes(100), "is no GGUF"),
     (b"GGUF", "is damaged: its header does not end"),
