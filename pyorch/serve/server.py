@@ -102,6 +102,7 @@ def serve(
     given.add_defaults()
     # llama-server would show the path. A comma separates two names.
     given.default(llama_server.ALIAS, "--alias", os.path.basename(path).replace(",", "_"))
+    asked_ctx = given.slot_ctx
     given.default(llama_server.CTX_SIZE, "-c", 4096)
     chooses_slots = not (placed or any(map(given.has, llama_server.OF_SLOTS)))
     with Ending(grace) as ending, contextlib.ExitStack() as connections:
@@ -118,7 +119,7 @@ def serve(
                     concurrency = Concurrency.of(record.map.layers, server.n_slots)
                     prompts = Prompts(record, server, prompt_cache)
                     watch = _Watch(record, address, root, concurrency, stats_every, as_json, beside,
-                                   ending.begin_again, prompts, slots)
+                                   ending.begin_again, prompts, slots, asked_ctx)
                     _routes = our_routes(record, address.prefix, server, root, concurrency)
                     _routes.check_heads(origins.refusal)  # the routes must outlive the server
                     prompts.add_to(_routes)
@@ -266,10 +267,10 @@ class _Watch(threading.Thread):
     def __init__(
         self, record: ManagedModel, address: Address, root: Root, concurrency: Concurrency,
         stats_every: float | None, as_json: bool, beside: Beside | None, on_lost: Callable[[], None],
-        prompts: Prompts, slots: str,
+        prompts: Prompts, slots: str, asked_ctx: int,
     ) -> None:
         """Args: see serve(). on_lost: called once, when the device that computes is lost. slots: why there are so many,
-            "" if the user said how many.
+            "" if the user said how many. asked_ctx: the user's tokens of context for a request, 0 if not given.
         """
         super().__init__(daemon=True)
         self.ready = False
@@ -284,6 +285,7 @@ class _Watch(threading.Thread):
         self._on_lost = on_lost
         self._prompts = prompts
         self._slots = slots
+        self._asked_ctx = asked_ctx
         self._contexts = contextlib.ExitStack()
         self._ended = threading.Event()
         self._began = time.monotonic()
@@ -298,6 +300,10 @@ class _Watch(threading.Thread):
         self._say(f"serving {os.path.basename(self._record.path)} at {self._address.url} ({self._budget()})")
         if self._slots:
             self._say(self._slots)
+        trained_ctx = llama.llama_model_n_ctx_train(llama.llama_get_model(served_context()))
+        if self._asked_ctx > trained_ctx:  # llama-server lowers it, and logs a warning that few users see
+            self._say(f"note: a request has at most {trained_ctx} tokens of context, and not {self._asked_ctx}: the "
+                      "model was trained with no more")
         self._record.warm_up()
         self._record.on_budget = self._say
         following.follow(self._record)

@@ -202,6 +202,13 @@ def test_each_of_the_chosen_slots_has_a_whole_context(start, small_moe: Path):
         answers = [*pool.map(lambda i: server.post("/completion", {"prompt": [100 + i] * 380, **body}), range(12))]
     assert [status for status, _ in answers] == [200] * 12
     assert {json.loads(text)["tokens_predicted"] for _, text in answers} == {100}
+    assert "note: a request has at most" not in server.log.read_text()
+
+
+def test_it_says_so_if_the_model_was_trained_with_less_context_than_the_user_wants(start, small_moe: Path):
+    server = start(pyorch_serve(small_moe, "--budget", "100%", "--threads", "1", "--ctx", "4096"))
+    assert server.get("/props")["default_generation_settings"]["n_ctx"] == 1024
+    wait_until(lambda: "note: a request has at most 1024 tokens of context, and not 4096: " in server.log.read_text())
 
 
 def test_a_lossy_setting_is_counted_and_ends(server: ServerProcess):
