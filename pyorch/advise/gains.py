@@ -85,7 +85,7 @@ def gains(
     trained = estimator.estimate(base.budget, base.vram_budget, predictor="hybrid")
     found.append(Gain("predictor", f"pyorch train-predictor {path} --data FILE", "predictor" in there,
                       max(trained.decode_rate, base.decode_rate), False, False,
-                      "guesses more of the experts that are needed, which are then read ahead"))
+                      "predicts more of the needed experts, which are then prefetched"))
     if why_unrecordable(model_map):
         return found
     found.append(Gain("maps", f"pyorch maps {path} TRACE", "maps" in there, None, False, False,
@@ -93,6 +93,6 @@ def gains(
                       "them"))
     found.append(Gain("buddies", f"pyorch buddies {path} --trace TRACE", "buddies" in there,
                       1 / fastest, True, True,
-                      "if nothing at all is waited for; --lossy heaviest waits for what is heavy and needs no file; "
-                      "pyorch tune finds what either costs"))
+                      "the speed if no absent expert is loaded; --lossy heaviest loads the heavy ones and needs no "
+                      "file; pyorch tune measures the accuracy"))
     return found

@@ -233,14 +233,14 @@ def _advise(request: Request, model_map: ModelMap, name: str, progress: Progress
     if device is not None and device.speed.how == "assumed":
         notes.append(f"how fast the device is was assumed: uploads at {device.speed.link / 1e9:.3g} GB/s "
                      f"({'as given' if wanted.link else 'PCIe 4 with 16 lanes'}), weights read at "
-                     f"{(wanted.bandwidth or TYPICAL_BANDWIDTH) / 1e9:.3g} GB/s: say --link-bandwidth and "
-                     "--vram-bandwidth if you know better")
+                     f"{(wanted.bandwidth or TYPICAL_BANDWIDTH) / 1e9:.3g} GB/s: --link-bandwidth and "
+                     "--vram-bandwidth set others")
     if device is not None:
-        notes.append(f"{1000 * device.speed.layer_seconds:.2f} ms more for each layer are assumed, for what a device "
-                     "is told and asked beside its computing")
+        notes.append(f"each layer is assumed to cost another {1000 * device.speed.layer_seconds:.2f} ms on the device, "
+                     "for kernel launches and synchronization")
     if wanted is not None and REMOTE in (wanted.name or ""):
-        notes.append("a device of another process is told and asked through a socket, which takes longer than that: "
-                     "with small experts most of the time")
+        notes.append("a device of another process synchronizes through a socket, which takes longer than that: with "
+                     "small experts most of the time")
     if device is not None and estimates[-1].decode_rate <= estimates[0].decode_rate:
         notes.append("the device gains nothing here: the command below leaves it out")
         wanted, left = None, without
@@ -250,7 +250,8 @@ def _advise(request: Request, model_map: ModelMap, name: str, progress: Progress
     elif not routing.observed:
         beside = name == model_map.path
         trace = _default_trace(model_map) if beside else Path(_default_trace(model_map).name)
-        notes.append(f"for more than an assumption: pyorch profile {shlex.quote(name)} --data TEXT --states "
+        notes.append("to replace the assumed routing by a recorded one: "
+                     f"pyorch profile {shlex.quote(name)} --data TEXT --states "
                      f"-o {shlex.quote(str(trace))}, then advise again{'' if beside else f' with --trace {trace}'}")
     notes += [f"worth making: {gain.command}" for gain in found if gain.sidecar in useful and not gain.lossy]
     if useful:
