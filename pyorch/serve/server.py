@@ -151,7 +151,7 @@ def _choose_slots(path: str, settings: Settings, server: Flags) -> str:
     """Sets the number of slots that suits the model and the memory. Returns a sentence with the reason."""
     with ModelMap(path) as model_map:
         layers, info = model_map.layers, model_map.info
-        n_ctx = server.number(llama_server.CTX_SIZE, 0) or model_map.trained_ctx
+        n_ctx = server.context_params().n_ctx or model_map.trained_ctx
         n_ctx = -(-min(n_ctx, model_map.trained_ctx) // CTX_STEP) * CTX_STEP
         budget = Budget.parse(settings.budget)
         n_bytes = 0 if not layers else info.slots_bytes if budget == RESIDENT else (
