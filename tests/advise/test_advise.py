@@ -429,7 +429,7 @@ def test_command_advises_from_a_trace_and_draws(
     assert main([*begin, "--budget", "30%", "--vram", "1GiB"]) == 0
     out = capsys.readouterr().out
     assert "uploads 25 GB/s" in out and "(assumed)" in out and "(PCIe 4 with 16 lanes), weights read at 250 GB/s" in out
-    assert "e+" not in out and "assumed to cost another 0.25 ms" in out
+    assert "e+" not in out and "each layer is assumed to cost another 0.25 ms on the device" in out
     assert main([*begin, "--vram", "200MiB", "--link-bandwidth", "1GB/s", "--vram-bandwidth", "1GB/s"]) == 2
     assert "200 MiB of device memory leave nothing for experts" in capsys.readouterr().err
 

@@ -208,7 +208,8 @@ def test_each_of_the_chosen_slots_has_a_whole_context(start, small_moe: Path):
 def test_it_says_so_if_the_model_was_trained_with_less_context_than_the_user_wants(start, small_moe: Path):
     server = start(pyorch_serve(small_moe, "--budget", "100%", "--threads", "1", "--ctx", "4096"))
     assert server.get("/props")["default_generation_settings"]["n_ctx"] == 1024
-    wait_until(lambda: "note: a request has at most 1024 tokens of context, and not 4096: " in server.log.read_text())
+    wait_until(lambda: "live view at " in server.log.read_text())  # the line after the note
+    assert "note: a request has at most 1024 tokens of context, and not 4096: " in server.log.read_text()
 
 
 def test_a_lossy_setting_is_counted_and_ends(server: ServerProcess):
