@@ -152,11 +152,13 @@ def _choose_slots(path: str, settings: Settings, server: Flags) -> str:
     with ModelMap(path) as model_map:
         layers, info = model_map.layers, model_map.info
         n_ctx = server.context_params().n_ctx or model_map.trained_ctx
-        n_ctx = -(-min(n_ctx, model_map.trained_ctx) // CTX_STEP) * CTX_STEP
         budget = Budget.parse(settings.budget)
         n_bytes = 0 if not layers else info.slots_bytes if budget == RESIDENT else (
             None if budget.amount is None else budget.resolve(info))
         free = memory.memory_limit().rest_bytes(info.dense_bytes, server.other_bytes())
+        if model_map.kv_bytes(n_ctx) <= free:  # otherwise the planner refuses it, and names the largest that fits
+            n_ctx = min(n_ctx, model_map.trained_ctx)  # as llama-server lowers it
+        n_ctx = -(-n_ctx // CTX_STEP) * CTX_STEP
         n_slots, why = choose_slots(layers, SlotMemory(free, model_map.kv_bytes(n_ctx), n_bytes))
     server.set_slots(n_slots, n_ctx)
     return f"{counted(n_slots, 'slot')}: {why}; -- -np N sets another number"

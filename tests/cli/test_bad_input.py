@@ -327,7 +327,7 @@ def test_an_empty_prompt(refused, small_moe: Path) -> None:
 @pytest.mark.parametrize("command", [("run", "-p", "x", "--ctx"), ("serve", "--port", 0, "--ctx")])
 def test_a_ubatch_that_no_memory_holds_names_the_widest_that_fits(refused, small_moe: Path, command: tuple) -> None:
     said = refused(command[0], small_moe, *command[1:], 2_000_000, "--ubatch", 2**31 - 1, "--budget", "60%",
-                   *(("--", "-b", 2**31 - 1) if command[0] == "serve" else ()))
+                   *(("--", "-np", 1, "-b", 2**31 - 1) if command[0] == "serve" else ()))
     found = re.search(r"it fits where (\d+) tokens are computed at once \(--ubatch \1, in Python n_ubatch=\1\)$", said)
     assert found and 32 <= int(found[1]) < 2_000_000
 
