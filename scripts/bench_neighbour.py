@@ -4,7 +4,8 @@ Three runs in a control group of their own, each with the same prompts at temper
 
 - alone: `--budget auto`, no other program
 - follows: `--budget auto`, and a program that takes memory for PERIOD seconds and frees it for PERIOD seconds
-- fixed: the same program, and the budget that remains while it has its memory
+- named: the same program, and a named budget: by default what remains while the program has its memory. With the
+  budget that `auto` has at its start, the kernel ends one of the two
 
     python -m scripts.bench_neighbour bench.gguf --memory-limit 2GiB --take 600MiB --seconds 600
 """
@@ -14,6 +15,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,7 +34,7 @@ N_TOKENS = 64
 _MODEL = """
 import json, sys, time, threading
 import pyorch
-from pyorch.llama import managed
+from pyorch.llama import managed, memory
 path, budget, prompts, n_tokens, seconds = json.loads(sys.argv[1])
 def say(**facts):
     print(json.dumps(facts), flush=True)
@@ -49,7 +52,10 @@ with pyorch.load(path, budget, n_ctx=512, warm=False) as model:
         say(at=begin, seconds=time.monotonic() - begin, tokens=n, prompt=i % len(prompts), text=text,
             budget=record.budget_bytes())
         i += 1
-    say(peak=model.engine.stats().peak_bytes, swapped=int(next(
+    limits, before = memory.MemoryLimits(), time.thread_time()
+    for _ in range(200):  # the readings of one look at the memory
+        limits.tightest(), memory.Resident.now(), model.engine.stats(), record.follows()
+    say(look_ms=(time.thread_time() - before) / 200 * 1e3, peak=model.engine.stats().peak_bytes, swapped=int(next(
         line.split()[1] for line in open("/proc/self/status") if line.startswith("VmSwap"))))
 """
 
@@ -71,7 +77,7 @@ def neighbour(group: MemoryGroup, n_bytes: int, period: float) -> Iterator[None]
                                preexec_fn=group.join)
     try:
         yield
-        if process.poll() is not None:
+        if process.poll() not in (None, -signal.SIGKILL):  # the group counts kills
             raise PyorchError(f"the other program ended with {process.returncode}")
     finally:
         process.kill()
@@ -86,6 +92,7 @@ def measured(path: Path, limit: int, budget: int | str, seconds: float, take: in
             preexec_fn=group.join, stdout=subprocess.PIPE, text=True)
         begin = json.loads(process.stdout.readline() or "{}")
         facts = {"begin": begin, "texts": {}, "changed": 0, "runs": [], "notes": []}
+        facts |= {"end": {"swapped": "-", "look_ms": math.nan}}
         with neighbour(group, take, period) if take else contextlib.nullcontext():
             for line in process.stdout:
                 said = json.loads(line)
@@ -119,13 +126,14 @@ def main() -> int:
     parser.add_argument("--period", type=float, default=20, metavar="SECONDS", help="of taking, and of freeing")
     parser.add_argument("--seconds", type=float, default=600,
                         help="of the run that follows; the others take half as long (default 600)")
+    parser.add_argument("--budget", metavar="SIZE", help="of the named run (default: what the other program leaves)")
     parser.add_argument("--json", action="store_true", help="print all facts of all runs")
     args = parser.parse_args()
     limit, take = Amount.parse(args.memory_limit).n_bytes, Amount.parse(args.take).n_bytes
     runs = {"alone": measured(args.model, limit, "auto", args.seconds / 2, 0, args.period)}
     runs["follows"] = measured(args.model, limit, "auto", args.seconds, take, args.period)
-    least = runs["follows"]["begin"]["budget"] - take
-    runs["fixed"] = measured(args.model, limit, least, args.seconds / 2, take, args.period)
+    named = args.budget or runs["follows"]["begin"]["budget"] - take
+    runs["named"] = measured(args.model, limit, named, args.seconds / 2, take, args.period)
     if args.json:
         print(json.dumps(runs))
         return 0
@@ -133,11 +141,12 @@ def main() -> int:
     print("| --- | --- | --- | --- | --- | --- | --- |")
     first = runs["alone"]["texts"]
     for name, facts in runs.items():
-        budgets = [run["budget"] for run in facts["runs"]]
+        budgets = [run["budget"] for run in facts["runs"]] or [facts["begin"]["budget"]]
         changed = facts["changed"] + sum(first[i] != text for i, text in facts["texts"].items())
         print(f"| {name} | {format_bytes(facts['begin']['budget'])} | {rate(facts)} | {format_bytes(min(budgets))} to "
-              f"{format_bytes(max(budgets))} | {changed} of {len(budgets)} | {facts['killed']} | "
-              f"{facts.get('end', {}).get('swapped', '-')} |")
+              f"{format_bytes(max(budgets))} | {changed} of {len(facts['runs'])} | {facts['killed']} | "
+              f"{facts['end']['swapped']} |")
+    print(f"one look at the memory: {runs['follows']['end']['look_ms']:.2f} ms of processor time")
     for note in runs["follows"]["notes"]:
         print(note["note"])
     return 0

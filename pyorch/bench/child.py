@@ -58,7 +58,7 @@ def measure(job: Job) -> Measurement:
         run.reader = reader = _Reader()
         decode = run.timed(lambda: run.decode([text[n_warm_up:] for text in texts], job.max_decode_seconds))
         run.reader = None
-        memory_bytes = memory.resident_bytes()
+        memory_bytes = memory.Resident.now().total
         run.clear()
         prefill = run.timed(lambda: run.prefill(second_prompt, 0))
         stats = run.engine.stats() if run.engine is not None else None

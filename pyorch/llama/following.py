@@ -6,9 +6,9 @@ compares it with the budget. Between two marks it changes nothing (hysteresis):
     available - budget < reserve / 2    reduces the budget at once, until the reserve is free
     available - budget > 2 * reserve    after QUIET_SECONDS, raises the budget by half of the surplus
 
-Half of it, because two programs that follow the same memory must not both take the whole surplus. The reserve is the
-margin of the automatic budget. If memory was lately allocated so fast that more is taken before the thread looks again,
-the reserve is larger. If the kernel reports that programs wait for memory (pressure), it is doubled.
+It takes half of the surplus, because two programs that follow the same memory must not both take all of it. The
+reserve is the margin of the automatic budget. It is larger if other programs lately allocated more memory than the
+margin between two looks. It is doubled while the kernel reports that programs wait for memory (pressure).
 
 Nothing follows while a lossy setting is on, because lossy answers depend on the experts in memory.
 """
@@ -114,9 +114,10 @@ class _Followed:
         """limit: its free bytes include those that the model's experts use."""
         self.model = model
         self.follower = Follower(model.map.info.floor_bytes, model.map.info.slots_bytes)
-        self._own = memory.resident_bytes("RssAnon") - model.engine.stats().used_bytes
+        resident = memory.Resident.now()
+        self._own = resident.own - model.engine.stats().used_bytes
         # Contexts reserved memory. As long as it is not written, it counts as free.
-        unused = limit.free_bytes - _mapped_bytes(model) - limit.margin_bytes - model.budget_bytes()
+        unused = limit.free_bytes - _mapped_bytes(model, resident) - limit.margin_bytes - model.budget_bytes()
         self._to_come = max(0, min(unused, model.context_bytes()))
         self._said = model.budget_bytes()
         self._moved_at: float | None = None  # the last change of a budget that has not settled
@@ -124,10 +125,10 @@ class _Followed:
 
     def step(self, limit: memory.MemoryLimit, pressed: bool, now: float) -> None:
         """Looks at the memory once, and changes the budget if needed. limit: as for __init__."""
-        model, stats = self.model, self.model.engine.stats()
-        written = memory.resident_bytes("RssAnon") - stats.used_bytes - self._own
+        model, stats, resident = self.model, self.model.engine.stats(), memory.Resident.now()
+        written = resident.own - stats.used_bytes - self._own
         to_come = max(0, min(self._to_come, self._to_come - written, model.context_bytes()))
-        available = limit.free_bytes - _mapped_bytes(model) - to_come
+        available = limit.free_bytes - _mapped_bytes(model, resident) - to_come
         wanted = self.follower.next(
             Look(now, stats.budget_bytes, available, limit.margin_bytes, limit.limit_bytes, pressed))
         if wanted is not None and _set_budget(model, wanted):
@@ -145,17 +146,17 @@ class _Followed:
         if budget != self._said:
             free = f"{format_bytes(max(0, available - budget))} of {format_bytes(limit.limit_bytes)}"
             why = "other programs need memory" if budget < self._said else "memory is free again"
-            self.model.say_budget(f"budget {format_bytes(budget)}, before {format_bytes(self._said)}: {why}; beside it "
-                                  f"{free} are free ({limit.source})")
+            self.model.say_budget(f"budget {format_bytes(budget)}, before {format_bytes(self._said)}: {why}; {free} "
+                                  f"are free now ({limit.source})")
             self._said = budget
 
 
-def _mapped_bytes(model: ManagedModel) -> int:
+def _mapped_bytes(model: ManagedModel, resident: memory.Resident) -> int:
     """Returns the bytes of files that were mapped since the model was planned, such as its dense weights.
 
     The kernel counts them as free, but every token needs them.
     """
-    return max(0, memory.resident_bytes("RssFile") - model.mapped_before)
+    return max(0, resident.files - model.mapped_before)
 
 
 def _set_budget(model: ManagedModel, wanted: int) -> bool:
@@ -189,15 +190,15 @@ class _Thread:
         """Begins with a model, or begins anew after it got another context."""
         with self._changed:
             others = [followed for followed in self._followed if followed.model is not model]
-            limit = memory.memory_limit()
-            limit = _without_promised(limit, [followed.model for followed in others])
+            limits = memory.MemoryLimits()
+            limit = _without_promised(limits.tightest(), [followed.model for followed in others])
             self._followed = [*others, _Followed(model, _with_used(limit, model))]
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="pyorch-budget", daemon=True)
+                self._thread = threading.Thread(target=self._run, args=(limits,), name="pyorch-budget", daemon=True)
                 self._thread.start()
 
-    def _run(self) -> None:
-        limits, found_at, pressure = memory.MemoryLimits(), time.monotonic(), _Pressure()
+    def _run(self, limits: memory.MemoryLimits) -> None:
+        found_at, pressure = time.monotonic(), _Pressure()
         while True:
             now = time.monotonic()
             if now - found_at > _FIND_SECONDS:

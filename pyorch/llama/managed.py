@@ -164,7 +164,7 @@ class ManagedModel:
     budget_note: str = ""
     on_budget: Callable[[str], None] | None = None
     in_use: threading.RLock = field(default_factory=threading.RLock)
-    mapped_before: int = field(default_factory=lambda: memory.resident_bytes("RssFile"))
+    mapped_before: int = field(default_factory=lambda: memory.Resident.now().files)
     pid: int = field(default_factory=os.getpid)
 
     def __post_init__(self) -> None:

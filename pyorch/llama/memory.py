@@ -33,7 +33,8 @@ class MemoryLimits:
         self._groups = self._find()
 
     def _find(self) -> list[control_groups.ControlGroup]:
-        return [group for group in control_groups.of_process("memory", self._root) if group.directory.is_dir()]
+        """Returns the groups that have a limit."""
+        return [group for group in control_groups.of_process("memory", self._root) if _read_group(group) is not None]
 
     def tightest(self) -> MemoryLimit:
         """Returns the limit that leaves the fewest bytes free now.
@@ -41,10 +42,12 @@ class MemoryLimits:
         Raises:
             OSError: This process, or the system, has too many open files.
         """
-        if not all(group.directory.is_dir() for group in self._groups):  # the process was moved, and its group removed
+        limits = list(map(_read_group, self._groups))
+        if None in limits:  # the process was moved, and its group removed
             self._groups = self._find()
-        limits = [limit for group in self._groups if (limit := _read_group(group)) is not None]
-        return min([*limits, _physical_memory(self._root)], key=lambda limit: limit.free_bytes)
+            limits = list(map(_read_group, self._groups))
+        known = [limit for limit in limits if limit is not None]
+        return min([*known, _physical_memory(self._root)], key=lambda limit: limit.free_bytes)
 
     def stalled_seconds(self) -> float | None:
         """Returns the time in which some program waited for memory, since the system's start.
@@ -78,20 +81,28 @@ def peak_bytes() -> int:
     return int(re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)[1]) * KiB
 
 
-def resident_bytes(kind: str = "VmRSS") -> int:
-    """Returns the resident bytes of this process. 0 if the system does not report them.
+@dataclass(frozen=True)
+class Resident:
+    """The resident bytes of this process: memory of its own, mapped files, and memory shared with other processes."""
 
-    Args:
-        kind: "VmRSS": all. "RssAnon": memory of its own. "RssFile": mapped files.
+    own: int
+    files: int
+    shared: int
 
-    Raises:
-        OSError: This process, or the system, has too many open files.
-    """
-    status = read(Path("/proc/self/status"))
-    if status is None:  # not Linux
-        return 0
-    found = re.search(rf"^{kind}:\s+(\d+) kB$", status, re.MULTILINE)
-    return int(found[1]) * KiB if found is not None else 0
+    @property
+    def total(self) -> int:
+        return self.own + self.files + self.shared
+
+    @classmethod
+    def now(cls) -> Resident:
+        """Reads them. 0 if the system does not report them.
+
+        Raises:
+            OSError: This process, or the system, has too many open files.
+        """
+        status = read(Path("/proc/self/status")) or ""  # "": not Linux
+        kinds = dict(re.findall(r"^Rss(Anon|File|Shmem):\s+(\d+) kB$", status, re.MULTILINE))
+        return cls(*(int(kinds.get(kind, 0)) * KiB for kind in ("Anon", "File", "Shmem")))
 
 
 def _physical_memory(root: Path) -> MemoryLimit:
@@ -99,8 +110,8 @@ def _physical_memory(root: Path) -> MemoryLimit:
     if text is None:  # not Linux: the used memory is unknown
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return MemoryLimit("physical memory", total, total // 2)
-    meminfo = {m[1]: int(m[2]) * KiB for m in re.finditer(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-    return MemoryLimit("physical memory", meminfo["MemTotal"], meminfo["MemAvailable"])
+    total, available = (int(n) * KiB for n in re.findall(r"^Mem(?:Total|Available):\s+(\d+) kB$", text, re.MULTILINE))
+    return MemoryLimit("physical memory", total, available)
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def test_lossy_answers_do_not_depend_on_other_programs(small_moe: Path, group: M
             assert not now["follows"] and now["budget"] == first["budget"]
 
 
-def test_a_budget_that_the_user_names_stays(small_moe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_the_user_names_stays(small_moe: Path) -> None:
     with small_model(small_moe, "auto") as model, small_model(small_moe, "40%") as named:
         record = managed.find(model.llama.model)
         assert record.follows() and not managed.find(named.llama.model).follows()
@@ -285,7 +285,7 @@ def test_without_free_descriptors_the_memory_is_unknown_and_the_budget_stays(sma
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            for look in (memory.memory_limit, memory.resident_bytes, memory.MemoryLimits):
+            for look in (memory.memory_limit, memory.Resident.now, memory.MemoryLimits):
                 with pytest.raises(OSError, match="Too many open files"):
                     look()
             time.sleep(1.5 * QUIET_SECONDS)
@@ -318,8 +318,13 @@ def test_a_budget_of_a_request_is_not_changed_before_it_counts(small_moe: Path) 
         record = managed.find(model.llama.model)
         floor, tried = record.map.info.floor_bytes, []
 
+        def try_to_use() -> None:
+            tried.append(record.in_use.acquire(blocking=False))
+            if tried[-1]:
+                record.in_use.release()
+
         def set_budget(n_bytes: int) -> None:
-            other = threading.Thread(target=lambda: tried.append(record.in_use.acquire(blocking=False)))
+            other = threading.Thread(target=try_to_use)
             other.start()
             other.join()
             managed.ManagedModel.set_budget(record, n_bytes)
