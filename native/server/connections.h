@@ -36,7 +36,7 @@ public:
 
     Counts counts();
 
-    // Returns the seconds since the n-th last request, of those that are being answered, had arrived; 0: there are fewer.
+    // Returns the age in seconds of the n-th newest request without an answer; 0: fewer requests lack one.
     // Requests of the calling thread do not count.
     double waited(uint64_t n);
 

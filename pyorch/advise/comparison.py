@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from pyorch.advise.machine import Compute
 
-# Fewer bits change answers visibly, more than those of Q8_0 change nothing that is measurable. 4.25: MXFP4 and IQ4_XS.
+# A rule of thumb: with fewer bits answers get worse, and more bits than those of Q8_0 gain little. 4.25: MXFP4, IQ4_XS.
 LEAST_BITS, MOST_BITS = 4.25, 8.6
 READING_RATE = 10.0  # tokens a second; few people read faster
 

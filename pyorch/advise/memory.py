@@ -43,7 +43,7 @@ def room_for(
     model_map: ModelMap, limit: MemoryLimit, n_ctx: int, n_threads: int, device: Device | None = None,
     vram_budgets: Sequence[str] = (),
 ) -> Room:
-    """Divides the memory. vram_budgets: those that the user gave.
+    """Divides the memory. vram_budgets: as the user gave them.
 
     Raises:
         PyorchError: The other layers and the context do not fit on the device.

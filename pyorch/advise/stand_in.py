@@ -22,7 +22,7 @@ from pyorch.errors import FormatError, PyorchError
 ARCHITECTURE = "bailingmoe2"  # with leading dense layers, and a shared expert of any width
 
 _Types = gguf.GGMLQuantizationType
-# The type of most matrices, and of those that llama.cpp gives more bits: values and outputs of some layers.
+# The type of most matrices, and of the matrices to which llama.cpp gives more bits (values and outputs of some layers).
 RECIPES = {
     "Q8_0": (_Types.Q8_0, _Types.Q8_0), "Q6_K": (_Types.Q6_K, _Types.Q6_K), "Q5_K_M": (_Types.Q5_K, _Types.Q6_K),
     "Q4_K_M": (_Types.Q4_K, _Types.Q6_K),

@@ -349,7 +349,7 @@ def _existing(directory: Path) -> Path:
 def _origins(
     advice: Advice, download: Download | None = None, choices: list[Choice] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Returns the figures that were measured here, and those that were estimated."""
+    """Returns the measured figures, and the estimated ones."""
     from pyorch.advise.comparison import SCALED
     from pyorch.advise.machine import START_SECONDS
 
@@ -388,7 +388,7 @@ def _opened(path: Path, name: str, request: Request) -> Iterator[ModelMap]:
 
 @dataclass(frozen=True)
 class Item:
-    """A model to compare. path: its file or header. bits: of a weight, None for those of the file."""
+    """A model to compare. path: its file or header. bits: of a weight; None: as in the file."""
 
     name: str
     path: Path

@@ -111,7 +111,7 @@ class _Followed:
     """A model whose budget follows the memory."""
 
     def __init__(self, model: ManagedModel, limit: memory.MemoryLimit) -> None:
-        """limit: its free bytes include those that the model's experts use."""
+        """limit: its free bytes include the memory that the model's experts use."""
         self.model = model
         self.follower = Follower(model.map.info.floor_bytes, model.map.info.slots_bytes)
         resident = memory.Resident.now()

@@ -58,7 +58,7 @@ class Concurrency:
 
 MOST_SLOTS = 8
 _SHARE_OF_EXPERTS = 1 / 10  # contexts of further slots may take so much of the memory for experts
-_SHARE_OF_REST = 1 / 4  # and of memory that nothing else needs
+_SHARE_OF_REST = 1 / 4  # with a named budget: of the memory that neither it nor the first context needs
 
 
 @dataclass(frozen=True)

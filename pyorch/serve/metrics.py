@@ -74,7 +74,7 @@ def _own(text: str, name: str) -> str:
 
 
 class Metrics:
-    """llama-server's metrics, followed by those of the queue and the engine's counters; a dense model has no engine."""
+    """llama-server's metrics, then the queue's, then the engine's counters; a dense model has no engine."""
 
     def __init__(self, managed: ManagedModel) -> None:
         self._managed = managed

@@ -30,7 +30,7 @@ _PROPERTIES = {"role": "router", "max_instances": 0, "models_autoload": True, "m
 
 
 def properties(models: Models) -> dict:
-    """Returns the properties of the server, with those of the model that was used last."""
+    """Returns the properties of the server and of the model that was used last."""
     for model in models.loaded()[:1]:
         text = None
         try:
@@ -102,7 +102,7 @@ class Conversations:
             return self._models.pop(conversation, (None,))[0]
 
     def running(self, models: Models, asked: Sequence[str]) -> list[dict]:
-        """Returns llama-server's entries for those of the conversations that have an answer."""
+        """Returns llama-server's entries for the asked conversations that have an answer."""
         by_model: dict[str, list[str]] = {}
         for conversation in asked:
             model = self.model(conversation)
